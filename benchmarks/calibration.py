@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from weft.calibrate.compute import Place, calls_of
+from weft.calibrate.compute import TensorPlacement, calls_of
 from weft.calibrate.run import calibrate, typical
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
@@ -157,7 +157,7 @@ def build(text: str) -> None:
 def timed_step(text: str) -> dict[str, Any]:
     """Seconds of one step, all and by phase; and of the reference product just before it."""
     one = _running[text]
-    calls = calls_of("linear_f", REFERENCE, Place(torch.device("cpu"), torch.float32))
+    calls = calls_of("linear_f", REFERENCE, TensorPlacement(torch.device("cpu"), torch.float32))
     torch.distributed.barrier()
     start = time.perf_counter()
     for index in range(_REPEATS):

@@ -36,16 +36,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import load_checkpoint, verify_checkpoint
-from weft.checkpoint.save import save_pieces
+from weft.checkpoint.save import save_slices
 from weft.comm.mesh import build_mesh
-from weft.comm.store import StoreTalk
+from weft.comm.store import StoreChannel
 from weft.config.plan import Plan
 from weft.memory.offload import HostCopies
 from weft.parallel.parallelize import parallelize
 from weft.train.model_state import pieces, resume
-from weft.train.state_io import together
+from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.rank_pool import RankPool
 
@@ -114,8 +114,8 @@ class Ours:
         step = TrainStep(self.model, self.optimizer, lambda out, batch: (out.square().sum(), len(batch)), self.mesh)
         self.step = lambda: step(torch.ones(2, self.model[0].in_features))
         self.step()
-        self.copies, talk = HostCopies(self.mesh.device), StoreTalk(self.mesh.rank, self.mesh.world_size)
-        self.talk = Together(self.mesh.rank, self.mesh.world_size, talk.on_first, talk.gather)
+        self.copies, talk = HostCopies(self.mesh.device), StoreChannel(self.mesh.rank, self.mesh.world_size)
+        self.store_channel = RankGroup(self.mesh.rank, self.mesh.world_size, talk.on_first, talk.gather)
 
     def save(self, number: int) -> dict[str, float]:
         stall = 0.0
@@ -124,10 +124,10 @@ class Ours:
             nonlocal stall
             began = time.perf_counter()
             if self.waits:
-                save_pieces(self.root, number, pieces(self.model, self.optimizer), {}, together(self.mesh))
+                save_slices(self.root, number, pieces(self.model, self.optimizer), {}, rank_group(self.mesh))
                 return
             found = pieces(self.model, self.optimizer, self.copies)
-            thread = Thread(target=save_pieces, args=(self.root, number, found, {}, self.talk))
+            thread = Thread(target=save_slices, args=(self.root, number, found, {}, self.store_channel))
             thread.start()
             stall = time.perf_counter() - began
             thread.join()
@@ -138,14 +138,14 @@ class Ours:
     def beside(self, number: int) -> dict[str, float]:
         """Steps while a save goes on."""
         found = pieces(self.model, self.optimizer, self.copies)
-        thread = Thread(target=save_pieces, args=(self.root, number, found, {}, self.talk))
+        thread = Thread(target=save_slices, args=(self.root, number, found, {}, self.store_channel))
         thread.start()
         return train_until(self.step, lambda: not thread.is_alive())
 
     def load(self, number: int) -> dict[str, float]:
         path = self.root / f"step_{number:08d}"
         found = measured(lambda: resume(self.model, self.optimizer, load_checkpoint(path, lazily=True)), "load")
-        return found | measured(lambda: verify_checkpoint(path, together=together(self.mesh)), "verify")
+        return found | measured(lambda: verify_checkpoint(path, together=rank_group(self.mesh)), "verify")
 
 
 class OursAsync(Ours):

@@ -30,8 +30,8 @@ from weft.comm.autograd import gather_from
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh, build_mesh
 from weft.config.plan import Plan
-from weft.parallel.context.kernels import Borders, Scoring, Sight
-from weft.parallel.context.modes import View, attend_cut
+from weft.parallel.context.kernels import AttentionWindow, Borders, Scoring
+from weft.parallel.context.modes import View, attend_sharded
 from weft.parallel.context.sequence_order import SequenceOrder
 from weft.verify.rank_pool import RankPool
 
@@ -44,11 +44,11 @@ def make_sides(mesh: Mesh, options: argparse.Namespace) -> dict[str, Callable[[]
     borders: tuple[Borders, ...] | None = None
     if options.document:
         borders = (((*range(0, seq_len, options.document), seq_len)),) * options.batch
-    scoring = Scoring(options.width**-0.5, Sight(options.window - 1 if options.window else None, 0))
+    scoring = Scoring(options.width**-0.5, AttentionWindow(options.window - 1 if options.window else None, 0))
     sides: dict[str, Callable[[], list[torch.Tensor]]] = {}
     for mode in MODES:
         view = View(axis, SequenceOrder(mode, axis.size, axis.rank, seq_len), borders)
-        sides[mode] = side(mesh, options, lambda q, k, v, view=view: attend_cut(q, k, v, scoring, view))
+        sides[mode] = side(mesh, options, lambda q, k, v, view=view: attend_sharded(q, k, v, scoring, view))
     mask = dense_mask(SequenceOrder("gather", axis.size, axis.rank, seq_len), borders, options.window, mesh.device)
     sides["masked"] = side(mesh, options, lambda q, k, v: masked(q, k, v, mask, mesh))
     if mesh.device.type == "cuda" and not options.document and not options.window:

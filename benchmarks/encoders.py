@@ -39,7 +39,7 @@ def patches_of(folder: Path, most: int) -> list[int]:
 
 def level(folder: Path, most: int) -> None:
     """Print how level the ranks' work is."""
-    from weft.parallel.layers.distributed_encoders import ItemCost, deal_items
+    from weft.parallel.layers.distributed_encoders import ItemCost, assign_items
 
     patches, cost = patches_of(folder, most), ItemCost(2.0 * PARAMS, 4.0 * WIDTH * DEPTH)
     print(f"{len(patches)} pictures of {min(patches)} to {max(patches)} patches, {RANKS} ranks, {STEPS} steps")
@@ -50,7 +50,7 @@ def level(folder: Path, most: int) -> None:
             costs = [cost(rows, rows) for rows in draw.choices(patches, k=RANKS * each)]
             homes = [item // each for item in range(len(costs))]
             own = [sum(costs[rank * each : (rank + 1) * each]) for rank in range(RANKS)]
-            by_cost = [sum(costs[item] for item in items) for items in deal_items(costs, homes, RANKS, 1)]
+            by_cost = [sum(costs[item] for item in items) for items in assign_items(costs, homes, RANKS, 1)]
             for sums, found in ((own, drawn), (by_cost, dealt)):
                 found.append(sum(sums) / RANKS / max(sums))
         print(

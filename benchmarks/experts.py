@@ -25,7 +25,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.models.experts import Experts
-from weft.parallel.expert import spread_experts
+from weft.parallel.expert import distribute_experts
 from weft.verify.rank_pool import RankPool
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -123,7 +123,7 @@ def on_ranks(options: argparse.Namespace) -> dict[str, list[float]]:
     ledger = Ledger()
     mesh = build_mesh(Plan.parse(f"dp_shard={options.ranks} ep={options.ranks}"), record=ledger.record)
     whole, spread = nn.Sequential(make_experts(options)), nn.Sequential(make_experts(options))
-    spread_experts(spread, mesh)
+    distribute_experts(spread, mesh)
     seconds: dict[str, list[float]] = {"whole on each rank": [], f"ep={options.ranks}": [], "of it exchange": []}
     for number in range(options.rounds + 2):
         batch = inputs(options, number * 100 + mesh.rank)

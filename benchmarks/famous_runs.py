@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.planner.scoring.metrics import Prediction, circumstances
+from weft.planner.scoring.metrics import Prediction, context
 from weft.planner.scoring.published_runs import PublishedRun, read_runs
 from weft.planner.scoring.scores import predict_run, score
 from weft.planner.search.best_plans import answer
@@ -108,7 +108,7 @@ def famous(*, search: bool = True) -> list[Famous]:
             run=run,
             unseen_s=float(row[UNSEEN]),
             shipped=predict_run(run, "tables"),
-            band=time_bands(circumstances(run))[LEVEL],
+            band=time_bands(context(run))[LEVEL],
             best=chosen(run) if search else None,
         )
         found.append(one)

@@ -36,7 +36,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from weft.data.media.audio import Hearing
+from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import LogMel, mel_filters
 from weft.data.media.audio_source import Sounds
 from weft.data.media.decode_workers import DecodedAhead
@@ -215,7 +215,7 @@ class SoundSteps(Steps):
     """Batches of bands by step, as a run has them."""
 
     def __init__(self, source: MediaRecords, args: argparse.Namespace):
-        sounds = Sounds(source, Hearing(HEARD_RATE, SOUND_S), LogMel(), 0)
+        sounds = Sounds(source, AudioTransform(HEARD_RATE, SOUND_S), LogMel(), 0)
         self.samples, self.size = DecodedAhead(sounds, args.workers), args.batch
         self.order = np.random.default_rng(0).permutation(len(source)).tolist()
 
@@ -233,7 +233,7 @@ def weft_sounds(source: MediaRecords, args: argparse.Namespace) -> Iterator[torc
 
 def seconds_a_core(source: MediaRecords, count: int = 48) -> dict[str, float]:
     """Seconds of sound that one core does in a second: decoding alone, and all of it."""
-    sounds = Sounds(source, Hearing(HEARD_RATE, SOUND_S), LogMel(), 0)
+    sounds = Sounds(source, AudioTransform(HEARD_RATE, SOUND_S), LogMel(), 0)
     found = {}
     for name, act in (
         ("decoded", lambda index: soundfile.read(io.BytesIO(source.encoded(index).whole()), dtype="float32")),

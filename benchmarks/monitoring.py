@@ -143,10 +143,10 @@ def mlflow(folder: Path) -> Callable[[dict[str, Any]], None]:
 def ours(folder: Path) -> Callable[[dict[str, Any]], None]:
     """What our loop does in training's thread: a line of events.jsonl, and the queue of figures."""
     from weft.monitor.events import EventLog
-    from weft.monitor.metrics import Collector, OwnBoard, StepFigures
+    from weft.monitor.metrics import Collector, LocalReports, StepFigures
 
     log = EventLog(folder / "rival-weft" / "events.jsonl")
-    collector = Collector(0, "here", OwnBoard(), 1.0, publish=log.write)
+    collector = Collector(0, "here", LocalReports(), 1.0, publish=log.write)
     collector.start()
 
     def write(event: dict[str, Any]) -> None:

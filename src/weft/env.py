@@ -88,18 +88,18 @@ def rank_env() -> RankEnv | None:
         )
     # A bare `sbatch` or `salloc` shell has SLURM_NTASKS too; only a task started by srun has a step id.
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number("SLURM_NTASKS", 1, lowest=1) > 1:
-        return _slurm_place()
+        return _slurm_rank()
     return None
 
 
-def _slurm_place() -> RankEnv:
+def _slurm_rank() -> RankEnv:
     env = os.environ
     world_size = _number("SLURM_NTASKS", lowest=1)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     num_nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1, lowest=1), lowest=1)
     # Jobs that share a node must not share a port: derive it from the job's number.
     port = 20_000 + _number("SLURM_JOB_ID", 0) % 20_000
-    tasks_here = _slurm_tasks_here(world_size, num_nodes)
+    tasks_here = _slurm_local_tasks(world_size, num_nodes)
     # Tasks of one machine meet on its loopback interface, where nobody else can come.
     host = "127.0.0.1" if tasks_here == world_size else first_slurm_host(nodes)
     return _consistent(
@@ -117,7 +117,7 @@ def _slurm_place() -> RankEnv:
     )
 
 
-def _slurm_tasks_here(world_size: int, num_nodes: int) -> int:
+def _slurm_local_tasks(world_size: int, num_nodes: int) -> int:
     """Tasks on this node. SLURM lists them by node, '4(x2),3'; without the list an even spread is taken."""
     listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
     node = _number("SLURM_NODEID", 0)

@@ -49,6 +49,6 @@ def test_two_hosts_of_two_ranks_are_measured(tmp_path: Path) -> None:
         *((2, 2, way) for way in ("two levels", "gloo exchange", "backend")),
     }
     assert {one.op for one in found[0].samples} == {*OPS}
-    ways = found[0].ways(2, 2, "two levels", ("two levels", "gloo exchange"))
+    ways = found[0].route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
     assert ways is not None
     assert ways.seconds("all_reduce", 1 << 20, "two levels") > 0

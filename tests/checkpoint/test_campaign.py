@@ -18,13 +18,13 @@ import fsspec
 import pytest
 import torch
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.manifest import commit_text
 from weft.checkpoint.object_store import Location, located
 from weft.checkpoint.prune import prune_checkpoints
-from weft.checkpoint.read import Deal, Part
-from weft.checkpoint.save import SavedPiece, save_checkpoint, save_pieces
+from weft.checkpoint.read import OwnershipMap, Part
+from weft.checkpoint.save import SavedSlice, save_checkpoint, save_slices
 from weft.cli.app import run
 from weft.errors import CheckpointError
 
@@ -60,11 +60,11 @@ def save_sharded(root: Path, step: int) -> None:
         pieces = []
         for path, tensor in whole(step).items():
             part, length = Part(tuple(tensor.shape)), -(-tensor.numel() // RANKS)
-            run_ = Deal(tuple(range(RANKS)), length).run_of(rank, 0, tensor.numel(), tensor.numel())
+            run_ = OwnershipMap(tuple(range(RANKS)), length).run_of(rank, 0, tensor.numel(), tensor.numel())
             if run_ is not None:
                 data = tensor.reshape(-1)[run_[0] : run_[1]].clone()
-                pieces.append(SavedPiece(path, part, Deal(tuple(range(RANKS)), length), run_[0], data))
-        save_pieces(root, step, pieces, STATE, Together(rank, RANKS, on_first, gather))
+                pieces.append(SavedSlice(path, part, OwnershipMap(tuple(range(RANKS)), length), run_[0], data))
+        save_slices(root, step, pieces, STATE, RankGroup(rank, RANKS, on_first, gather))
 
     threads = [threading.Thread(target=rank_saves, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:

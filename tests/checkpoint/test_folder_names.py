@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.checkpoint.folders import Together
-from weft.checkpoint.save import SavedPiece, save_pieces
+from weft.checkpoint.folders import RankGroup
+from weft.checkpoint.save import SavedSlice, save_slices
 from weft.errors import CheckpointError
 
 STEP = "step_00000003"
@@ -43,9 +43,9 @@ def test_only_a_plain_name_of_the_step_is_written_to(tmp_path, name):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     name = name.format(elsewhere=elsewhere) if isinstance(name, str) else name
-    together = Together(1, 2, lambda act: name, lambda record: [])
+    together = RankGroup(1, 2, lambda act: name, lambda record: [])
     with pytest.raises(CheckpointError, match=r"^checkpoint of step 3: the folder name .* is not a plain name"):
-        save_pieces(tmp_path / "root", 3, [SavedPiece.whole("model/w", torch.ones(2))], {}, together)
+        save_slices(tmp_path / "root", 3, [SavedSlice.whole("model/w", torch.ones(2))], {}, together)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -53,7 +53,7 @@ def test_only_a_plain_name_of_the_step_is_written_to(tmp_path, name):
 def test_the_names_that_targets_give_are_taken(tmp_path, name):
     (tmp_path / name).mkdir()
     answers = iter([name, {"name": STEP}])
-    together = Together(1, 2, lambda act: next(answers), lambda record: [])
-    found = save_pieces(tmp_path, 3, [SavedPiece.whole("model/w", torch.ones(2), rank=1)], {}, together)
+    together = RankGroup(1, 2, lambda act: next(answers), lambda record: [])
+    found = save_slices(tmp_path, 3, [SavedSlice.whole("model/w", torch.ones(2), rank=1)], {}, together)
     assert found == Path(tmp_path / STEP)
     assert (tmp_path / name / "model-00001.safetensors").is_file()

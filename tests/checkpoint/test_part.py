@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from weft.checkpoint.read import Deal, Part, deal_out, meet
+from weft.checkpoint.read import OwnershipMap, Part, assign_evenly, meet
 
 
 def random_part(chance: random.Random) -> Part:
@@ -81,7 +81,7 @@ def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
     ranks = list(range(100, 100 + lengths * times))
     numel = chance.randint(0, lengths * length)
     start = chance.randint(0, lengths * length - numel)
-    deal = deal_out(ranks, length, times, start=start, turn=chance.randint(0, 9))
+    deal = assign_evenly(ranks, length, times, start=start, turn=chance.randint(0, 9))
     owners = [deal.holder(place) for place in range(numel)]
     runs = list(deal.runs(0, numel, numel))
     assert [rank for rank, low, high in runs for _ in range(low, high)] == owners
@@ -100,7 +100,7 @@ def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
 
 
 def test_a_part_that_nobody_divides_is_one_piece():
-    deal = Deal.to_one(3, 12)
+    deal = OwnershipMap.to_one(3, 12)
     assert list(deal.runs(0, 12, 12)) == [(3, 0, 12)]
     assert next(iter(Part((3, 4)).views(0, 12))).box == ((0, 3), (0, 4))
     assert meet((), ()) == ()
@@ -111,7 +111,7 @@ def test_the_work_of_replicas_is_even():
     written = dict.fromkeys(range(8), 0)
     turn = 0
     for length in [6_500_000] * 4 + [70_000, 300] * 8:
-        deal = deal_out(range(8), length, 8, turn=turn)
+        deal = assign_evenly(range(8), length, 8, turn=turn)
         turn += -(-length // deal.each)
         for rank, low, high in deal.runs(0, length, length):
             written[rank] += high - low

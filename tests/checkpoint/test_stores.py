@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from weft import env
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.object_store import located
 from weft.checkpoint.prune import prune_checkpoints, set_aside
-from weft.checkpoint.read import Deal, Part
-from weft.checkpoint.save import SavedPiece, save_checkpoint, save_pieces
+from weft.checkpoint.read import OwnershipMap, Part
+from weft.checkpoint.save import SavedSlice, save_checkpoint, save_slices
 from weft.cli.app import run
 from weft.cli.ckpt import app
 from weft.errors import CheckpointError
@@ -256,12 +256,16 @@ def halves(root, step: int, look=None):
 
     def run(rank):
         part = Part((4_000_000,))
-        piece = SavedPiece(
-            "model/w", part, Deal((0, 1), length=2_000_000), rank * 2_000_000, whole[rank * 2_000_000 :][:2_000_000]
+        piece = SavedSlice(
+            "model/w",
+            part,
+            OwnershipMap((0, 1), length=2_000_000),
+            rank * 2_000_000,
+            whole[rank * 2_000_000 :][:2_000_000],
         )
-        together = Together(rank, 2, on_first(rank), gather(rank))
+        together = RankGroup(rank, 2, on_first(rank), gather(rank))
         try:
-            ended.append(save_pieces(root, step, [piece], {"n": 1}, together, ("model",), look))
+            ended.append(save_slices(root, step, [piece], {"n": 1}, together, ("model",), look))
         except CheckpointError as error:
             ended.append(error)
 

@@ -56,7 +56,7 @@ def test_what_ends_training_gives_its_code(monkeypatch, code, end):
         if end is not None:
             raise end
 
-    monkeypatch.setattr("weft.cli.train.train_here", train_here)
+    monkeypatch.setattr("weft.cli.train.train_locally", train_here)
     assert command.run(["train"]) == code
 
 

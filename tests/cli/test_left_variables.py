@@ -69,7 +69,7 @@ def test_a_port_that_is_taken_and_a_name_that_is_unknown_are_sentences(port):
 
 def test_ranks_of_weft_train_leave_the_word_to_their_launcher(port):
     assert "torch" in sys.modules
-    error = mesh._cannot_meet(place_of(1, port, starter="weft"), None, RuntimeError("timed out"), 1.0)
+    error = mesh._rendezvous_error(place_of(1, port, starter="weft"), None, RuntimeError("timed out"), 1.0)
     assert type(error) is CommError
     assert error.exit_code == 1
 

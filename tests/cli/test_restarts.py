@@ -9,7 +9,7 @@ import pytest
 from weft.checkpoint.load import list_checkpoints
 from weft.cli.launch.failure import Failure
 from weft.cli.launch.launch import RankFailed
-from weft.cli.launch.restarts import Restarts, cause_of, for_ranks, for_those_there
+from weft.cli.launch.restarts import Restarts, cause_of, config_for_world_size, for_ranks
 from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutOfMemory, TrainingHalted
 from weft.monitor.alerts import GO_ON, HELD
@@ -106,12 +106,12 @@ def test_copies_in_memory_count_as_checkpoints(tmp_path):
 
 def test_ranks_of_torchrun_get_a_plan_where_a_machine_is_gone():
     config = RunConfig.model_validate({"plan": "dp_shard=4 zero=3", "launch": {"min_ranks": 2}})
-    assert for_those_there(config, 4) is config
-    assert for_those_there(config, 2).plan == "auto"
-    assert for_those_there(config, 1) is config
+    assert config_for_world_size(config, 4) is config
+    assert config_for_world_size(config, 2).plan == "auto"
+    assert config_for_world_size(config, 1) is config
     star = config.model_copy(update={"plan": "dp_shard=2 dp_replicate=*"})
-    assert for_those_there(star, 2) is star
-    assert for_those_there(star, 3).plan == "auto"
+    assert config_for_world_size(star, 2) is star
+    assert config_for_world_size(star, 3).plan == "auto"
 
 
 @pytest.mark.parametrize("failure, restarts", [(TYPO, 5), (BAD, 5), (DATA, 5), (DIED, 0)])

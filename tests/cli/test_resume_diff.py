@@ -10,7 +10,7 @@ import pytest
 from weft.cli.app import run
 from weft.config.files import format_config, load_config
 from weft.train.folder import RunFolder
-from weft.train.rank_run import circumstances
+from weft.train.rank_run import context
 
 PLAN = "dp_shard=2 zero=2"
 
@@ -27,7 +27,7 @@ def started(tmp_path: Path) -> Path:
     (folder / "data.json").write_text(json.dumps({"train": [source], "eval": []}))
     event = {
         "time": 1.7e9, "event": "start", "step": 0, "plan": PLAN, "world_size": 2,
-        **circumstances(RunFolder(folder), config),
+        **context(RunFolder(folder), config),
     }  # fmt: skip
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     return folder

@@ -16,7 +16,7 @@ from weft.cli import train as verb
 from weft.cli.console import split_words
 from weft.cli.launch.launch import count_ranks, threads_variables, usable_cores
 from weft.comm.mesh import open_store
-from weft.comm.store import FirstWord
+from weft.comm.store import RankZeroMessage
 from weft.config.files import load_config
 from weft.config.run_config import RunConfig
 from weft.env import RankEnv
@@ -122,7 +122,7 @@ def test_cores_are_divided_unless_the_user_has_spoken(monkeypatch):
 def test_started_alone_it_starts_its_ranks(monkeypatch):
     pytest.importorskip("weft.config.files")
     started: list[RunConfig] = []
-    monkeypatch.setattr(verb, "train_here", started.append)
+    monkeypatch.setattr(verb, "train_locally", started.append)
     verb.train(["train.steps=70"])
     assert started[0].train.steps == 70
 
@@ -204,12 +204,12 @@ def both_ranks(monkeypatch):
         def of_rank(rank: int) -> object:
             place = RankEnv(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
             try:
-                word = FirstWord(place, open_store(place, 30))
+                word = RankZeroMessage(place, open_store(place, 30))
                 if rank:
                     return verb._prepared_elsewhere(config, word).texts
                 with contextlib.ExitStack() as held:
                     texts = verb._prepared_by_the_first(config, place, word, held).texts
-                    word.wait_heard()
+                    word.wait_until_received()
                     return texts
             except (WeftError, typer.Exit) as error:
                 return error

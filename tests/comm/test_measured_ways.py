@@ -42,7 +42,7 @@ CROSSING = {"two levels": (0.015, 1e-8), "gloo exchange": (0.005, 1e-7)}
 
 
 def test_the_border_lies_between_the_sizes_where_the_better_way_changes():
-    ways = profile_of(CROSSING).ways(2, 2, "two levels", ("two levels", "gloo exchange"))
+    ways = profile_of(CROSSING).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
     assert ways is not None
     border = math.isqrt((1 << 14) * (1 << 18))
     assert ways.best["all_reduce"] == [(0, "gloo exchange"), (border, "two levels")]
@@ -52,19 +52,21 @@ def test_the_border_lies_between_the_sizes_where_the_better_way_changes():
     for transport, (start, each) in CROSSING.items():
         assert ways.seconds("all_gather", 1 << 20, transport) == pytest.approx(start + (1 << 20) * each, rel=1e-6)
     # What the axis cannot take is not chosen, and what was not measured decides nothing.
-    assert profile_of(CROSSING).ways(2, 2, "two levels", ("two levels",)).best["all_reduce"] == [(0, "two levels")]
-    assert profile_of(CROSSING).ways(3, 2, "two levels", ("two levels",)) is None
-    assert profile_of(CROSSING).ways(1, 2, "shared memory", ("shared memory",)) is None
+    assert profile_of(CROSSING).route_choices(2, 2, "two levels", ("two levels",)).best["all_reduce"] == [
+        (0, "two levels")
+    ]
+    assert profile_of(CROSSING).route_choices(3, 2, "two levels", ("two levels",)) is None
+    assert profile_of(CROSSING).route_choices(1, 2, "shared memory", ("shared memory",)) is None
 
 
 def test_less_than_a_tenth_is_chance_and_a_choice_does_not_reach_far():
     near = {"two levels": (0.010, 1e-8), "gloo exchange": (0.0095, 1e-8)}
-    ways = profile_of(near).ways(2, 2, "two levels", ("two levels", "gloo exchange"))
+    ways = profile_of(near).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
     assert ways is not None
     assert ways.best["all_reduce"] == [(0, "two levels")]
     assert not ways.gains
     faster = {"two levels": (0.010, 1e-8), "gloo exchange": (0.001, 1e-9)}
-    ways = profile_of(faster).ways(2, 2, "two levels", ("two levels", "gloo exchange"))
+    ways = profile_of(faster).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
     assert ways is not None
     assert ways.best["all_reduce"] == [(0, "gloo exchange"), (4 * SIZES[-1], "two levels")]
 

@@ -11,8 +11,8 @@ import torch
 
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.mesh import Axis
-from weft.comm.replica_client import MeetingDoor, SocketLink
-from weft.comm.replica_rendezvous import MeetingLine, MeetingPlace, MeetingRounds, address_towards
+from weft.comm.replica_client import PeerListener, SocketLink
+from weft.comm.replica_rendezvous import RendezvousClient, RendezvousRounds, RendezvousServer, address_towards
 from weft.comm.wire.coder import Coders
 from weft.comm.wire.wire_format import find_wire
 from weft.errors import CommError, ConfigError, LaunchError
@@ -22,7 +22,7 @@ class Told:
     """Replicas that speak to one state, by a clock of the test's own."""
 
     def __init__(self, replicas: int = 2, timeout_s: float = 10.0):
-        self.rounds, self.now = MeetingRounds(replicas, timeout_s), 0.0
+        self.rounds, self.now = RendezvousRounds(replicas, timeout_s), 0.0
         self.anchors = dict.fromkeys(range(replicas), (0, 7))
         self.sessions = dict.fromkeys(range(replicas), 1)
 
@@ -198,7 +198,7 @@ def axis_of(doors, place: int, meeting: int = 5, timeout_s: float = 5.0) -> tupl
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_sums_over_sockets_have_the_bits_of_the_tree(size, wire):
-    doors = [MeetingDoor("127.0.0.1") for _ in range(size)]
+    doors = [PeerListener("127.0.0.1") for _ in range(size)]
     parts = [torch.randn(40_001, generator=torch.Generator().manual_seed(place)) for place in range(size)]
     found: dict[int, torch.Tensor] = {}
 
@@ -222,7 +222,7 @@ def test_sums_over_sockets_have_the_bits_of_the_tree(size, wire):
 
 
 def test_a_member_that_goes_or_stands_still_is_an_error_in_time():
-    doors = [MeetingDoor("127.0.0.1") for _ in range(2)]
+    doors = [PeerListener("127.0.0.1") for _ in range(2)]
     said: list[str] = []
 
     def stays(place: int) -> None:
@@ -250,13 +250,13 @@ def test_a_member_that_goes_or_stands_still_is_an_error_in_time():
 
 
 def test_the_place_answers_and_a_port_that_is_taken_is_one_sentence():
-    place = MeetingPlace("127.0.0.1", 0, 2, 5.0, "the key")
-    line = MeetingLine(place.address, 0, 1, "the key")
+    place = RendezvousServer("127.0.0.1", 0, 2, 5.0, "the key")
+    line = RendezvousClient(place.address, 0, 1, "the key")
     answer = line.ask("beat", number=0, token=1, step=3, loss=2.5)
     assert answer == {"do": "go on", "behind": False, "begin": False, "replicas": {"0": [3, 2.5]}}
     with pytest.raises(ConnectionResetError):
         line.ask("beat")  # half of what is to be said
-    stranger = MeetingLine(place.address, 0, 2, "another key")
+    stranger = RendezvousClient(place.address, 0, 2, "another key")
     with pytest.raises(
         ConfigError, match=r"^launch.meeting_key: the place where replicas meet, 127.0.0.1:\d+, has anot"
     ):
@@ -273,7 +273,7 @@ def test_the_place_answers_and_a_port_that_is_taken_is_one_sentence():
     with pytest.raises(LaunchError, match=r"^launch.meet_at=nowhere.invalid:1: this machine knows no way there"):
         address_towards("nowhere.invalid:1")
     with pytest.raises(LaunchError, match=r"^launch.meet_at=127.0.0.1:\d+: this machine cannot listen there"):
-        MeetingPlace("127.0.0.1", int(place.address.rpartition(":")[2]), 2, 5.0, "")
+        RendezvousServer("127.0.0.1", int(place.address.rpartition(":")[2]), 2, 5.0, "")
     place.close()
     with pytest.raises(ConnectionRefusedError):
         line.ask("beat", number=0, token=1, step=3, loss=2.5)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.comm.wire.codes import RowCodes, RowStretch
+from weft.comm.wire.codes import RowCodes, RowSlice
 from weft.config.wire_formats import wire_spec
 
 SPEC = wire_spec("int8")
@@ -24,7 +24,7 @@ SHAPES = st.lists(
 
 def travelled(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """What one rank's parts become."""
-    codec = RowCodes(SPEC, [RowStretch.of(part.shape) for part in parts], parts[0].dtype)
+    codec = RowCodes(SPEC, [RowSlice.of(part.shape) for part in parts], parts[0].dtype)
     flat = torch.cat([part.reshape(-1) for part in parts])
     out = torch.full_like(flat, torch.nan)
     codec.decode(codec.encode(flat)[None], out[None])
@@ -57,7 +57,7 @@ def test_how_rows_lie_on_ranks_changes_no_bit(rows, columns, cut, seed):
 
 
 def test_parts_of_several_ranks_are_decoded_each_to_its_place():
-    shapes = [RowStretch.of(shape) for shape in ((3, 300), (7,), (2, 4, 9))]
+    shapes = [RowSlice.of(shape) for shape in ((3, 300), (7,), (2, 4, 9))]
     codec = RowCodes(SPEC, shapes, torch.float32)
     flats = torch.randn(4, codec.numel)
     codes = torch.stack([codec.encode(flat) for flat in flats])
@@ -82,6 +82,6 @@ def test_what_is_not_finite_does_not_come_out_finite(bad):
 
 
 def test_bytes_are_those_that_the_planner_counts():
-    codec = RowCodes(SPEC, [RowStretch.of((64, 512)), RowStretch.of((128, 1024))], torch.bfloat16)
+    codec = RowCodes(SPEC, [RowSlice.of((64, 512)), RowSlice.of((128, 1024))], torch.bfloat16)
     numel = 64 * 512 + 128 * 1024
     assert codec.num_bytes == SPEC.num_bytes(numel) == numel * (1 + 2 / 256)

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from weft.comm.hang_watch import Standing, find_culprits, process_state, report, unfinished_on_device
+from weft.comm.hang_watch import RankStatus, find_culprits, process_state, report, unfinished_on_device
 
 NOW = time.mktime((2026, 3, 1, 14, 3, 11, 0, 0, -1))
 REST = "The wait ends at 14:32:11 (launch.timeout=30m); Python stacks are in logs."
 
 
-def waits(rank: int, *ranks: int, late: tuple[int, ...] = (), what: str = "all_reduce over dp_shard") -> Standing:
-    return Standing(rank, NOW - 60, what, ranks, late)
+def waits(rank: int, *ranks: int, late: tuple[int, ...] = (), what: str = "all_reduce over dp_shard") -> RankStatus:
+    return RankStatus(rank, NOW - 60, what, ranks, late)
 
 
-def told(waiter: Standing, *others: Standing, zero: int = 0) -> tuple[str, tuple[int, ...], bool]:
-    records = {one.rank: Standing.from_text(one.to_text()) for one in (waiter, *others)}
+def told(waiter: RankStatus, *others: RankStatus, zero: int = 0) -> tuple[str, tuple[int, ...], bool]:
+    records = {one.rank: RankStatus.from_text(one.to_text()) for one in (waiter, *others)}
     state = "Process 7 of rank {} is stopped.".format
     found = report(waiter, records.get, state, now=NOW, rest=REST, zero=zero)
     return found.text, found.culprits, found.is_calm
@@ -37,7 +37,7 @@ def test_a_rank_that_says_nothing_is_the_one_that_is_missing():
 
 
 def test_a_rank_in_the_users_code_is_named_with_its_line():
-    text, culprits, _ = told(waits(0, 0, 1), Standing(1, NOW - 61, frame="train.py:40 in evaluate"))
+    text, culprits, _ = told(waits(0, 0, 1), RankStatus(1, NOW - 61, frame="train.py:40 in evaluate"))
     assert "Rank 1 calls no collective, at train.py:40 in evaluate." in text
     assert culprits == (1,)
 
@@ -52,7 +52,7 @@ def test_the_last_of_a_chain_is_to_blame():
 
 
 def test_long_work_that_is_known_gives_one_calm_line():
-    saving = Standing(0, NOW - 60, phase="saves a checkpoint", may_take_long=True)
+    saving = RankStatus(0, NOW - 60, phase="saves a checkpoint", may_take_long=True)
     text = "rank 0 saves a checkpoint: rank 1 waits for it in barrier over world since 14:02:11 (1:00)."
     assert told(waits(1, 0, 1, what="barrier over world"), saving) == (text, (0,), True)
 
@@ -73,7 +73,7 @@ def test_a_forward_on_one_rank_alone_is_suspected_under_zero_3_only():
     gathers = waits(0, 0, 1, what="all_gather over dp_shard")
     assert hint in told(gathers, zero=3)[0]
     assert hint not in told(gathers, zero=2)[0]
-    assert hint not in told(Standing(0, NOW, "all_gather over dp_shard", (0, 1), in_step=True), zero=3)[0]
+    assert hint not in told(RankStatus(0, NOW, "all_gather over dp_shard", (0, 1), in_step=True), zero=3)[0]
 
 
 def test_of_many_ranks_some_are_named():

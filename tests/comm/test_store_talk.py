@@ -10,7 +10,7 @@ from torch.distributed import HashStore, TCPStore
 
 from weft.comm import store as module
 from weft.comm.signed_store import StoreKey
-from weft.comm.store import StoreBoard, StoreTalk
+from weft.comm.store import StoreChannel, StoreReports
 from weft.errors import CheckpointError, CommError, WeftWarning
 
 SECRET = b"of these ranks alone"
@@ -22,7 +22,7 @@ def speak(number: int, act, open_store) -> list:
 
     def one(rank: int) -> None:
         try:
-            found[rank] = act(StoreTalk(rank, number, open_store, StoreKey(SECRET)), rank)
+            found[rank] = act(StoreChannel(rank, number, open_store, StoreKey(SECRET)), rank)
         except Exception as error:
             found[rank] = error
 
@@ -79,7 +79,7 @@ def test_a_lost_store_is_one_sentence():
             raise RuntimeError("connection reset by peer")
 
     with pytest.raises(CommError, match=r"rank 1 of 2 lost the other ranks while a checkpoint was saved \(connection"):
-        StoreTalk(1, 2, Gone, StoreKey(SECRET)).gather(b"")
+        StoreChannel(1, 2, Gone, StoreKey(SECRET)).gather(b"")
 
 
 def test_requests_of_a_rank_do_not_grow_with_the_ranks():
@@ -103,10 +103,10 @@ def test_requests_of_a_rank_do_not_grow_with_the_ranks():
             return True
 
     last, first = Counting(), Counting()
-    talk = StoreTalk(8191, 8192, lambda: last, StoreKey(SECRET))
+    talk = StoreChannel(8191, 8192, lambda: last, StoreKey(SECRET))
     talk.gather(b"x" * 250)
     assert last.requests == 1
-    assert len(StoreTalk(0, 8192, lambda: first, StoreKey(SECRET)).gather(b"x" * 250)) == 8192
+    assert len(StoreChannel(0, 8192, lambda: first, StoreKey(SECRET)).gather(b"x" * 250)) == 8192
     assert first.requests == 16
 
 
@@ -143,14 +143,14 @@ def test_a_forged_message_is_ignored_until_the_rank_has_sent_its_own(server):
 def test_a_message_that_stays_forged_is_refused_by_its_key(server, monkeypatch, stored):
     monkeypatch.setattr(module, "_FORGED_S", 0.2)
     server.set("weft/talk/1/1", stored)
-    talk = StoreTalk(1, 2, lambda: server.clone(), StoreKey(SECRET))
+    talk = StoreChannel(1, 2, lambda: server.clone(), StoreKey(SECRET))
     with pytest.raises(CommError, match=r"^store key weft/talk/1/1: the value is not signed by a rank of this run"):
         talk.on_first(lambda: None)
 
 
 @pytest.mark.filterwarnings("ignore:store key")
 def test_reports_of_others_and_old_ones_are_ignored(server):
-    first, second = (StoreBoard(rank, 2, lambda: server.clone(), StoreKey(SECRET)) for rank in range(2))
+    first, second = (StoreReports(rank, 2, lambda: server.clone(), StoreKey(SECRET)) for rank in range(2))
     second.post("old")
     assert first.read() == ["", "old"]
     before = server.get("weft/figures/1")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.mixed_records import FORMS, as_paths, mixed, picture, sound
 from tests.data.record_pictures import write_lines
-from weft.data.media.audio import Hearing
+from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import LogMel
 from weft.data.media.images import Look
 from weft.data.media.mixed_items import MixedAhead, MixedItems
@@ -25,7 +25,7 @@ def found(path: Path, cache: Path, columns: MixedColumns | None = None):
 
 
 def items(path: Path, cache: Path, **look) -> MixedItems:
-    return MixedItems(found(path, cache), Look(16, **look), Hearing(16_000, 2.0, noise=0.1), LogMel(mels=20), 3)
+    return MixedItems(found(path, cache), Look(16, **look), AudioTransform(16_000, 2.0, noise=0.1), LogMel(mels=20), 3)
 
 
 @pytest.fixture(scope="module")

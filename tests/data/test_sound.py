@@ -14,7 +14,7 @@ import torch
 
 from tests.data.record_pictures import add, write_lines
 from tests.data.recordings import FORMS, encoded, sound_folder, spoken, tones
-from weft.data.media.audio import Hearing, hear, sound_size, vorbis_size
+from weft.data.media.audio import AudioTransform, hear, sound_size, vorbis_size
 from weft.data.media.audio_features import LogMel, folder_features, log_mel, mel_energy, mel_filters
 from weft.data.media.audio_source import Sounds
 from weft.data.media.decode_workers import DecodedAhead
@@ -64,7 +64,7 @@ def test_a_folder_of_classes_is_found_and_again_when_it_changes(tmp_path: Path) 
         found(root, tmp_path / "cache")
 
 
-HEARING = Hearing(16_000, 0.15, crops=True, gain=6.0, noise=0.3, masks=2)
+HEARING = AudioTransform(16_000, 0.15, crops=True, gain=6.0, noise=0.3, masks=2)
 
 
 def test_bits_follow_from_the_key_at_any_number_of_processes(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_bits_follow_from_the_key_at_any_number_of_processes(tmp_path: Path) -> 
 def test_one_channel_at_one_rate_is_heard(tmp_path: Path) -> None:
     wave = tones("ab", 1)
     pair = np.stack((wave, -0.5 * wave), 1)
-    plain = Hearing(16_000, 10.0)
+    plain = AudioTransform(16_000, 10.0)
 
-    def heard(data: bytes, hearing: Hearing = plain, key: tuple[int, ...] = ()) -> np.ndarray:
+    def heard(data: bytes, hearing: AudioTransform = plain, key: tuple[int, ...] = ()) -> np.ndarray:
         one = Encoded("x", held=data)
         return hear(one, sound_size(one), hearing, key)
 
@@ -95,14 +95,16 @@ def test_one_channel_at_one_rate_is_heard(tmp_path: Path) -> None:
     high = np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
     assert np.abs(heard(encoded(low, 8000, subtype="FLOAT")) - high)[200:-200].max() < 1e-4
     ramp = np.linspace(0.1, 0.9, 16_000, dtype=np.float32)
-    middle = heard(encoded(ramp, subtype="FLOAT"), Hearing(16_000, 0.5))
+    middle = heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 0.5))
     assert np.array_equal(middle, ramp[4000:12_000])
-    starts = {float(heard(encoded(ramp, subtype="FLOAT"), Hearing(16_000, 0.5, True), (key,))[0]) for key in range(9)}
+    starts = {
+        float(heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 0.5, True), (key,))[0]) for key in range(9)
+    }
     assert len(starts) == 9
-    louder = heard(encoded(ramp, subtype="FLOAT"), Hearing(16_000, 9.0, gain=6.0), (1,)) / ramp
+    louder = heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 9.0, gain=6.0), (1,)) / ramp
     assert np.allclose(louder, louder[0])
     assert 0.5 < louder[0] < 2.0
-    noise = heard(encoded(ramp, subtype="FLOAT"), Hearing(16_000, 9.0, noise=0.5), (1,)) - ramp
+    noise = heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 9.0, noise=0.5), (1,)) - ramp
     assert 0 < noise.std() < 0.5 * np.sqrt(np.mean(ramp**2))
 
 
@@ -198,7 +200,7 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
         file.truncate(44 + 2 * frames)  # a file with a hole, which takes no room
     one = Encoded.of_file(path)
     assert sound_size(one) == (frames, 8000, 1)
-    assert hear(one, sound_size(one), Hearing(16_000, 4.0)).shape == (64_000,)
+    assert hear(one, sound_size(one), AudioTransform(16_000, 4.0)).shape == (64_000,)
     (tmp_path / "data").mkdir()
     samples = spoken(3)
     for index, (data, _) in enumerate(samples):
@@ -207,10 +209,10 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
     records = found(write_lines(tmp_path / "data" / "x.jsonl", lines), tmp_path / "cache")
     (tmp_path / "data" / "1.flac").write_bytes(samples[1][0][:300])
     with pytest.raises(DataError, match=r"1\.flac: it (cannot be read as sound|ends \d+ frames before its h)"):
-        Sounds(records, Hearing(16_000, 1.0), LogMel(), 0).decoded(0, 1)
+        Sounds(records, AudioTransform(16_000, 1.0), LogMel(), 0).decoded(0, 1)
     nan = Encoded("nan.wav", held=encoded(np.array([0.5, np.nan, 0.5], np.float32), subtype="FLOAT"))
     with pytest.raises(DataError, match=r"^nan\.wav: it holds samples that are no finite numbers\. Repair it"):
-        hear(nan, (3, 16_000, 1), Hearing(16_000, 1.0))
+        hear(nan, (3, 16_000, 1), AudioTransform(16_000, 1.0))
 
 
 def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,7 @@ def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch)
             sound_size(one)
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
     with pytest.raises(MissingExtra, match=r'soxr is not installed: .* pip install -e "\.\[media\]"'):
-        hear(one, sound_size(one), Hearing(16_000, 1.0))
+        hear(one, sound_size(one), AudioTransform(16_000, 1.0))
 
 
 def test_an_ogg_is_measured_without_its_codec(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def products_in_float8(setting: Setting) -> Figures:
 
 def loss_of_the_head(setting: Setting) -> Figures:
     """The loss that is taken some tokens at a time, beside the one of all logits at once; and what each holds."""
-    from weft.parallel.tensor.head import LossWay, token_loss
+    from weft.parallel.tensor.head import LossChunking, token_loss
     from weft.parallel.tensor.linear import SharedLayer
 
     tokens, dim, vocab = (64, 16, 101) if setting.small else (8192, 2048, 128_256)
@@ -236,7 +236,7 @@ def loss_of_the_head(setting: Setting) -> Figures:
     if setting.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    way = LossWay.agreed(line.axis, setting.device, compiled=False)
+    way = LossChunking.agreed(line.axis, setting.device, compiled=False)
     loss = token_loss(x, weight, None, labels, line, vocab, -100, way)
     loss.backward()
     figures = {"loss": relative(loss, expected)}

@@ -90,11 +90,11 @@ def _step_s(plan: str, spec: DecoderSpec, tokens: int, setting: Setting) -> tupl
         step(batches[index % 4])
     found: list[float] = []
     for _ in range(1 if setting.small else 3):
-        step.settle()
+        step.finalize()
         begin = time.perf_counter()
         for index in range(number):
             step(batches[index % 4])
-        step.settle()  # which waits for the last step's numbers
+        step.finalize()  # which waits for the last step's numbers
         if is_cuda:
             torch.cuda.synchronize()
         found.append((time.perf_counter() - begin) / number)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tests.gpu.cases import Case, Figures, Setting, Skipped, require
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.parallel.tensor.head import LossWay, token_loss
+from weft.parallel.tensor.head import LossChunking, token_loss
 from weft.parallel.tensor.linear import SharedLayer
 
 ROOT = Path(__file__).parents[2]
@@ -81,10 +81,12 @@ def heads_beside_torchs(setting: Setting) -> Figures:
     options = torch.nn.LinearCrossEntropyOptions()
     ways: dict[str, Callable[[], Tensor]] = {
         "torch": lambda: F.linear_cross_entropy(x[0], weight, labels[0], reduction="sum", options=options),
-        "weft": partial(_our_head, x, weight, labels, line, LossWay.agreed(line.axis, setting.device, compiled=False)),
+        "weft": partial(
+            _our_head, x, weight, labels, line, LossChunking.agreed(line.axis, setting.device, compiled=False)
+        ),
     }
     if not setting.small:  # generating code takes longer than all else
-        compiled = LossWay.agreed(line.axis, setting.device, compiled=True)
+        compiled = LossChunking.agreed(line.axis, setting.device, compiled=True)
         ways["weft-compile"] = partial(_our_head, x, weight, labels, line, compiled)
     figures: dict[str, float | int | str] = {}
     for name, loss_of in ways.items():
@@ -94,7 +96,7 @@ def heads_beside_torchs(setting: Setting) -> Figures:
     return figures
 
 
-def _our_head(x: Tensor, weight: Tensor, labels: Tensor, line: SharedLayer, way: LossWay) -> Tensor:
+def _our_head(x: Tensor, weight: Tensor, labels: Tensor, line: SharedLayer, way: LossChunking) -> Tensor:
     return token_loss(x, weight, None, labels, line, len(weight), -100, way)
 
 

@@ -81,7 +81,7 @@ def test_no_operation_mixes_the_memories_and_each_thing_lies_where_it_should(pre
         trained, optimizer = train(f"precision={precision} offload=optimizer:{share}", host, monkeypatch)
         engine = data_parallel(trained)
         assert dict(engine.weights())
-        assert list(engine.state_stretches(optimizer))
+        assert list(engine.state_slices(optimizer))
     assert not any(machine.is_host(param) for param in trained.parameters())
     there = [bucket for bucket in engine.reducer.buckets if bucket.on_host]
     total = sum(bucket.size for bucket in engine.reducer.buckets)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.experts import combine_rows, grouped_linear, grouped_way, permute_rows, sort_by_expert, spread_rows
+from weft.models.experts import combine_rows, grouped_kernel, grouped_linear, permute_rows, scatter_rows, sort_by_expert
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def test_the_kernel_and_the_loop_agree(dtype):
     counts = [3, 0, 5]
     x, w = rounds(8, 16).to(dtype), rounds(3, 24, 16).to(dtype)
     ends = torch.tensor(counts).cumsum(0).int()
-    assert grouped_way(dtype, CPU, 16, 24) == "kernel"
+    assert grouped_kernel(dtype, CPU, 16, 24) == "kernel"
     results = []
     for shape in (slice(None), slice(0, 23)):  # 23 columns are not aligned, so they go the other way
         leaves = [x.clone().requires_grad_(), w[:, shape].clone().requires_grad_()]
@@ -62,14 +62,14 @@ def test_the_kernel_and_the_loop_agree(dtype):
     (torch.float64, torch.device("cuda", 0), (16, 16), "loop"),
 ])  # fmt: skip
 def test_the_way_is_chosen_by_type_place_and_width(dtype, device, widths, way):
-    assert grouped_way(dtype, device, *widths) == way
+    assert grouped_kernel(dtype, device, *widths) == way
 
 
 def test_on_a_gpu_the_kernel_needs_ampere(monkeypatch):
     gpu = torch.device("cuda", 0)
     for capability, way in {(9, 0): "kernel", (8, 0): "kernel", (7, 5): "loop"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert grouped_way(torch.bfloat16, gpu, 64, 64) == way
+        assert grouped_kernel(torch.bfloat16, gpu, 64, 64) == way
 
 
 def test_autocast_reaches_the_grouped_product():
@@ -86,7 +86,7 @@ def test_tokens_go_to_their_experts_and_come_back_weighed(num_tokens, top_k, num
     x, weights = rounds(num_tokens, 4, seed=seed), rounds(num_tokens, top_k, seed=seed + 1)
     order = sort_by_expert(ids, num_experts, drops)
     ours = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-    rows = spread_rows(ours[0], order)
+    rows = scatter_rows(ours[0], order)
     starts = [0, *order.ends_E.tolist()[:-1]]
     factors = torch.cat([
         torch.full((end - start, 1), expert + 2.0, dtype=torch.float64)

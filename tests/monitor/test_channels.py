@@ -13,8 +13,8 @@ from tests.monitor.servers import Recorder, free_port, until
 from weft.config.run_config import RunConfig
 from weft.config.sections import ChannelSection
 from weft.errors import ConfigError
-from weft.monitor.alerts import Companion, Wish, WishBox, ask
-from weft.monitor.channels import AlertMessage, Mailroom, send_message
+from weft.monitor.alerts import Companion, RequestQueue, RunRequest, ask
+from weft.monitor.channels import AlertMessage, NotificationSender, send_message
 from weft.monitor.events import EventLog
 from weft.monitor.sinks.base import SinkTrouble
 
@@ -69,7 +69,7 @@ def test_mail_to_a_server_that_knows_no_encryption_sends_no_password(smtp, monke
 
 def test_a_mail_server_that_is_away_is_tried_again(smtp):
     port, told = free_port(), []
-    room = Mailroom(channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}"), told.append, pause_s=0.05)
+    room = NotificationSender(channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}"), told.append, pause_s=0.05)
     room.start()
     room.put(MESSAGE)
     until(lambda: told)
@@ -123,7 +123,7 @@ def test_a_command_gets_json_and_no_shell(tmp_path):
 
 
 def test_messages_that_wait_are_bounded_and_the_dropped_are_counted(tmp_path):
-    room = Mailroom(channel("command", command=["false"]), lambda text: None)
+    room = NotificationSender(channel("command", command=["false"]), lambda text: None)
     for number in range(150):
         room.put(AlertMessage(str(number), "", {}))
     assert len(room._waiting) == 100
@@ -134,18 +134,18 @@ def test_messages_that_wait_are_bounded_and_the_dropped_are_counted(tmp_path):
 
 
 def test_wishes_are_heard_once_over_all_starts(tmp_path):
-    ask(tmp_path, Wish("hold", "why", "me"))
+    ask(tmp_path, RunRequest("hold", "why", "me"))
     with open(tmp_path / "wishes.jsonl", "a") as file:
         file.write('no json\n[1]\n{"action": "explode"}\n{"action": "lower_lr", "factor": 7}\n{"action": "st')
-    assert WishBox(tmp_path).new() == [Wish("hold", "why", "me")]
-    assert WishBox(tmp_path).new() == []
+    assert RequestQueue(tmp_path).new() == [RunRequest("hold", "why", "me")]
+    assert RequestQueue(tmp_path).new() == []
     with open(tmp_path / "wishes.jsonl", "a") as file:
         file.write('op"}\n')
-    assert [wish.action for wish in WishBox(tmp_path).new()] == ["stop"]
-    ask(tmp_path, Wish("stop"))
-    assert WishBox(tmp_path, since=time.time() + 60).new() == []  # it was meant for an earlier command
+    assert [wish.action for wish in RequestQueue(tmp_path).new()] == ["stop"]
+    ask(tmp_path, RunRequest("stop"))
+    assert RequestQueue(tmp_path, since=time.time() + 60).new() == []  # it was meant for an earlier command
     with pytest.raises(ConfigError, match=r"a run cannot do this\. Did you mean 'hold'"):
-        ask(tmp_path, Wish("hodl"))
+        ask(tmp_path, RunRequest("hodl"))
 
 
 # --- the whole ---
@@ -185,13 +185,13 @@ def test_an_alert_is_kept_sent_and_asked_of_the_run(tmp_path, smtp, monkeypatch)
         assert said in text
     (kept,) = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines() if '"fired"' in line]
     assert (kept["name"], kept["step"], kept["since"], kept["severity"]) == ("high", 5, 4, "critical")
-    wishes = [wish for wish in WishBox(tmp_path).new() if wish.action != "tell"]
+    wishes = [wish for wish in RequestQueue(tmp_path).new() if wish.action != "tell"]
     assert wishes == [
-        Wish("lower_lr", "loss is 5", "alert high", 4, 0.1),
-        Wish("hold", "loss is 5", "alert high", 4, 0.1),
+        RunRequest("lower_lr", "loss is 5", "alert high", 4, 0.1),
+        RunRequest("hold", "loss is 5", "alert high", 4, 0.1),
     ]
 
 
 def test_a_run_without_alerts_and_sinks_wants_no_such_process():
-    assert not Companion.is_wanted(RunConfig())
-    assert Companion.is_wanted(RunConfig(alerts="standard"))
+    assert not Companion.is_needed(RunConfig())
+    assert Companion.is_needed(RunConfig(alerts="standard"))

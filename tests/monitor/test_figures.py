@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 from weft.monitor.machine_metrics import GpuSource, HostSource
-from weft.monitor.metrics import Collector, OwnBoard, StepFigures, readings
+from weft.monitor.metrics import Collector, LocalReports, StepFigures, readings
 
 
 class Board:
@@ -98,7 +98,7 @@ def test_what_fails_is_left_out_and_training_hears_nothing_of_it():
         ranks[0].tell()
     assert told[1]["figures"]["process.cpu"][1] == 1.0
 
-    class Gone(OwnBoard):
+    class Gone(LocalReports):
         def post(self, text):
             raise ConnectionError("the store is gone")
 
@@ -117,7 +117,7 @@ def test_torn_reports_are_passed_over():
 
 def test_the_thread_tells_at_its_end_and_ends():
     told = []
-    one = Collector(0, "here", OwnBoard(), 60.0, publish=told.append)
+    one = Collector(0, "here", LocalReports(), 60.0, publish=told.append)
     one.start()
     put(one, 7, 0.1)
     one.close()

@@ -22,7 +22,7 @@ from tests.monitor.servers import Recorder, free_port, until
 from tests.monitor.test_channels import channel
 from tests.monitor.test_sinks import Carried, step
 from weft import env
-from weft.monitor.channels import AlertMessage, Mailroom
+from weft.monitor.channels import AlertMessage, NotificationSender
 
 pytestmark = pytest.mark.full
 
@@ -205,7 +205,9 @@ def test_mails_through_a_server_that_refuses_is_slow_and_is_killed():
     post, port, told = Post(), free_port(), []
     server = controller.Controller(post, hostname="127.0.0.1", port=port)
     server.start()
-    room = Mailroom(channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}", timeout="1s"), told.append, pause_s=0.1)
+    room = NotificationSender(
+        channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}", timeout="1s"), told.append, pause_s=0.1
+    )
     room.start()
     for mode in ("pass", "refuse", "slow"):
         post.mode = mode

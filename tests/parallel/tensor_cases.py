@@ -22,7 +22,7 @@ from weft.config.layout import Layout
 from weft.config.plan import Plan
 from weft.models.registry import build_decoder
 from weft.parallel.state.placement import WHOLE
-from weft.parallel.tensor.apply import cut_tensors
+from weft.parallel.tensor.apply import shard_tensors
 from weft.parallel.tensor.language_head import expect_labels
 from weft.train.tasks.decoder_loss import token_cross_entropy
 
@@ -172,7 +172,7 @@ def differences(
     other = build(name, **changes)
     if change:
         change(other)
-    placements = cut_tensors(other, mesh, Layout.parse(layout) if layout else None)
+    placements = shard_tensors(other, mesh, Layout.parse(layout) if layout else None)
     torch.manual_seed(11)
     other_loss = run(other, name, batch, fused)
     other_loss.backward()

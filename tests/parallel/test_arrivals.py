@@ -108,7 +108,7 @@ def test_weights_that_follow_are_the_same_to_the_bit(ranks2):
 
 READERS: dict[str, Callable[[TrainStep], object]] = {
     "weights": lambda step: dict(data_parallel(step.model).weights()),
-    "held": lambda step: data_parallel(step.model).held_weights(),
+    "held": lambda step: data_parallel(step.model).local_weights(),
     "stretches": lambda step: {one.name: one.flat for one in data_parallel(step.model).stretches()},
     "state_dict": lambda step: step.model.state_dict(),
     "parameters": lambda step: dict(step.model.named_parameters()),

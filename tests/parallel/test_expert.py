@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
 from weft.checkpoint.load import load_checkpoint
-from weft.checkpoint.save import save_pieces
+from weft.checkpoint.save import save_slices
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.layout import Layout
@@ -21,11 +21,11 @@ from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
 from weft.models.experts import routers
 from weft.models.registry import build_decoder
-from weft.parallel.expert import _by_expert, spread_experts
+from weft.parallel.expert import _by_expert, distribute_experts
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.model_state import pieces, resume
-from weft.train.state_io import together
+from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import DecoderCase, local_microbatches, train_case
 
@@ -90,7 +90,7 @@ def train(plan_text: str, case: DecoderCase, first: int, last: int, load: str = 
         resume(model, step.optimizer, load_checkpoint(Path(load), lazily=True))
     losses = [step(local_microbatches(case.batch(index), plan, mesh.data.rank)).loss for index in range(first, last)]
     if save:
-        save_pieces(Path(save), last, pieces(model, step.optimizer), {}, together(mesh))
+        save_slices(Path(save), last, pieces(model, step.optimizer), {}, rank_group(mesh))
     weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
     return losses, weights, [router.bias_ppm.tolist() for router in routers(model)]
 
@@ -137,7 +137,7 @@ def bytes_of_one_step(plan_text: str, spec, num_tokens: int) -> tuple[int, int, 
     plan, ledger = Plan.parse(f"{plan_text} precision=fp64"), Ledger()
     mesh = build_mesh(plan, record=ledger.record)
     model = build_decoder(spec, dtype=torch.float64)
-    spread_experts(model, mesh)
+    distribute_experts(model, mesh)
     ledger.clear()
     model(torch.zeros(1, num_tokens, dtype=torch.int64)).sum().backward()
     entry = ledger.entry("ep", "all_to_all")
@@ -197,7 +197,7 @@ def run_users(plan_text: str, num_tokens: int) -> dict[str, torch.Tensor]:
     """Output and gradients; under tp all ranks come with the same tokens."""
     mesh = build_mesh(Plan.parse(plan_text))
     model = UsersModel()
-    spread_experts(model, mesh, Layout.parse("experts=expert"))
+    distribute_experts(model, mesh, Layout.parse("experts=expert"))
     x, ids, weights = users_inputs(num_tokens, mesh.data.rank)
     out = model(x, ids, weights)
     out.square().sum().backward()
@@ -252,7 +252,7 @@ class Unstacked(nn.Module):
 def spread(plan_text: str, model: nn.Module, layout: str | None = None, times: int = 1) -> None:
     mesh = build_mesh(Plan.parse(plan_text))
     for _ in range(times):
-        spread_experts(model, mesh, Layout.parse(layout) if layout else None)
+        distribute_experts(model, mesh, Layout.parse(layout) if layout else None)
 
 
 @pytest.mark.parametrize(("model", "layout", "times", "text"), [

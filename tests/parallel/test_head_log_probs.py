@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from weft.comm.mesh import Axis, build_mesh
 from weft.config.partitioning import LossChunk
 from weft.config.plan import Plan
-from weft.parallel.tensor.head import LossWay, token_loss
+from weft.parallel.tensor.head import LossChunking, token_loss
 from weft.parallel.tensor.head_log_probs import token_log_probs
 from weft.parallel.tensor.linear import SharedLayer
 
@@ -36,7 +36,7 @@ def plain():
 @pytest.mark.parametrize("num_bytes", [8 * V * 3, 2**20])
 def test_they_are_those_of_whole_logits(num_bytes):
     x, weight, bias, worth, labels = made()
-    line, way = SharedLayer(Axis("tp", 1, 0, (0,))), LossWay(LossChunk(num_bytes))
+    line, way = SharedLayer(Axis("tp", 1, 0, (0,))), LossChunking(LossChunk(num_bytes))
     found = token_log_probs(x, weight, bias, labels, line, V, -100, way)
     wanted, grads = plain()
     torch.testing.assert_close(found, wanted)

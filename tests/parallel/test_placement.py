@@ -34,7 +34,7 @@ def test_parts_join_to_the_whole(size, rows, dim, pad):
     parts = [placement.local(whole, rank, size) for rank in range(size)]
     assert {tuple(part.shape) for part in parts} == {(*shape[:dim], sum(rows), *shape[dim + 1 :])}
     assert torch.equal(placement.join(parts), whole)
-    assert placement.shape_of_whole(parts[0].shape, size) == tuple(shape)
+    assert placement.full_shape(parts[0].shape, size) == tuple(shape)
 
 
 @settings(max_examples=30, deadline=None)

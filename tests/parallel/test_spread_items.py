@@ -12,8 +12,8 @@ from weft.config.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import LayoutError
 from weft.models.attention import bordered_attention
-from weft.parallel.layers.distributed_encoders import choose_spread, deal_items
-from weft.parallel.layers.encoder_items import attend_by_borders, find_items, read_told, told
+from weft.parallel.layers.distributed_encoders import assign_items, choose_encoders
+from weft.parallel.layers.encoder_items import attend_by_borders, find_items, parse_calls, told
 from weft.parallel.parallelize import parallelize
 
 GRIDS = torch.tensor([[1, 2, 2], [2, 2, 4]])
@@ -45,19 +45,19 @@ def test_borders_that_cannot_be_told_are_refused(args, said):
 
 
 def test_the_most_costly_goes_to_who_has_least():
-    dealt = deal_items([5.0, 1.0, 1.0, 4.0, 3.0, 1.0], [0, 0, 0, 1, 1, 1], 2, 1)
+    dealt = assign_items([5.0, 1.0, 1.0, 4.0, 3.0, 1.0], [0, 0, 0, 1, 1, 1], 2, 1)
     assert sorted(item for own in dealt for item in own) == list(range(6))
     sums = [sum([5.0, 1.0, 1.0, 4.0, 3.0, 1.0][item] for item in own) for own in dealt]
     assert max(sums) == 8.0
     # Of equally good ranks those that have the item; and nothing moves where that is level.
-    assert deal_items([1.0] * 4, [0, 0, 1, 1], 2, 1) == [[0, 1], [2, 3]]
-    assert deal_items([], [], 2, 1) == [[], []]
+    assert assign_items([1.0] * 4, [0, 0, 1, 1], 2, 1) == [[0, 1], [2, 3]]
+    assert assign_items([], [], 2, 1) == [[], []]
 
 
 def test_another_rank_can_make_the_call():
     inner = find_items("tower", (torch.ones(20, 6),), {"grid_thw": GRIDS})
     outer = find_items("tower", (), {"pixel_values": torch.ones(20, 6), "image_grid_thw": GRIDS, "return_dict": True})
-    found = read_told(told("tower", "get_image_features", outer, inner, 0), torch.device("cpu"))
+    found = parse_calls(told("tower", "get_image_features", outer, inner, 0), torch.device("cpu"))
     args, kwargs = found.outer.arguments({})
     assert (found.method, args, kwargs["return_dict"]) == ("get_image_features", (), True)
     assert kwargs["pixel_values"].shape == (4, 6)
@@ -88,7 +88,7 @@ class Normed(nn.Module):
 def test_what_cannot_be_spread_is_said(make, layout, plan, said):
     mesh = type("Laid", (), {"plan": Plan.parse(plan)})()
     with pytest.raises(LayoutError) as caught:
-        choose_spread(make(), mesh, Layout.parse(layout))
+        choose_encoders(make(), mesh, Layout.parse(layout))
     assert str(caught.value).startswith(said)
 
 
@@ -96,7 +96,7 @@ def test_the_style_is_written_and_read():
     layout = Layout.parse("model.visual=spread:data lm_head=vocab")
     assert Layout.parse(layout.format()) == layout
     assert layout.spread(["model.visual", "lm_head"]) == {"model.visual": True}
-    assert layout.without_spread.format() == "lm_head=vocab"
+    assert layout.without_distributed.format() == "lm_head=vocab"
     with pytest.raises(LayoutError, match="spread:all"):
         Layout.parse("model.visual=spread:all")
 

@@ -15,8 +15,8 @@ from weft.comm.mesh import build_mesh
 from weft.config.partitioning import LossChunk
 from weft.config.plan import Plan
 from weft.models.registry import build_decoder
-from weft.parallel.tensor.apply import cut_tensors, fuse_whole_head
-from weft.parallel.tensor.head import LossWay, token_loss
+from weft.parallel.tensor.apply import fuse_replicated_head, shard_tensors
+from weft.parallel.tensor.head import LossChunking, token_loss
 from weft.parallel.tensor.language_head import HeadLoss, expect_labels
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.verify.memory import LiveTensors
@@ -35,7 +35,7 @@ def one_step(plan_text):
     ledger = Ledger()
     mesh = build_mesh(Plan.parse(plan_text), record=ledger.record)
     model = build_decoder(SPEC, dtype=torch.float64, seed=1)
-    cut_tensors(model, mesh)
+    shard_tensors(model, mesh)
     ledger.clear()
     data = batch()
     params = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_formulas(ranks2):
 def peak_of_a_step(fused: bool) -> int:
     """Bytes alive at most in forward and backward of 64 tokens of a vocabulary of 128 thousand, without tp."""
     model = build_decoder(replace(LLAMA, vocab_size=128256, num_layers=1, tied=False), seed=0)
-    fuse_whole_head(model)
+    fuse_replicated_head(model)
     ids = torch.arange(64)[None] * 2000
     loss_fn = token_cross_entropy if fused else functools.partial(token_cross_entropy)  # which says nothing of heads
     batch = {"input_ids": ids, "labels": ids}
@@ -89,7 +89,7 @@ def peak_of_a_step(fused: bool) -> int:
 
 def test_logits_of_a_large_vocabulary_do_not_set_the_peak_without_tp(monkeypatch):
     monkeypatch.setattr("weft.parallel.tensor.language_head.LARGE_LOGITS_BYTES", 2**20)
-    monkeypatch.setattr("weft.parallel.tensor.head.LossWay", functools.partial(LossWay, LossChunk(2**21)))
+    monkeypatch.setattr("weft.parallel.tensor.head.LossChunking", functools.partial(LossChunking, LossChunk(2**21)))
     logits_bytes, weight_bytes = 64 * 128256 * 4, 128256 * LLAMA.dim * 4
     assert peak_of_a_step(fused=False) > 2 * logits_bytes
     # Gradients of embedding and head, and a few chunks.
@@ -106,10 +106,10 @@ def test_the_head_gives_the_same_loss_in_any_number_of_pieces():
     wanted = torch.autograd.grad(expected, [x, head.weight, head.bias])
     model = nn.Sequential(head)
     model.get_output_embeddings = lambda: head
-    fuse_whole_head(model)
+    fuse_replicated_head(model)
     line = head._weft_head.line
     for chunk_bytes in (1, 3 * 11 * 8, 2**20):
-        way = LossWay(LossChunk(chunk_bytes))
+        way = LossChunking(LossChunk(chunk_bytes))
         loss = token_loss(x, head.weight, head.bias, labels, line, 11, -100, way)
         found = torch.autograd.grad(2 * loss, [x, head.weight, head.bias])
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -121,7 +121,7 @@ def test_the_head_gives_the_same_loss_in_any_number_of_pieces():
 
 def test_a_large_head_gives_the_loss_without_tp(monkeypatch):
     model = build_decoder(SPEC, dtype=torch.float64, seed=1)
-    fuse_whole_head(model)
+    fuse_replicated_head(model)
     data = batch()
 
     def loss():

@@ -12,17 +12,17 @@ import torch
 
 from tests.parity.apart_cases import CASE, KEY, PAUSE_S, STEPS, TIMEOUT_S
 from weft.comm.mesh import build_mesh
-from weft.comm.replica_client import Party
+from weft.comm.replica_client import ReplicaGroup
 from weft.config import partitioning as shares
 from weft.config.plan import Plan
-from weft.parallel.elastic_local_sgd import ApartSync, meet_apart
+from weft.parallel.elastic_local_sgd import ElasticDiLoCo, attach_elastic_diloco
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 
 
-class Faulty(ApartSync):
+class Faulty(ElasticDiLoCo):
     """Dies in the middle of its second exchange."""
 
     def _receive(self, call, axis):
@@ -36,10 +36,10 @@ def main(address: str, replica: int, text: str, folder: Path, fault: str) -> Non
     mesh = build_mesh(plan.replace(dp_replicate=1, sync="step", compress="none"))
     model = parallelize(CASE.model(), mesh)
     lines: list[str] = []
-    party = Party(
+    party = ReplicaGroup(
         mesh, replica, address, "127.0.0.1", TIMEOUT_S, KEY, lambda act: act(), lambda own: [own], lines.append
     )
-    sync = meet_apart(model, data_parallel(model), mesh, plan, party)
+    sync = attach_elastic_diloco(model, data_parallel(model), mesh, plan, party)
     meet = party.meet
 
     def arrive(layout: str):

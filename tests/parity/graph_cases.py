@@ -113,11 +113,11 @@ def train(
         metrics = step(batch, dropout_key=1000 + index)
         found.said.append((metrics.loss, metrics.grad_norm, metrics.loss_scale or 1.0))
         found.said[-1] = tuple(0.5 if one != one else one for one in found.said[-1])  # NaN equals nothing
-    step.settle()
+    step.finalize()
     engine = data_parallel(model)
     found.gradients = {f"gradient of {name}": one.clone() for name, one in engine.gradients()}
     found.weights = {name: one.clone() for name, one in engine.weights()}
-    found.states = {one.name: one.flat.clone() for one in engine.state_stretches(made)}
+    found.states = {one.name: one.flat.clone() for one in engine.state_slices(made)}
     found.recordings, found.replays = len(recorder.num_ops), recorder.num_replays
     found.passes = step.graphs.num_replays if step.graphs else 0
     return found

@@ -135,9 +135,9 @@ def measure(plan_text, case):
     frozen = [one for one in engine.stretches() if one.name not in names]
     return {
         "states": sum(value.nbytes for value in states),
-        "masters": sum(value.nbytes for value in engine.held_weights().values()),
-        "grads": sum(value.nbytes for value in engine.held_gradients()),
-        "names": sorted(engine.held_weights().keys() - names),
+        "masters": sum(value.nbytes for value in engine.local_weights().values()),
+        "grads": sum(value.nbytes for value in engine.local_gradients()),
+        "names": sorted(engine.local_weights().keys() - names),
         "frozen": sum(one.flat.nbytes for one in frozen),
         "format": {str(one.flat.dtype) for one in frozen if one.flat.numel()},
         "sent": {f"{axis} {operation}": number for (axis, operation), number in sent.items()},

@@ -12,7 +12,7 @@ import torch
 
 from tests.parity.apart_cases import CASE, EVERY, KEY, STEPS, TIMEOUT_S
 from tests.parity.test_sync import Alone, outer_step
-from weft.comm.replica_rendezvous import MeetingPlace
+from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
 from weft.optim.build import clip_factor, global_norm
 
@@ -56,7 +56,7 @@ def wait_for(path, seconds: float = 60.0) -> None:
 
 @pytest.fixture
 def replicas(tmp_path):
-    place, processes = MeetingPlace("127.0.0.1", 0, 2, TIMEOUT_S, KEY), []
+    place, processes = RendezvousServer("127.0.0.1", 0, 2, TIMEOUT_S, KEY), []
 
     def start(replica: int, fault: str = "none") -> subprocess.Popen:
         words = ["tests.parity.apart_replica", place.address, str(replica), PLAN, str(tmp_path), fault]

@@ -23,7 +23,7 @@ from tests.parity.compiled import (
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
-from weft.parallel.random.streams import kept_at, key_of
+from weft.parallel.random.streams import keep_mask_at, key_of
 from weft.verify.parity import train_case
 
 RTOL = 1e-10
@@ -86,7 +86,7 @@ def test_generated_code_draws_the_numbers_of_the_eager_one():
 
     def dropped(x, key, first):
         places = [torch.arange(4) + first, torch.arange(16).narrow(0, 8, 8), torch.arange(6)]
-        return torch.where(kept_at(key, places, 0.25), x, 0.0)
+        return torch.where(keep_mask_at(key, places, 0.25), x, 0.0)
 
     x, key, first = torch.ones(4, 8, 6), torch.tensor(key_of(3, "blocks.0", 1)), torch.tensor(3)
     torch._dynamo.reset()

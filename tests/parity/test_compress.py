@@ -29,7 +29,7 @@ from weft.config.wire_formats import WireSpec, register, wire_spec
 from weft.optim.build import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.parallel.zero.states import carried_here, load_carried
+from weft.parallel.zero.states import load_carried, local_wire_state
 from weft.train.step.train_step import TrainStep
 from weft.verify.oracles import WireOracle
 from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, train_case
@@ -255,7 +255,7 @@ def skip_and_resume(plan_text: str) -> list[object]:
     spoilt = broken.register_forward_hook(lambda module, args, output: output * float("nan"))
     skipped = step(parts[1]).skipped
     spoilt.remove()
-    kept = dict(carried_here(data_parallel(broken)))
+    kept = dict(local_wire_state(data_parallel(broken)))
     turn = int(kept["turn"])
     load_carried(data_parallel(broken), {"turn": kept["turn"]})
     step(parts[1])

@@ -12,7 +12,7 @@ from tests.parity.dropout_cases import DroppingFamily, FlatFamily, PlainModel, c
 from tests.parity.families import FamilyCase
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.parallel.dropout import follow_positions
+from weft.parallel.dropout import drop_by_position
 from weft.parallel.random.streams import keeps, key_of, lines_of
 
 RTOL = 1e-10
@@ -97,7 +97,7 @@ def test_numbers_are_random():
 
 
 def forwards_of(model, mesh, num):
-    follow_positions(model, mesh, seed=3)
+    drop_by_position(model, mesh, seed=3)
     x = torch.arange(8)[None].repeat(2, 1)
     return [model(x) for _ in range(num)]
 
@@ -119,7 +119,7 @@ def test_outside_of_our_steps_each_forward_has_its_own_numbers():
 def test_a_module_that_is_called_twice_drops_differently_each_time():
     torch.manual_seed(0)
     model = PlainModel(11, 8, 2, 0.5)
-    follow_positions(model, build_mesh(Plan()))
+    drop_by_position(model, build_mesh(Plan()))
     drop = model.blocks[0].drop
     x = torch.ones(2, 4, 8)
     assert not torch.equal(drop(x), drop(x))

@@ -14,7 +14,7 @@ from tests.parity.compiled import train_compiled
 from tests.parity.moe_cases import MOE
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.comm.wire.codes import RowStretch
+from weft.comm.wire.codes import RowSlice
 from weft.config.plan import Plan
 from weft.optim.build import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
@@ -139,8 +139,8 @@ def test_experts_are_rounded_where_ranks_divide_them(ranks2):
 @contextmanager
 def nothing_rounded() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        exact = lambda shape: RowStretch(1, torch.Size(shape).numel(), True)  # noqa: E731
-        patch.setattr(RowStretch, "of", staticmethod(exact))
+        exact = lambda shape: RowSlice(1, torch.Size(shape).numel(), True)  # noqa: E731
+        patch.setattr(RowSlice, "of", staticmethod(exact))
         yield
 
 

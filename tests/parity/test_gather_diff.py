@@ -22,7 +22,7 @@ from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.optim.build import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
-from weft.parallel.quantized_weights import seen_stretches
+from weft.parallel.quantized_weights import quantized_slices
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero_flat.model import FlatModel
 from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, several_buckets, train_case
@@ -220,8 +220,8 @@ def rest_still(plan_text: str) -> tuple[list[float], int, int]:
     for index in range(12):
         script.train(3 + index, 4 + index)
         masters = {one.name: one.flat for one in engine.stretches()}
-        far.append(max(float((one.flat - masters[one.name]).abs().max()) for one in seen_stretches(engine)))
-    own = sum(one.numel() for one in engine.held_weights().values())
+        far.append(max(float((one.flat - masters[one.name]).abs().max()) for one in quantized_slices(engine)))
+    own = sum(one.numel() for one in engine.local_weights().values())
     return far, (_gathered(script.ledger) - before) // 12, own
 
 

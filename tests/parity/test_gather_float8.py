@@ -16,7 +16,7 @@ from tests.parity.adapter_cases import AdapterCase
 from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.test_float8 import WIDE, KeepingCase
 from tests.parity.test_gather import gathered_bytes
-from weft.comm.wire.codes import RowCodes, RowStretch
+from weft.comm.wire.codes import RowCodes, RowSlice
 from weft.config.wire_formats import wire_spec
 from weft.parallel.layers.float8_products import Float8
 from weft.parallel.state import precision
@@ -99,7 +99,7 @@ def test_what_arrives_rounds_to_itself():
     """The layer's own rounding of a weight that has travelled changes nothing: no number is rounded twice."""
     x = torch.randn(24, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x[3], x[5] = 0.0, x[5] * 1e-30
-    stretches = [RowStretch.of((16, 80)), RowStretch(8, 80, True)]
+    stretches = [RowSlice.of((16, 80)), RowSlice(8, 80, True)]
     codec = RowCodes(wire_spec("fp8"), stretches, x.dtype)
     found = torch.empty(1, x.numel(), dtype=x.dtype)
     codec.decode(codec.encode(x.flatten())[None], found)
@@ -114,7 +114,7 @@ def test_what_arrives_rounds_to_itself():
 def test_a_number_that_is_none_stays_none(number):
     x = torch.ones(4, 16)
     x[1, 3] = number
-    codec, found = RowCodes(wire_spec("fp8"), [RowStretch.of(x.shape)], x.dtype), torch.empty(1, 64)
+    codec, found = RowCodes(wire_spec("fp8"), [RowSlice.of(x.shape)], x.dtype), torch.empty(1, 64)
     codec.decode(codec.encode(x.flatten())[None], found)
     assert not found.view(4, 16)[1].isfinite().any()
     assert torch.equal(found.view(4, 16)[[0, 2, 3]], x[[0, 2, 3]])

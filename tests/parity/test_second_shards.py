@@ -72,7 +72,7 @@ def train(plan_text: str, folder: str = "") -> tuple[ParityResult, dict[str, int
         evaluate()
         result.losses.append(step(local_microbatches(CASE.batch(index), plan, mesh.data.rank)).loss)
         evaluate()
-        for weight in data_parallel(model).held_weights().values():
+        for weight in data_parallel(model).local_weights().values():
             weight.mul_(1.01)
         data_parallel(model).publish()
     result.weights = {name: one.clone() for name, one in data_parallel(model).weights()}

@@ -81,7 +81,7 @@ class Alone:
     """R replicas on this process. encoded: what the mean of deltas by name is, where they are encoded."""
 
     def __init__(self, case: DecoderCase, plan: Plan):
-        self.case, (self.way, self.every), self.replicas = case, (plan.sync_way, plan.sync_every), plan.dp_replicate
+        self.case, (self.way, self.every), self.replicas = case, (plan.sync_method, plan.sync_every), plan.dp_replicate
         self.plan, replicas = plan, plan.dp_replicate
         self.models = [case.model() for _ in range(replicas)]
         self.optimizers = [case.optimizer_of(model) for model in self.models]
@@ -483,14 +483,14 @@ def lead_apart(plan_text: str, spoils: int) -> tuple[list[str | None], list[bool
     step = TrainStep(model, CASE.optimizer_of(model), loss, mesh, forward=CASE.forward)
     why, moved = [], []
     for index in range(2):
-        before = {name: one.clone() for name, one in data_parallel(model).held_weights().items()}
+        before = {name: one.clone() for name, one in data_parallel(model).local_weights().items()}
         if index == 1 and mesh.rank == spoils:
             spoilt.append(float("nan"))
         why.append(step(local_microbatches(CASE.batch(index), plan, mesh.data.rank)).skipped)
-        after = data_parallel(model).held_weights()
+        after = data_parallel(model).local_weights()
         moved.append(any(not torch.equal(one, after[name]) for name, one in before.items()))
     if mesh.rank == spoils:
-        next(iter(data_parallel(model).held_weights().values())).fill_(torch.inf)
+        next(iter(data_parallel(model).local_weights().values())).fill_(torch.inf)
     anchors = [one.flat.clone() for one in rare_sync(model).anchors()]
     with pytest.raises(CommError) as caught:
         rare_sync(model).after_step()

@@ -15,8 +15,8 @@ from tests.parity.test_tensor import DECODERS
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.parallel.tensor.linear import by_pieces, column_gradients, cuts, gather_multiply, multiply_scatter
-from weft.parallel.tensor.sequence import Ungathered
+from weft.parallel.tensor.linear import by_chunks, column_gradients, cuts, gather_multiply, multiply_scatter
+from weft.parallel.tensor.sequence import ShardedTokens
 from weft.verify.parity import DecoderCase, train_cases, train_plain
 
 #: 3 pieces of 8 tokens are no even ones; more pieces than tokens are as many as tokens.
@@ -86,7 +86,7 @@ def pieces_of_a_product(_: int) -> None:
     # All tokens once, in the order in which they are gathered.
     whole = x_BTD.new_empty(28, 6)
     gather_multiply(x_BTD[:, own], weights, axis, 3, whole)
-    assert torch.equal(whole, by_pieces(x_BTD, axis, 3))
+    assert torch.equal(whole, by_chunks(x_BTD, axis, 3))
 
 
 def test_pieces_of_several_sequences(ranks2):
@@ -108,7 +108,7 @@ class Reading(nn.Module):
         elif self.how == "shape":
             assert x.shape == (x.size(0), x.size(1), x.shape[-1])
             assert x.requires_grad
-            assert isinstance(x, Ungathered)
+            assert isinstance(x, ShardedTokens)
         else:
             x = x + 0.5 * torch.tanh(x)
         return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))

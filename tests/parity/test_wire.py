@@ -12,7 +12,7 @@ import weft
 from tests.comm.block8 import Block8
 from tests.parity.cases import LLAMA
 from weft.checkpoint.load import load_checkpoint
-from weft.checkpoint.save import save_pieces
+from weft.checkpoint.save import save_slices
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
@@ -20,10 +20,10 @@ from weft.config.wire_formats import wire_spec
 from weft.optim.build import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.parallel.zero.states import carried_here
+from weft.parallel.zero.states import local_wire_state
 from weft.parallel.zero_flat.model import FlatModel
 from weft.train.model_state import pieces, resume
-from weft.train.state_io import together
+from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.oracles import WireOracle
 from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, several_buckets, train_case
@@ -148,9 +148,9 @@ def go_on(plan_text: str, first: int, last: int, load: str = "", save: str = "")
     told = resume(model, step.optimizer, load_checkpoint(load)) if load else []
     for index in range(first, last):
         step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
-    carried = {name: tensor.clone() for name, tensor in carried_here(data_parallel(model))}
+    carried = {name: tensor.clone() for name, tensor in local_wire_state(data_parallel(model))}
     if save:
-        save_pieces(Path(save), last, pieces(model, step.optimizer), {}, together(mesh))
+        save_slices(Path(save), last, pieces(model, step.optimizer), {}, rank_group(mesh))
     weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
     return weights, carried, told
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "weft"
-_NOUNS = "is|was|are|were|it|they|each|this|a|the|all|ranks?|of|one|its|comes|goes|stands|keeps|makes|lets|holds|says|has|follows"
+_NOUNS = (
+    "is|was|are|were|it|they|each|this|a|the|all|ranks?|of|one|its|comes|goes|stands|keeps|makes|lets|holds"
+    "|says|has|follows"
+)
 _SUBJECTS = "it|they|there|nothing|none|nobody|that|no|one|the|a|an|its|each|all|some|ranks|another"
 #: Phrases by name. docs/contributing/terms.md has the words to write instead.
 PHRASES = {

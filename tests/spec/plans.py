@@ -8,14 +8,14 @@ from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.plan_values import (
     AxisOrder,
     Counts,
+    Integer,
     Kind,
-    LetsGo,
+    NamedShares,
     OneOf,
     PolicyOrBudget,
+    ReshardPolicy,
     Switch,
     SyncEvery,
-    Whole,
-    WordShares,
 )
 
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
@@ -31,11 +31,11 @@ _shares = (
 def _values(kind: Kind) -> st.SearchStrategy:
     """Any values of a kind."""
     match kind:
-        case Whole():
+        case Integer():
             return st.integers(kind.low, min(64, kind.high)) | st.integers(kind.low, kind.high)
         case Switch():
             return st.booleans()
-        case LetsGo():
+        case ReshardPolicy():
             return st.sampled_from(kind.known) | st.integers(2, 999_999).map(f"{kind.known[0]}:{{}}".format)
         case OneOf():
             return st.sampled_from(kind.known)
@@ -47,7 +47,7 @@ def _values(kind: Kind) -> st.SearchStrategy:
             return st.permutations(kind.axes).flatmap(
                 lambda axes: st.integers(0, len(axes)).map(lambda count: tuple(axes[:count]))
             )
-        case WordShares():
+        case NamedShares():
             return st.dictionaries(st.sampled_from(kind.known), _shares).map(
                 lambda found: tuple(name + share for name, share in found.items())
             )

@@ -13,7 +13,7 @@ import pytest
 
 import weft
 from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.plan_values import Whole
+from weft.config.plan_values import Integer
 from weft.errors import PlanError
 
 #: A switch that the planner searches under tensor parallelism, and a number that refinement moves.
@@ -117,7 +117,7 @@ def test_every_field_says_what_it_is(name):
     assert field.default == getattr(Plan(), name)
     assert field.kind.read(field.kind.write(field.default)) == field.default
     assert set(field.needs) <= set(PLAN_FIELDS)
-    if field.columns and field.default != field.open_word:
+    if field.columns and field.default != field.auto_value:
         assert field.kind.decode(*field.kind.encode(field.default)) in (field.default, Plan().axis_order)
     assert not field.searched_with or PLAN_FIELDS[field.searched_with].searched
 
@@ -130,4 +130,4 @@ def test_none_is_the_empty_list_of_each_field_that_is_one():
 
 def test_a_number_says_its_limits():
     with pytest.raises(PlanError, match=r"^x=3: a whole number from 1 to 2 is needed. Use x=1 to leave it out.$"):
-        Whole(1, 2).check("x", 3)
+        Integer(1, 2).check("x", 3)

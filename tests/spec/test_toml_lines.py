@@ -9,7 +9,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.parsing import error_place, key_lines, split_key
+from weft.config.parsing import error_line, key_lines, split_key
 from weft.config.toml_values import dotted
 
 TEXT = '''seed = 1 # [not.a.table]
@@ -98,7 +98,7 @@ def test_every_key_of_any_file_has_a_line_that_holds_it(tables, multiline):
 def test_syntax_errors_have_a_line(text, line):
     with pytest.raises(tomllib.TOMLDecodeError if len(text) < 99 else ValueError) as caught:
         tomllib.loads(text)
-    found, reason = error_place(caught.value, text)
+    found, reason = error_line(caught.value, text)
     assert found == line
     assert reason
     assert "line" not in reason

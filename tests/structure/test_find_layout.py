@@ -14,7 +14,7 @@ from tests.parity.families import FamilyCase
 from weft.config.layout import Layout
 from weft.errors import LayoutError, PlanError
 from weft.models.inspect import hugging_face
-from weft.models.inspect.feature_flow import follow_reshape
+from weft.models.inspect.feature_flow import track_reshape
 from weft.models.inspect.find_layout import explain_layout, find_layout
 from weft.models.inspect.layout_trace import trace_layout
 from weft.models.registry import build_decoder
@@ -222,7 +222,7 @@ def test_follow_reshape_is_what_reshape_does(sizes, data):
     head = data.draw(st.sampled_from(divisors))
     new = (head, flat // head)
     dim = data.draw(st.integers(0, len(sizes) - 1))
-    place = follow_reshape(tuple(sizes), new, dim)
+    place = track_reshape(tuple(sizes), new, dim)
     for parts in (2, 3, 4):
         if place is None or sizes[dim] % parts or new[place] % parts:
             continue

@@ -8,7 +8,7 @@ import weakref
 
 from torch import nn
 
-from weft.models.inspect.blocks import become, revert
+from weft.models.inspect.blocks import replace_class, revert
 
 
 class Loud(nn.Module):
@@ -26,7 +26,7 @@ class Plain(nn.Module):
 def test_modules_of_one_class_share_the_new_class():
     modules, other = [Plain() for _ in range(12)], nn.Identity()
     for module in (*modules, other):
-        become(module, Loud, level=3)
+        replace_class(module, Loud, level=3)
     assert {type(module) for module in modules} == {type(modules[0])}
     assert type(other) is not type(modules[0])
     assert modules[0](1) == 4
@@ -48,7 +48,7 @@ def test_members_are_made_once_for_a_class():
 
     modules = [Plain(), Plain()]
     for module in modules:
-        become(module, Kind, members)
+        replace_class(module, Kind, members)
     assert made == [Plain]
     assert [module(1) for module in modules] == [20, 20]
 
@@ -56,7 +56,7 @@ def test_members_are_made_once_for_a_class():
 def test_a_module_gets_its_class_back():
     module = Plain()
     revert(module, Loud)
-    become(module, Loud)
+    replace_class(module, Loud)
     revert(module, nn.Linear)
     assert type(module) is not Plain
     revert(module, Loud)
@@ -68,7 +68,7 @@ def test_a_class_goes_with_its_modules():
         pass
 
     module = Here()
-    become(module, Loud)
+    replace_class(module, Loud)
     known = weakref.ref(type(module))
     del module, Here
     gc.collect()

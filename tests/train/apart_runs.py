@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.train.conftest import SMALL
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
-from weft.comm.replica_rendezvous import MeetingPlace
+from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.files import load_config
 from weft.monitor.events import read_events
 from weft.train import observers as recorder
@@ -67,7 +67,7 @@ class ApartRun:
         words = [*SMALL, *places, plan, *times, "sample.prompt=", *settings]
         config = load_config(None, words).config
         self.folders = [prepare_run(config, replicas, replica=number) for number in range(replicas)]
-        self.place = MeetingPlace("127.0.0.1", 0, replicas, timeout_s, KEY)
+        self.place = RendezvousServer("127.0.0.1", 0, replicas, timeout_s, KEY)
         self.processes: dict[int, Any] = {}
 
     def start(self, *replicas: int, at_once: bool = True, kind: Any = FORKSERVER.Process) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.safetensors_files import RawArray
-from weft.checkpoint.save import SavedPiece
-from weft.comm.heartbeat import Pulse
+from weft.checkpoint.save import SavedSlice
+from weft.comm.heartbeat import Heartbeat
 from weft.monitor.step_times import Meter
 from weft.train.engine import EngineJob, Evaluation, Measures, StepResult
 from weft.train.tasks.base import Metric, Task
@@ -63,7 +63,7 @@ class FakeEngine:
     over = None
 
     def __init__(self, job: EngineJob):
-        self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Pulse(), Meter()
+        self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Heartbeat(), Meter()
         self.task, self.batches = job.task, job.task.batches(None)
 
     def build(self) -> None:
@@ -92,11 +92,11 @@ class FakeEngine:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
 
     def talk(self):
-        return Together()
+        return RankGroup()
 
     def save(self, *, aside=False):
-        yield SavedPiece.whole("model/line", RawArray.of(self.weights))
-        yield SavedPiece.whole("optimizer/line/momentum", RawArray.of(self.momentum))
+        yield SavedSlice.whole("model/line", RawArray.of(self.weights))
+        yield SavedSlice.whole("optimizer/line/momentum", RawArray.of(self.momentum))
 
     def state(self):
         return {"fake": True}

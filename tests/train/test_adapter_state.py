@@ -203,7 +203,7 @@ def magnitudes(plan: str, case: AdapterCase) -> list[float]:
     script = Tuning(plan, case)
     engine = data_parallel(script.model)
     before = {name: tensor.clone() for name, tensor in engine.weights() if name.endswith("lora_magnitude")}
-    for name, tensor in engine.held_weights().items():
+    for name, tensor in engine.local_weights().items():
         if name.endswith("lora_magnitude"):
             tensor.fill_(7.0)
     engine.publish()

@@ -13,7 +13,7 @@ from weft.config.files import load_config
 from weft.config.plan import Plan
 from weft.errors import ConfigError, PlanError
 from weft.planner.search.model_source import read_model
-from weft.train.planned import CHOSEN, choose_plan, chosen_line, record_choice, settle_plan, this_cluster
+from weft.train.planned import CHOSEN, choose_plan, chosen_line, record_choice, resolve_plan, this_cluster
 
 WORDS = ["launch.device=cpu", "model.name=small", "train.seq_len=128", "train.global_batch=8"]
 
@@ -24,12 +24,12 @@ def config(*words: str):
 
 def test_any_other_plan_stays_as_it_is():
     asked = config("plan=dp_replicate=*")
-    assert settle_plan(asked, 2, 2) == (asked, None)
+    assert resolve_plan(asked, 2, 2) == (asked, None)
 
 
 def test_auto_becomes_a_plan_for_the_ranks_and_words_after_it_are_decided(tmp_path):
     for words, ranks in (("auto", 1), ("auto", 2), ("auto zero=2", 2), ("auto recompute=full", 4)):
-        settled, best = settle_plan(config(f"plan={words}", f"run.dir={tmp_path}"), ranks, ranks)
+        settled, best = resolve_plan(config(f"plan={words}", f"run.dir={tmp_path}"), ranks, ranks)
         plan = Plan.parse(settled.plan)
         assert plan == best.plan
         assert plan.world_size == ranks
@@ -40,7 +40,7 @@ def test_auto_becomes_a_plan_for_the_ranks_and_words_after_it_are_decided(tmp_pa
 
 def test_a_run_that_was_begun_keeps_its_plan(tmp_path):
     asked = config("plan=auto", f"run.dir={tmp_path}", "run.name=mine")
-    settled, best = settle_plan(asked, 2, 2)
+    settled, best = resolve_plan(asked, 2, 2)
     folder = tmp_path / "mine"
     folder.mkdir()
     record_choice(folder, "auto", best)
@@ -48,11 +48,11 @@ def test_a_run_that_was_begun_keeps_its_plan(tmp_path):
     assert (table["asked"], table["world_size"]) == ("auto", 2)
     table["plan"] = "dp_replicate=2 accumulation=2"
     (folder / CHOSEN).write_text(json.dumps(table))
-    assert settle_plan(asked, 2, 2)[0].plan == "dp_replicate=2 accumulation=2"
-    other, _ = settle_plan(asked, 1, 1)
+    assert resolve_plan(asked, 2, 2)[0].plan == "dp_replicate=2 accumulation=2"
+    other, _ = resolve_plan(asked, 1, 1)
     assert Plan.parse(other.plan).world_size == 1
     (folder / CHOSEN).write_text("{")
-    assert settle_plan(asked, 2, 2)[0].plan == settled.plan
+    assert resolve_plan(asked, 2, 2)[0].plan == settled.plan
 
 
 def test_machines_as_the_planner_sees_them():
@@ -70,7 +70,7 @@ def test_no_plan_that_fits_is_said_with_numbers():
 
 
 def test_what_was_chosen_is_one_line(tmp_path):
-    _, best = settle_plan(config("plan=auto", f"run.dir={tmp_path}"), 2, 2)
+    _, best = resolve_plan(config("plan=auto", f"run.dir={tmp_path}"), 2, 2)
     assert chosen_line(best).startswith(f"plan=auto chose {best.plan}: ")
     assert "\n" not in chosen_line(best)
 

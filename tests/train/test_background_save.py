@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.whole_state import capture
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import load_checkpoint, verify_checkpoint
 from weft.checkpoint.safetensors_files import RawArray
-from weft.checkpoint.save import save_pieces
+from weft.checkpoint.save import save_slices
 from weft.comm.mesh import build_mesh
-from weft.comm.store import StoreTalk
+from weft.comm.store import StoreChannel
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, CommError, ConfigError
 from weft.memory.offload import HostCopies
@@ -42,11 +42,11 @@ def slow(monkeypatch):
         def save(root, step, *args, **options):
             began = time.monotonic()
             time.sleep(seconds)
-            path = save_pieces(root, step, *args, **options)
+            path = save_slices(root, step, *args, **options)
             spans.append((step, began, time.monotonic()))
             return path
 
-        monkeypatch.setattr(keeping, "save_pieces", save)
+        monkeypatch.setattr(keeping, "save_slices", save)
         return spans
 
     return make
@@ -93,9 +93,9 @@ def failing(monkeypatch, tries: int) -> list[int]:
         seen.append(step)
         if len(seen) <= tries:
             raise CheckpointError(f"run.dir={root}: the disk is full.")
-        return save_pieces(root, step, *args, **options)
+        return save_slices(root, step, *args, **options)
 
-    monkeypatch.setattr(keeping, "save_pieces", save)
+    monkeypatch.setattr(keeping, "save_slices", save)
     monkeypatch.setattr(save_thread, "_PAUSE_S", (0.01, 0.01))
     return seen
 
@@ -183,8 +183,8 @@ def behind_training(folder: str, fault: str) -> dict:
         step(torch.ones(2, 32))
     expected = {name: one.clone() for name, one in capture(model, optimizer)["model"].items()}
     found = list(pieces(model, optimizer, HostCopies(mesh.device)))
-    talk = StoreTalk(mesh.rank, 2)
-    together = Together(mesh.rank, 2, talk.on_first, talk.gather)
+    talk = StoreChannel(mesh.rank, 2)
+    together = RankGroup(mesh.rank, 2, talk.on_first, talk.gather)
     ended: list[object] = []
 
     def look(group: str, values: RawArray) -> None:
@@ -194,7 +194,7 @@ def behind_training(folder: str, fault: str) -> dict:
 
     def act() -> None:
         try:
-            ended.append(str(save_pieces(Path(folder), 3, found, {}, together, look=look)))
+            ended.append(str(save_slices(Path(folder), 3, found, {}, together, look=look)))
         except BaseException as error:
             ended.append(f"{type(error).__name__}: {error}")
 

@@ -20,7 +20,7 @@ from weft.errors import ConfigError, DataError, PlanError
 from weft.monitor.events import tail_events
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.batching_by_cost import CostPlaces, Costs, _Runs
+from weft.train.batching_by_cost import CostBorders, Costs, _Runs
 from weft.train.folder import RunFolder
 from weft.train.microbatches import Microbatches
 from weft.train.model_state import capture_model
@@ -222,7 +222,7 @@ def test_steps_take_samples_while_their_cost_lasts(costs, most, step, place):
             firsts.append(number)
             used = 0.0
         used += cost
-    places = CostPlaces(in_order, len(costs), most)
+    places = CostBorders(in_order, len(costs), most)
     assert [places.first(one) for one in range(step)] == firsts[:step]
     at = places.step_at(place)
     assert firsts[at] <= place < firsts[at + 1]

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from weft.checkpoint.load import load_checkpoint
-from weft.checkpoint.save import save_pieces
+from weft.checkpoint.save import save_slices
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.model_state import pieces, resume
-from weft.train.state_io import together
+from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 
 MOST_BESIDE = 256 * 2**20
@@ -43,13 +43,13 @@ def peaks(plan_text: str, folder: str, size: int, save: bool) -> tuple[int, int,
     if save:
         step(torch.ones(2, size))
         before = forget_peak()
-        save_pieces(Path(folder), 1, pieces(model, optimizer), {}, together(mesh))
+        save_slices(Path(folder), 1, pieces(model, optimizer), {}, rank_group(mesh))
         states = 0
     else:
         before = forget_peak()
         checkpoint = load_checkpoint(Path(folder) / "step_00000001", lazily=True)
         resume(model, optimizer, checkpoint)
-        states = sum(one.flat.nbytes for one in data_parallel(model).state_stretches(optimizer))
+        states = sum(one.flat.nbytes for one in data_parallel(model).state_slices(optimizer))
     return resident("VmHWM") - before, states, 3 * 4 * 4 * size * size
 
 

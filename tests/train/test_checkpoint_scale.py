@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.checkpoint.faults import DONE, in_fork
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manifest import (
     STATE_NAME,
@@ -28,8 +28,8 @@ from weft.checkpoint.manifest import (
     parse_manifest,
     shard_name,
 )
-from weft.checkpoint.read import Part, deal_out
-from weft.checkpoint.save import SavedPiece, save_pieces
+from weft.checkpoint.read import Part, assign_evenly
+from weft.checkpoint.save import SavedSlice, save_slices
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
@@ -83,7 +83,7 @@ def test_the_manifest_of_8192_ranks_is_small_and_read_at_once():
     for group in ("model", "optimizer"):
         files |= {shard_name(group, rank): FileEntry(10**8, f"{rank:064x}") for rank in ranks}
     part = Part((8192, 8192))
-    one = Slice(part, deal_out(ranks, part.numel // world, 1))
+    one = Slice(part, assign_evenly(ranks, part.numel // world, 1))
     entry = TensorEntry("", "F32", part.shape, None, (one,))
     tensors = {
         "model": {f"layers.{n}.weight": entry for n in range(723)},
@@ -99,12 +99,12 @@ def test_the_manifest_of_8192_ranks_is_small_and_read_at_once():
 EACH, NUM_TENSORS = 16, 20
 
 
-def dealt(world: int, rank: int) -> list[SavedPiece]:
+def dealt(world: int, rank: int) -> list[SavedSlice]:
     """Tensors of which each rank has as much, whatever the number of ranks."""
-    part, deal = Part((world * EACH,)), deal_out(tuple(range(world)), EACH, 1)
+    part, deal = Part((world * EACH,)), assign_evenly(tuple(range(world)), EACH, 1)
     data = torch.full((EACH,), float(rank))
     names = [f"{group}/{n}" for group in ("model", "optimizer") for n in range(NUM_TENSORS)]
-    return [SavedPiece(name, part, deal, rank * EACH, data) for name in names]
+    return [SavedSlice(name, part, deal, rank * EACH, data) for name in names]
 
 
 class Contacts:
@@ -145,8 +145,8 @@ def one_rank_saves(root: Path, world: int, rank: int) -> int:
     """Contacts of a rank that is not the first: it writes into the folder that the first one made."""
     (root / ".tmp-step_00000001-1-ab").mkdir(parents=True)
     answers = iter([".tmp-step_00000001-1-ab", {"name": "step_00000001"}])
-    together = Together(rank, world, lambda _: next(answers), lambda _: [])
-    return counted(root, lambda _: save_pieces(root, 1, dealt(world, rank), {}, together))
+    together = RankGroup(rank, world, lambda _: next(answers), lambda _: [])
+    return counted(root, lambda _: save_slices(root, 1, dealt(world, rank), {}, together))
 
 
 def first_rank_saves(root: Path, world: int) -> int:
@@ -170,7 +170,7 @@ def first_rank_saves(root: Path, world: int) -> int:
             contacts.counting = True
             return answers
 
-        save_pieces(root, 1, dealt(world, 0), {}, Together(0, world, lambda do: do(), gather))
+        save_slices(root, 1, dealt(world, 0), {}, RankGroup(0, world, lambda do: do(), gather))
 
     return counted(root, act)
 

@@ -17,7 +17,7 @@ from weft.checkpoint.read import Part
 from weft.errors import CheckpointError
 from weft.models.decoder import as_shapes
 from weft.models.inspect import hugging_face
-from weft.parallel.state.flat_slices import read_whole
+from weft.parallel.state.flat_slices import read_full
 from weft.train.tasks.export import as_published
 from weft.train.tasks.published_weights import pretrained_source
 
@@ -48,13 +48,13 @@ def check_family(kind: str, folder: Path) -> int:
     model, source, unexpected = opened(folder)
     assert unexpected == []
     for name in source.entries:
-        assert torch.equal(read_whole(source, name), theirs[name]), name
+        assert torch.equal(read_full(source, name), theirs[name]), name
     for name in theirs.keys() - source.entries.keys():
         assert any(theirs[name].data_ptr() == theirs[other].data_ptr() for other in source.entries), name
     files: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         files |= load_file(file)
-    written = dict(as_published(model, list(source.entries), lambda name: read_whole(source, name)))
+    written = dict(as_published(model, list(source.entries), lambda name: read_full(source, name)))
     assert written.keys() == files.keys()
     for name, block in written.items():
         assert torch.equal(torch.from_numpy(block.values().copy()).view(files[name].shape), files[name]), name
@@ -118,7 +118,7 @@ def test_descriptions_hold_what_the_operations_make(stored, data):
     source = JoinedTensors(weights, {str(index): one for index, one in enumerate(joined)})
     for index, wanted in enumerate(made):
         assert joined[index].shape == tuple(wanted.shape)
-        assert torch.equal(read_whole(source, str(index)), wanted)
+        assert torch.equal(read_full(source, str(index)), wanted)
     wanted, dim = made[0], data.draw(st.integers(0, made[0].dim() - 1))
     low = data.draw(st.integers(0, wanted.shape[dim] - 1))
     high = data.draw(st.integers(low + 1, wanted.shape[dim]))
@@ -132,7 +132,7 @@ def test_descriptions_hold_what_the_operations_make(stored, data):
 
 def test_a_number_alone_is_read(stored):
     weights, _ = stored
-    assert read_whole(JoinedTensors(weights, {"scalar": whole(weights, "scalar")}), "scalar").item() == 7.0
+    assert read_full(JoinedTensors(weights, {"scalar": whole(weights, "scalar")}), "scalar").item() == 7.0
 
 
 def test_what_pieces_do_not_describe_transformers_computes(stored):
@@ -144,7 +144,7 @@ def test_what_pieces_do_not_describe_transformers_computes(stored):
         return {"even": tensor_of("a")[::2].contiguous(), "odd": tensor_of("a")[1::2].contiguous()}
 
     source = JoinedTensors(weights, {name: Computed((2, 6), "F32", name, make) for name in ("even", "odd")})
-    assert torch.equal(read_whole(source, "even"), tensors["a"][::2])
+    assert torch.equal(read_full(source, "even"), tensors["a"][::2])
     for low, high, dim in itertools.product((0, 1), (2,), (0, 1)):
         out = torch.empty(2, 6).narrow(dim, low, high - low).contiguous()
         source.read("odd", Part((2, 6), dim, ((low, high),)), 0, out.view(-1).view(torch.uint8).numpy().data)
@@ -171,7 +171,7 @@ def test_a_conversion_that_pieces_do_not_describe(tmp_path, monkeypatch):
     assert names == [f"model.layers.{layer}.mlp.gate_up_proj.weight" for layer in range(2)]
     for name in names:
         rows = files[name.replace("gate_up_proj", "w13")]
-        assert torch.equal(read_whole(source, name), torch.cat([rows[::2], rows[1::2]]))
+        assert torch.equal(read_full(source, name), torch.cat([rows[::2], rows[1::2]]))
     save_file({**files, "model.layers.0.mlp.w13.weight": torch.ones(3, 16)}, file, {"format": "pt"})
     with pytest.raises(CheckpointError) as caught:
         opened(tmp_path)

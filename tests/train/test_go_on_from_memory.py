@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from weft.checkpoint.peer_copies import CopyServer
-from weft.checkpoint.save import save_pieces
+from weft.checkpoint.save import save_slices
 from weft.errors import CheckpointError, ConfigError
 from weft.monitor.events import read_events
 from weft.train import checkpointer as keeping
@@ -68,7 +68,7 @@ def test_a_copy_that_is_due_during_a_save_is_made_at_the_first_step_after_it(sta
 
     def save(root, step, *args, **options):
         assert step != 3 or release.wait(20.0)
-        return save_pieces(root, step, *args, **options)
+        return save_slices(root, step, *args, **options)
 
     def on_step(self, record):
         if record.step != 4:
@@ -77,7 +77,7 @@ def test_a_copy_that_is_due_during_a_save_is_made_at_the_first_step_after_it(sta
                 time.sleep(0.001)
         return observe(self, record)
 
-    monkeypatch.setattr(keeping, "save_pieces", save)
+    monkeypatch.setattr(keeping, "save_slices", save)
     monkeypatch.setattr(rank_run.RunRecorder, "on_step", on_step)
     settings = ("checkpoint.peer_every=4", "checkpoint.every=3", "eval.every=0")
     folder, _, _ = start(*settings, copies=server.home)

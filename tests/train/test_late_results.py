@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from weft.comm.heartbeat import Pulse
+from weft.comm.heartbeat import Heartbeat
 from weft.config.files import load_config
 from weft.errors import TrainingHalted
 from weft.monitor.events import read_events
@@ -28,7 +28,7 @@ class LateEngine:
 
     def __init__(self, acts, *, bad=(), late=True):
         self.acts, self.bad, self.late = acts, bad, late
-        self.plan, self.pulse, self.meter = SimpleNamespace(compile=False, world_size=1), Pulse(), Meter()
+        self.plan, self.pulse, self.meter = SimpleNamespace(compile=False, world_size=1), Heartbeat(), Meter()
         self.batches = SimpleNamespace(iterate=lambda start, end: contextlib.nullcontext([[]] * (end - start)))
 
     def peak_flops(self):

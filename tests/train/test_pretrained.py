@@ -30,7 +30,7 @@ from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import token_cross_entropy
-from weft.train.tasks.published_weights import fill_whole, pretrained_source
+from weft.train.tasks.published_weights import fill_full, pretrained_source
 from weft.train.tasks.registry import find_task
 from weft.verify.parity import local_microbatches
 
@@ -271,7 +271,7 @@ def test_a_folder_that_balances_its_experts_is_trained_with_that_loss(tmp_path, 
     source = task.initial_weights(model)
     ours = model.to_empty(device="cpu")
     assert source is not None
-    fill_whole(ours, source)
+    fill_full(ours, source)
     for name, own in plain.named_buffers():
         ours.get_buffer(name).copy_(own)
     ids = batch(1)["input_ids"][:1]

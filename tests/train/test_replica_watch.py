@@ -28,7 +28,7 @@ def drift(plan_text: str, rank: int, value: float) -> tuple[int, str]:
         step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
         for index in range(4):
             if index == 2 and mesh.rank == rank:
-                held = next(iter(data_parallel(model).held_weights().values()))
+                held = next(iter(data_parallel(model).local_weights().values()))
                 with torch.no_grad():
                     held.view(-1)[0] += value
             try:

@@ -128,7 +128,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters_gradients_and_states():
     assert {p.dtype for p in step.model.parameters()} == {torch.bfloat16}
     masters = [p for group in step.optimizer.param_groups for p in group["params"]]
     assert {p.dtype for p in masters} == {torch.float32}
-    assert {grad.dtype for grad in step.held_gradients()} == {torch.float32}
+    assert {grad.dtype for grad in step.local_gradients()} == {torch.float32}
     moments = [value for state in step.optimizer.state.values() for key, value in state.items() if key != "step"]
     assert {value.dtype for value in moments} == {torch.float32}
     for param, master in zip(step.model.parameters(), masters, strict=True):
@@ -192,9 +192,9 @@ def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
             found.append(step((x, y)))
         assert any(isinstance(one, LateMetrics) for one in found) == (reads_late and optimizer != "adagrad")
         scale = step.loss_scale.state()
-        step.settle()
+        step.finalize()
         engine = data_parallel(model)
-        states = {one.name: one.flat.clone() for one in engine.state_stretches(made)}
+        states = {one.name: one.flat.clone() for one in engine.state_slices(made)}
         return [str(one)[str(one).index("(") :] for one in found], scale, dict(model.state_dict()), states
 
     late, usual = trained(True), trained(False)

@@ -20,7 +20,7 @@ from weft.config.plan import Plan
 from weft.errors import ConfigError
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
-from weft.train.planned import settle_plan
+from weft.train.planned import resolve_plan
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.tasks.registry import find_task
@@ -95,7 +95,7 @@ def test_epochs_are_of_the_tasks_samples(tmp_path):
 
 
 def test_the_planner_chooses_for_it_and_reads_its_config(tmp_path, capsys):
-    config, best = settle_plan(load_config(None, [*IMAGES, f"run.dir={tmp_path}", "plan=auto"]).config, 2, 2)
+    config, best = resolve_plan(load_config(None, [*IMAGES, f"run.dir={tmp_path}", "plan=auto"]).config, 2, 2)
     assert best is not None
     assert config.plan == best.plan.format()
     assert best.plan.world_size == 2

@@ -20,7 +20,7 @@ from weft.cli.app import run as weft_run
 from weft.config.files import load_config
 from weft.errors import ConfigError, DataError, PlanError, WeftError
 from weft.monitor.events import read_events
-from weft.parallel.state.flat_slices import read_whole
+from weft.parallel.state.flat_slices import read_full
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.tasks import class_counts
@@ -169,12 +169,12 @@ def test_a_heads_new_values_depend_on_seed_and_name_alone(config):
     assert source.new_names == [
         "bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier.bias", "classifier.weight"
     ]  # fmt: skip
-    weight = read_whole(source, "bert.pooler.dense.weight")
+    weight = read_full(source, "bert.pooler.dense.weight")
     assert weight.std() == pytest.approx(0.02, rel=0.2)
-    assert torch.equal(weight, read_whole(source, "bert.pooler.dense.weight"))
-    assert not read_whole(source, "classifier.bias").any()
+    assert torch.equal(weight, read_full(source, "bert.pooler.dense.weight"))
+    assert not read_full(source, "classifier.bias").any()
     other = find_task(config("classify", "seed=1"))
-    assert not torch.equal(weight, read_whole(other.initial_weights(other.shapes()), "bert.pooler.dense.weight"))
+    assert not torch.equal(weight, read_full(other.initial_weights(other.shapes()), "bert.pooler.dense.weight"))
 
 
 def test_masks_follow_from_seed_epoch_row_and_position(config):

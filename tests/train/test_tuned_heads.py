@@ -36,11 +36,11 @@ def prepared(folder: Path, task: str, *words: str):
 
 def loaded(task):
     """The task's model with the weights of its folder."""
-    from weft.train.tasks.published_weights import fill_whole
+    from weft.train.tasks.published_weights import fill_full
 
     shapes = task.shapes()
     model = task.build()
-    fill_whole(model, task.initial_weights(shapes))
+    fill_full(model, task.initial_weights(shapes))
     return model.eval()
 
 

@@ -14,7 +14,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.files import load_config
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
-from weft.parallel.state.flat_slices import read_whole
+from weft.parallel.state.flat_slices import read_full
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.folder import RunFolder
 from weft.train.microbatches import Microbatches
@@ -113,7 +113,7 @@ def plainly(case: str, root: Path):
     source = task.initial_weights(task.shapes())
     state = model.state_dict()
     for name in source.new_names:  # the head that the folder lacks
-        state[name].copy_(read_whole(source, name))
+        state[name].copy_(read_full(source, name))
     for name, param in model.named_parameters():
         param.requires_grad_("pooler." not in name or task.head != "")
     optimizer, numbers = optimizer_of(model), []

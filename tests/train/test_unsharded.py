@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.errors import WeftWarning
-from weft.train.step.errors import fingerprint, warn_if_alike
+from weft.train.step.errors import fingerprint, warn_if_identical
 
 
 def sums(*batches) -> list[float]:
@@ -18,7 +18,7 @@ def sums(*batches) -> list[float]:
 def said(*batches) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_if_alike(sums(*batches), len(batches), len(batches))
+        warn_if_identical(sums(*batches), len(batches), len(batches))
     return any(one.category is WeftWarning for one in caught)
 
 

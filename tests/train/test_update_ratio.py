@@ -142,7 +142,7 @@ def test_a_step_that_is_not_taken_has_none(late):
     step.measures_update, found = True, []
     for factor[0] in (1.0, math.inf, 1.0):
         metrics = step(local_microbatches(DENSE.batch(0), mesh.plan, 0))
-        step.settle(metrics)
+        step.finalize(metrics)
         found.append(metrics.update_ratio)
     assert found[1] is None
     assert found[0] > 0

@@ -20,7 +20,7 @@ from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import list_checkpoints
 from weft.config.files import load_config
 from weft.errors import ActionAsked
-from weft.monitor.alerts import Wish, ask
+from weft.monitor.alerts import RunRequest, ask
 from weft.monitor.events import read_events
 from weft.train.hooks import steps_left_out
 from weft.train.preparation import prepare_run
@@ -33,7 +33,7 @@ ENGINE = "tests.train.fake_engine:FakeEngine"
 def fit(tmp_path, monkeypatch):
     """Train a line for 12 steps; wishes: by the step during which each is asked. Gives (folder, result or error)."""
 
-    def run(name: str, wishes: dict[int, Wish], *settings: str):
+    def run(name: str, wishes: dict[int, RunRequest], *settings: str):
         words = ["task=tests.train.fake_engine:LineTask", f"run.dir={tmp_path}", f"run.name={name}", "eval.every=4",
                  "train.steps=12", "train.global_batch=8", "checkpoint.every=3", "schedule.kind=constant",
                  "schedule.warmup_steps=0", "optimizer.lr=0.05", "checkpoint.keep=9",
@@ -71,7 +71,7 @@ def actions(folder) -> list[tuple[str, int]]:
 
 def test_a_checkpoint_that_was_asked_for_changes_nothing_else(fit):
     plain, *_ = fit("plain", {})
-    folder, result, _ = fit("asked", {5: Wish("checkpoint", "to look at it")})
+    folder, result, _ = fit("asked", {5: RunRequest("checkpoint", "to look at it")})
     assert (result.step, result.reason) == (12, "finished")
     assert saved(folder) == [3, 5, 6, 9, 12]
     assert actions(folder) == [("checkpoint", 5)]
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_was_asked_for_changes_nothing_else(fit):
 
 def test_a_held_run_has_saved_and_goes_on_as_if_nothing_had_been(fit):
     plain, *_ = fit("plain", {})
-    folder, asked, _ = fit("held", {5: Wish("hold", "the loss is odd", "alert odd")})
+    folder, asked, _ = fit("held", {5: RunRequest("hold", "the loss is odd", "alert odd")})
     assert isinstance(asked, ActionAsked)
     assert (asked.action, asked.step, asked.exit_code) == ("hold", 5, 3)
     assert str(asked) == f"held at step 5 (alert odd: the loss is odd). To go on: weft resume {folder.path}"
@@ -93,13 +93,13 @@ def test_a_held_run_has_saved_and_goes_on_as_if_nothing_had_been(fit):
 
 
 def test_a_stop_that_was_asked_for_says_by_whom(fit):
-    folder, result, _ = fit("stop", {4: Wish("stop")})
+    folder, result, _ = fit("stop", {4: RunRequest("stop")})
     assert (result.step, result.reason) == (4, "asked to stop by a person")
     assert saved(folder) == [3, 4]
 
 
 def test_a_lowered_rate_stays_lowered_over_starts(fit):
-    folder, _, rates = fit("low", {3: Wish("lower_lr", factor=0.5), 6: Wish("stop")})
+    folder, _, rates = fit("low", {3: RunRequest("lower_lr", factor=0.5), 6: RunRequest("stop")})
     assert rates == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
     _, _, rates = fit("low", {})
     assert rates == [0.5] * 6
@@ -108,7 +108,7 @@ def test_a_lowered_rate_stays_lowered_over_starts(fit):
 
 
 def test_going_back_sets_checkpoints_aside_and_may_leave_data_out(fit):
-    folder, asked, _ = fit("back", {8: Wish("skip_data", "a spike", since=6)})
+    folder, asked, _ = fit("back", {8: RunRequest("skip_data", "a spike", since=6)})
     assert (asked.action, asked.exit_code) == ("roll_back", 75)
     assert saved(folder) == [3]
     assert steps_left_out(folder) == {6, 7, 8}
@@ -119,7 +119,7 @@ def test_going_back_sets_checkpoints_aside_and_may_leave_data_out(fit):
 
 
 def test_going_back_to_the_same_step_again_is_held_instead(fit):
-    wish = Wish("roll_back", "a spike", since=5)
+    wish = RunRequest("roll_back", "a spike", since=5)
     _, first, _ = fit("again", {6: wish})
     folder, second, _ = fit("again", {6: wish})
     assert (first.action, second.action) == ("roll_back", "hold")
@@ -128,7 +128,7 @@ def test_going_back_to_the_same_step_again_is_held_instead(fit):
 
 
 def test_going_back_without_an_older_checkpoint_is_held(fit):
-    folder, asked, _ = fit("early", {2: Wish("roll_back", "nan", since=1)})
+    folder, asked, _ = fit("early", {2: RunRequest("roll_back", "nan", since=1)})
     assert asked.action == "hold"
     assert not (folder.path / "rolled_back.json").exists()
 

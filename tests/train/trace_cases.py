@@ -125,7 +125,7 @@ def traced(
     if late:
         assert step.is_unread
         step(Microbatches(batches.batches(number + 2)))
-    step.settle()
+    step.finalize()
     if late and kind == "gradient":
         step.compute_again(Microbatches(own))
     event = StepTracer(model, mesh, task, batches).trace(kind, kept)

@@ -22,7 +22,7 @@ from tests.watch.made_run import MadeRun
 from weft.monitor.dashboard import run_index, timed_calls
 from weft.monitor.dashboard import run_index as shelf
 from weft.monitor.dashboard.connections import Connections, GuessLimit
-from weft.monitor.dashboard.run_index import RunIndex, Shelf
+from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 from weft.monitor.redact import text_without_secrets, without_secrets
 
 # --- logs that block, and logs that are long ---
@@ -38,7 +38,7 @@ def test_a_fifo_a_device_and_a_folder_as_log_hold_up_no_other_run(tmp_path):
     (tmp_path / "linked" / "events.jsonl").symlink_to(tmp_path / "fifo" / "events.jsonl")
     os.mkfifo(tmp_path / "ok" / "measured.json")
     began = time.monotonic()
-    found = Shelf(tmp_path)
+    found = RunCatalog(tmp_path)
     found.read_all()
     assert time.monotonic() - began < 10
     assert found.runs["ok"].step == 20
@@ -55,7 +55,7 @@ def test_a_file_system_that_hangs_holds_up_its_own_run_alone(tmp_path, monkeypat
     for name in ("ok", "hung"):
         MadeRun(steps=20, end=1e9).write(tmp_path / name)
     monkeypatch.setattr(shelf, "_LIMIT_S", 0.3)
-    found, answers = Shelf(tmp_path), threading.Event()
+    found, answers = RunCatalog(tmp_path), threading.Event()
     hung, fetch = found.runs["hung"], found.runs["hung"].fetch
     monkeypatch.setattr(hung, "fetch", lambda: answers.wait(60) and fetch())
     found.refresh()
@@ -164,7 +164,7 @@ def served(folder: Path, most: int, deadline_s: float):
     from weft.monitor.dashboard import routes as addresses
     from weft.monitor.dashboard.server import AccessRules
 
-    found = Shelf(folder)
+    found = RunCatalog(folder)
     found.read_all()
     open_ones = connections.Connections(most, deadline_s)
     listening = connections.CountedListener.of(socket.create_server(("127.0.0.1", 0)), open_ones)
@@ -312,7 +312,7 @@ def test_login_and_bearer_share_the_limit(tmp_path):
 
     MadeRun(steps=3, end=1e9).write(tmp_path / "a")
     access = AccessRules(frozenset({"localhost"}), token="a-token-of-enough-letters")
-    page = Page(Shelf(tmp_path), access)
+    page = Page(RunCatalog(tmp_path), access)
     client = TestClient(make_app(page), base_url="http://localhost", follow_redirects=False)
     origin = {"origin": "http://localhost"}
     codes = [client.post("/login", data={"token": f"x{number}"}, headers=origin).status_code for number in range(3)]

@@ -16,7 +16,7 @@ from tests.watch.made_run import MadeRun
 from weft.errors import ConfigError
 from weft.monitor.dashboard.history import BoundedSeries, RankHeat, StepColumns, bucket_edges, thinned
 from weft.monitor.dashboard.routes import beside, config_of, curves, heat, marks, run_line
-from weft.monitor.dashboard.run_index import RunIndex, Shelf
+from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 
 MADE = MadeRun(
     steps=400, ranks=6, slow_rank=4, slow_from=200, fails_at=170, save_every=50, eval_every=40, spike_at=90, end=1e9
@@ -220,7 +220,7 @@ def test_the_map_of_ranks_stays_in_its_bounds_and_shows_who_is_slow_and_who_is_s
 
 def test_a_folder_without_runs_is_said(tmp_path):
     with pytest.raises(ConfigError) as told:
-        Shelf(tmp_path)
+        RunCatalog(tmp_path)
     assert str(told.value) == (
         f"{str(tmp_path)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart, or "
         "the folder of your runs; `weft train` writes both."
@@ -230,7 +230,7 @@ def test_a_folder_without_runs_is_said(tmp_path):
 def test_runs_are_found_one_and_two_folders_deep_and_new_ones_later(tmp_path):
     MadeRun(steps=3, end=1e9).write(tmp_path / "a")
     MadeRun(steps=3, end=1e9).write(tmp_path / "group" / "b")
-    shelf = Shelf(tmp_path)
+    shelf = RunCatalog(tmp_path)
     assert set(shelf.runs) == {"a", "group/b"}
     first = shelf.get("a")
     MadeRun(steps=3, end=1e9).write(tmp_path / "c")

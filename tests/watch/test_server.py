@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 from tests.watch.made_run import MadeRun
 from weft.errors import LaunchError
 from weft.monitor.accounting import Price
-from weft.monitor.alerts import WishBox
+from weft.monitor.alerts import RequestQueue
 from weft.monitor.dashboard.routes import Page, make_app
-from weft.monitor.dashboard.run_index import Shelf
+from weft.monitor.dashboard.run_index import RunCatalog
 from weft.monitor.dashboard.server import COOKIE, AccessRules
 
 LOCAL = frozenset({"localhost", "127.0.0.1"})
@@ -27,7 +27,7 @@ HOST = "http://localhost:8765"
 
 def client_of(folder, access=None, **more):
     access = access or AccessRules(LOCAL)
-    shelf = Shelf(folder)
+    shelf = RunCatalog(folder)
     shelf.read_all()
     page = Page(shelf, access, **more)
     return TestClient(make_app(page), base_url=HOST, follow_redirects=False), access
@@ -149,7 +149,7 @@ def asked(client, access, body, **headers):
 
 def test_a_button_writes_a_wish_that_the_run_reads(runs, served):
     client, access = served
-    box = WishBox(runs / "one")
+    box = RequestQueue(runs / "one")
     for action in ("checkpoint", "hold", "stop"):
         assert asked(client, access, {"id": "one", "action": action}).json() == {"asked": action}
     assert [(wish.action, wish.by) for wish in box.new()] == [
@@ -162,7 +162,7 @@ def test_a_button_writes_a_wish_that_the_run_reads(runs, served):
 
 def test_who_is_not_this_page_may_not_ask(runs, served):
     client, access = served
-    box, body = WishBox(runs / "one"), {"id": "one", "action": "stop"}
+    box, body = RequestQueue(runs / "one"), {"id": "one", "action": "stop"}
     refused = [
         {"x-weft-csrf": None},
         {"x-weft-csrf": ""},

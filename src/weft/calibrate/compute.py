@@ -122,25 +122,25 @@ class Stopwatch:
 
     def _window(self, turns: Iterator[Call], count: int) -> float:
         """Seconds of a call on the slowest rank: where ranks share cores, a faster one took them from the others."""
-        self._settle()
+        self._finalize()
         barrier(self.axis)
         start = time.perf_counter()
         for call in itertools.islice(turns, count):
             call()
-        self._settle()
+        self._finalize()
         return self._joined((time.perf_counter() - start) / count, "max")
 
     def _windows_after(self, work: Call, call: Call, count: int) -> float:
         """Seconds of a call, the ranks' mean: what one waits for another, the other does not."""
-        self._settle()
+        self._finalize()
         barrier(self.axis)
         spent = 0.0
         for _ in range(count):
             work()
-            self._settle()
+            self._finalize()
             start = time.perf_counter()
             call()
-            self._settle()
+            self._finalize()
             spent += time.perf_counter() - start
         return self._joined(spent / count, "sum") / self.axis.size
 
@@ -149,14 +149,14 @@ class Stopwatch:
 
     def _count(self, call: Call) -> int:
         """How many calls fill a window; on all ranks as many, since those of a collective must meet."""
-        self._settle()
+        self._finalize()
         start = time.perf_counter()
         call()
-        self._settle()
+        self._finalize()
         calls = min(self.window_s / max(time.perf_counter() - start, 1e-7), _MOST_CALLS)
         return max(1, round(self._joined(calls, "max")))
 
-    def _settle(self) -> None:
+    def _finalize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -195,7 +195,7 @@ _DRAWN = 2**18
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlacement:
     """Where and in which format tensors are made."""
 
     device: torch.device
@@ -203,7 +203,7 @@ class Place:
 
     def normal(self, *shape: int, trained: bool = False) -> Tensor:
         """Random numbers: zeros would draw less power, and run faster, than training's numbers."""
-        count, drawn = math.prod(shape), _drawn(self.device, self.dtype)
+        count, drawn = math.prod(shape), _generator_offset(self.device, self.dtype)
         found = drawn[:count].clone() if count <= _DRAWN else drawn.repeat(-(-count // _DRAWN))[:count]
         return found.view(shape).requires_grad_(trained)
 
@@ -212,7 +212,7 @@ class Place:
 
 
 @cache
-def _drawn(device: torch.device, dtype: torch.dtype) -> Tensor:
+def _generator_offset(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(_DRAWN, device=device, dtype=dtype)
 
 
@@ -227,129 +227,129 @@ def _backward(output: Tensor, *inputs: Tensor) -> Call:
     return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
 
-def linear_f(place: Place, m: int, n: int, k: int) -> Call:
+def linear_f(place: TensorPlacement, m: int, n: int, k: int) -> Call:
     x, weight = place.normal(m, k), place.normal(n, k)
     return lambda: F.linear(x, weight)
 
 
-def linear_dx(place: Place, m: int, n: int, k: int) -> Call:
+def linear_dx(place: TensorPlacement, m: int, n: int, k: int) -> Call:
     grad, weight = place.normal(m, n), place.normal(n, k)
     return lambda: grad @ weight
 
 
-def linear_dw(place: Place, m: int, n: int, k: int) -> Call:
+def linear_dw(place: TensorPlacement, m: int, n: int, k: int) -> Call:
     grad, x = place.normal(m, n), place.normal(m, k)
     return lambda: grad.t() @ x
 
 
-def _attention(place: Place, b: int, h: int, s: int, c: int, trained: bool) -> tuple[Tensor, list[Tensor]]:
+def _attention(place: TensorPlacement, b: int, h: int, s: int, c: int, trained: bool) -> tuple[Tensor, list[Tensor]]:
     # As the model makes them: heads lie beside each other in memory.
     inputs = [place.normal(b, s, h, c, trained=trained) for _ in range(3)]
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs
 
 
-def attention_f(place: Place, b: int, h: int, s: int, c: int) -> Call:
+def attention_f(place: TensorPlacement, b: int, h: int, s: int, c: int) -> Call:
     q, k, v = (place.normal(b, s, h, c).transpose(1, 2) for _ in range(3))
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def attention_b(place: Place, b: int, h: int, s: int, c: int) -> Call:
+def attention_b(place: TensorPlacement, b: int, h: int, s: int, c: int) -> Call:
     output, inputs = _attention(place, b, h, s, c, trained=True)
     return _backward(output, *inputs)
 
 
-def norm_f(place: Place, t: int, d: int) -> Call:
+def norm_f(place: TensorPlacement, t: int, d: int) -> Call:
     x, weight = place.normal(t, d, trained=True), place.normal(d, trained=True)
     return lambda: F.rms_norm(x, (d,), weight, 1e-5)
 
 
-def norm_b(place: Place, t: int, d: int) -> Call:
+def norm_b(place: TensorPlacement, t: int, d: int) -> Call:
     x, weight = place.normal(t, d, trained=True), place.normal(d, trained=True)
     return _backward(F.rms_norm(x, (d,), weight, 1e-5), x, weight)
 
 
-def layer_norm_f(place: Place, t: int, d: int) -> Call:
+def layer_norm_f(place: TensorPlacement, t: int, d: int) -> Call:
     x, weight, bias = place.normal(t, d, trained=True), place.normal(d, trained=True), place.normal(d, trained=True)
     return lambda: F.layer_norm(x, (d,), weight, bias)
 
 
-def layer_norm_b(place: Place, t: int, d: int) -> Call:
+def layer_norm_b(place: TensorPlacement, t: int, d: int) -> Call:
     x, weight, bias = place.normal(t, d, trained=True), place.normal(d, trained=True), place.normal(d, trained=True)
     return _backward(F.layer_norm(x, (d,), weight, bias), x, weight, bias)
 
 
-def _turned(place: Place, t: int, d: int, trained: bool) -> tuple[Callable[[], Tensor], Tensor]:
+def _turned(place: TensorPlacement, t: int, d: int, trained: bool) -> tuple[Callable[[], Tensor], Tensor]:
     width = min(64, d)
     x = place.normal(1, t, d // width, width, trained=trained)
     turn = rotation(torch.arange(t, device=place.device)[None], width, 1e4, 1.0, torch.float32)
     return lambda: rotate(x, turn), x
 
 
-def rope_f(place: Place, t: int, d: int) -> Call:
+def rope_f(place: TensorPlacement, t: int, d: int) -> Call:
     return _turned(place, t, d, trained=True)[0]
 
 
-def rope_b(place: Place, t: int, d: int) -> Call:
+def rope_b(place: TensorPlacement, t: int, d: int) -> Call:
     turn, x = _turned(place, t, d, trained=True)
     return _backward(turn(), x)
 
 
-def swiglu_f(place: Place, t: int, d: int) -> Call:
+def swiglu_f(place: TensorPlacement, t: int, d: int) -> Call:
     gate, up = place.normal(t, d, trained=True), place.normal(t, d, trained=True)
     return lambda: F.silu(gate) * up
 
 
-def swiglu_b(place: Place, t: int, d: int) -> Call:
+def swiglu_b(place: TensorPlacement, t: int, d: int) -> Call:
     gate, up = place.normal(t, d, trained=True), place.normal(t, d, trained=True)
     return _backward(F.silu(gate) * up, gate, up)
 
 
-def gelu_f(place: Place, t: int, d: int) -> Call:
+def gelu_f(place: TensorPlacement, t: int, d: int) -> Call:
     x = place.normal(t, d, trained=True)
     return lambda: F.gelu(x, approximate="tanh")
 
 
-def gelu_b(place: Place, t: int, d: int) -> Call:
+def gelu_b(place: TensorPlacement, t: int, d: int) -> Call:
     x = place.normal(t, d, trained=True)
     return _backward(F.gelu(x, approximate="tanh"), x)
 
 
-def add(place: Place, t: int, d: int) -> Call:
+def add(place: TensorPlacement, t: int, d: int) -> Call:
     """A sum into new memory: residual streams, and gradients that meet."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x + y
 
 
-def add_to(place: Place, t: int, d: int) -> Call:
+def add_to(place: TensorPlacement, t: int, d: int) -> Call:
     """A sum in place: gradients of several passes."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x.add_(y)
 
 
-def copy(place: Place, t: int, d: int) -> Call:
+def copy(place: TensorPlacement, t: int, d: int) -> Call:
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x.copy_(y)
 
 
-def loss_f(place: Place, t: int, v: int) -> Call:
+def loss_f(place: TensorPlacement, t: int, v: int) -> Call:
     logits, labels = place.normal(t, v, trained=True), place.labels(t, v)
     return lambda: F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def loss_b(place: Place, t: int, v: int) -> Call:
+def loss_b(place: TensorPlacement, t: int, v: int) -> Call:
     logits, labels = place.normal(t, v, trained=True), place.labels(t, v)
     return _backward(F.cross_entropy(logits.float(), labels, reduction="sum"), logits)
 
 
-def cut_loss(place: Place, t: int, v: int) -> Call:
+def cut_loss(place: TensorPlacement, t: int, v: int) -> Call:
     """The loss of a cut head without its products: hidden states of width 1 stand for those."""
     x, weight = place.normal(1, t, 1, trained=True), place.normal(v, 1, trained=True)
     labels, line = place.labels(t, v).view(1, t), SharedLayer(Axis("tp", 1, 0, (0,)))
     return lambda: token_loss(x, weight, None, labels, line, v, -100)
 
 
-def embedding(place: Place, t: int, d: int, v: int) -> Call:
+def embedding(place: TensorPlacement, t: int, d: int, v: int) -> Call:
     """Look-up and its gradient, which is as large as the table."""
     table, ids = place.normal(v, d, trained=True), place.labels(t, v)
     return lambda: torch.autograd.grad(
@@ -357,14 +357,14 @@ def embedding(place: Place, t: int, d: int, v: int) -> Call:
     )
 
 
-def adamw(place: Place, params: int) -> Call:
+def adamw(place: TensorPlacement, params: int) -> Call:
     weight = torch.nn.Parameter(place.normal(params))
     weight.grad = place.normal(params)
     optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
     return optimizer.step
 
 
-def clip(place: Place, params: int) -> Call:
+def clip(place: TensorPlacement, params: int) -> Call:
     """The norm of gradients, and their scaling."""
     grad = place.normal(params)
     factor = torch.ones((), device=place.device, dtype=place.dtype)
@@ -376,29 +376,29 @@ def clip(place: Place, params: int) -> Call:
     return call
 
 
-def to_host(place: Place, num_bytes: int) -> Call:
+def to_host(place: TensorPlacement, num_bytes: int) -> Call:
     """What offload does: to memory of the host, page-locked where there is a GPU."""
     here, there = _both_sides(place, num_bytes)
     return lambda: there.copy_(here, non_blocking=True)
 
 
-def to_device(place: Place, num_bytes: int) -> Call:
+def to_device(place: TensorPlacement, num_bytes: int) -> Call:
     here, there = _both_sides(place, num_bytes)
     return lambda: here.copy_(there, non_blocking=True)
 
 
-def _both_sides(place: Place, num_bytes: int) -> tuple[Tensor, Tensor]:
+def _both_sides(place: TensorPlacement, num_bytes: int) -> tuple[Tensor, Tensor]:
     here = torch.zeros(num_bytes, dtype=torch.uint8, device=place.device)
     return here, torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=place.device.type == "cuda")
 
 
-def host_adamw(place: Place, params: int) -> Call:
+def host_adamw(place: TensorPlacement, params: int) -> Call:
     """The optimizer's step on the host: masters in fp32, with this rank's threads."""
     del place
-    return adamw(Place(torch.device("cpu"), torch.float32), params)
+    return adamw(TensorPlacement(torch.device("cpu"), torch.float32), params)
 
 
-def _block(place: Place) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _block(place: TensorPlacement) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A layer so small that calls are all it costs: what modules, views and autograd's nodes add to its parts."""
     tokens, width, ffn, heads = TINY
     spec = DecoderSpec(
@@ -412,11 +412,11 @@ def _block(place: Place) -> tuple[Callable[[], Tensor], list[Tensor]]:
     return lambda: block(x, visible, turn), [x, *block.parameters()]
 
 
-def block_f(place: Place, t: int, d: int) -> Call:
+def block_f(place: TensorPlacement, t: int, d: int) -> Call:
     return _block(place)[0]
 
 
-def block_b(place: Place, t: int, d: int) -> Call:
+def block_b(place: TensorPlacement, t: int, d: int) -> Call:
     forward, inputs = _block(place)
     return _backward(forward(), *inputs)
 
@@ -451,7 +451,7 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
 }
 
 
-def calls_of(op: str, size: tuple[int, ...], place: Place) -> ColdCalls:
+def calls_of(op: str, size: tuple[int, ...], place: TensorPlacement) -> ColdCalls:
     """The calls that measure an operation at a size."""
     make, values = PROBES[op]
     return copies(lambda: make(place, *size), values(*size) * place.dtype.itemsize)

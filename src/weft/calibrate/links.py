@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from weft import env
-from weft.calibrate.compute import WINDOWS, Place, Stopwatch, Timing, calls_of, linear_f, this_machine
+from weft.calibrate.compute import WINDOWS, Stopwatch, TensorPlacement, Timing, calls_of, linear_f, this_machine
 from weft.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from weft.comm.connect import join
 from weft.comm.mesh import Axis, build_mesh, join_ranks, leave_ranks
@@ -35,13 +35,13 @@ def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
     size: bytes of the whole buffer, of which shards are parts; of an all_to_all what each rank sends, its own share
     included; of a shift or a send the message.
     """
-    work = linear_f(Place(watch.device, torch.float32), *BETWEEN)
+    work = linear_f(TensorPlacement(watch.device, torch.float32), *BETWEEN)
     if op == "meeting":
-        return _meeting_s(watch, axis, work, size)
+        return _sync_s(watch, axis, work, size)
     return watch.time_after(work, _collective(axis, op, size, watch.device))
 
 
-def _meeting_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
+def _sync_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
     """Seconds of a meeting after `num_products` products."""
     meet = _collective(axis, "all_reduce", 64, watch.device)
 
@@ -124,7 +124,7 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
         if chapter.group > 1:
             timing = extra_s(watch, meeting, op, *size)
         else:
-            timing = watch.time(calls_of(op, size, Place(here, DTYPES[chapter.dtype])))
+            timing = watch.time(calls_of(op, size, TensorPlacement(here, DTYPES[chapter.dtype])))
         found.append(_sample(chapter, op, size, timing))
     return found
 

@@ -26,7 +26,7 @@ def _only(record: bytes) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class RankGroup:
     """One rank among all, and what it may ask of the others.
 
     on_first: the JSON value that the first rank's function returns, on all ranks; what it raises, all raise. gather:
@@ -41,7 +41,7 @@ class Together:
 
 
 #: A process of its own.
-ALONE = Together()
+ALONE = RankGroup()
 
 
 # The folder that holds a run's checkpoints: names, order, the writer's lock, moving aside, clearing debris.
@@ -134,7 +134,7 @@ def discard(path: Path) -> None:
         empty_trash(path.parent)
 
 
-def hold_for_reading(path: Path) -> int | None:
+def lock_for_reading(path: Path) -> int | None:
     """A descriptor that keeps a checkpoint from being pruned until it is closed; None where there is no such lock."""
     try:
         handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

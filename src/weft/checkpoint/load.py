@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
-from weft.checkpoint.folders import ALONE, Together
+from weft.checkpoint.folders import ALONE, RankGroup
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -27,7 +27,7 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.object_store import Location, located
 from weft.checkpoint.open_target import target_at
 from weft.checkpoint.read import Part
-from weft.checkpoint.read_tensors import StretchReader, TensorGroup, whole
+from weft.checkpoint.read_tensors import SliceReader, TensorGroup, whole
 from weft.checkpoint.safetensors_files import (
     RawArray,
     header_problems,
@@ -78,7 +78,7 @@ class Checkpoint:
     state: dict[str, Any]
     written_by: Mapping[str, str]
     _manifest: Manifest
-    _reader: StretchReader
+    _reader: SliceReader
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class Checkpoint:
         handle = open_tensors(self.path / file)
         return {name: handle.get_tensor(name) for name in [*handle.keys()]}
 
-    def write_whole(
+    def write_atomic(
         self, file: Location, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
     ) -> None:
         """Write tensors of a group, whole, into a new safetensors file. All are in memory at once.
@@ -204,14 +204,14 @@ def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = Fals
         problems = [] if lazily else _file_problems(path, manifest, digests=verify)
         if problems:
             raise CheckpointError("; ".join(problems))
-        reader = StretchReader(path, manifest.files)
+        reader = SliceReader(path, manifest.files)
         return Checkpoint(path, manifest.step, _read_state(path, manifest), manifest.written_by, manifest, reader)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}. Use another checkpoint.") from error
 
 
 def verify_checkpoint(
-    path: Location, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
+    path: Location, *, digests: bool = True, together: RankGroup = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
     """Return all problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
@@ -230,7 +230,7 @@ def verify_checkpoint(
     return together.on_first(joined)
 
 
-def _problems(path: Location, digests: bool, together: Together, report: Callable[[int], None]) -> list[str]:
+def _problems(path: Location, digests: bool, together: RankGroup, report: Callable[[int], None]) -> list[str]:
     """What this rank finds in its share of the files."""
     try:
         manifest = _read_manifest(path)
@@ -252,7 +252,7 @@ def list_checkpoints(root: Location) -> list[Location]:
     return list(by_step.values())
 
 
-def newest_checkpoint(root: Location, *, verify: bool = True, together: Together = ALONE) -> Found | None:
+def newest_checkpoint(root: Location, *, verify: bool = True, together: RankGroup = ALONE) -> Found | None:
     """Return the newest whole checkpoint of a run, or None when none was ever finished.
 
     The result lists each newer one that was passed over, and why; a folder without COMMIT is only listed.
@@ -342,7 +342,7 @@ def _file_problems(
     manifest: Manifest,
     *,
     digests: bool,
-    together: Together = ALONE,
+    together: RankGroup = ALONE,
     report: Callable[[int], None] = unheard,
 ) -> list[str]:
     in_files: dict[str, dict[str, TensorEntry]] = {}

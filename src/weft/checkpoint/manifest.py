@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoint import strict_json
-from weft.checkpoint.read import Deal, Part
+from weft.checkpoint.read import OwnershipMap, Part
 from weft.errors import CheckpointError
 
 _NUMBERS = ("length", "start", "times", "each", "turn")
@@ -22,7 +22,7 @@ class Slice:
     """A part of a tensor, and who has which run of it. All slices together are the tensor."""
 
     part: Part
-    deal: Deal
+    deal: OwnershipMap
 
     def to_json(self, tables: RankLists) -> dict[str, object]:
         """For the manifest; what is as usual is left out."""
@@ -63,24 +63,24 @@ def _read(said: Any, shape: tuple[int, ...], tables: RankLists) -> Slice:
     if not isinstance(said, dict):
         raise TypeError("a slice is not a table")
     order, rows, dim = said.get("order", []), said.get("rows"), said.get("dim", 0)
-    if order and sorted(map(_whole_number, order)) != list(range(len(shape))):
+    if order and sorted(map(_integer, order)) != list(range(len(shape))):
         raise ValueError("order does not name each dim once")
     if rows is not None:
-        if not isinstance(rows, list) or not 0 <= _whole_number(dim) < len(shape):
+        if not isinstance(rows, list) or not 0 <= _integer(dim) < len(shape):
             raise ValueError("rows or dim are not those of the tensor")
-        rows = tuple((_whole_number(low), _whole_number(high)) for low, high in rows)
+        rows = tuple((_integer(low), _integer(high)) for low, high in rows)
         if any(low >= high for low, high in rows):
             raise ValueError("a range of rows is empty")
     part = Part(shape, dim if rows is not None else 0, rows, tuple(order))
-    row = _whole_number(said["ranks"])
+    row = _integer(said["ranks"])
     if row >= len(tables.rows):
         raise ValueError("ranks names a list that is not there")
-    deal = Deal(tables.rows[row], **{name: _whole_number(said.get(name, _USUAL[name])) for name in _NUMBERS})
-    _check_deal(deal, part.numel)
+    deal = OwnershipMap(tables.rows[row], **{name: _integer(said.get(name, _USUAL[name])) for name in _NUMBERS})
+    _check_ownership(deal, part.numel)
     return Slice(part, deal)
 
 
-def _check_deal(deal: Deal, numel: int) -> None:
+def _check_ownership(deal: OwnershipMap, numel: int) -> None:
     if not deal.length or not deal.times or len(deal.ranks) % deal.times or deal.turn >= deal.times:
         raise ValueError("the ranks do not share equal lengths")
     if deal.share * deal.times < deal.length or deal.start + numel > len(deal.ranks) // deal.times * deal.length:
@@ -103,7 +103,7 @@ def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:
         raise ValueError("parts do not join to the tensor")
 
 
-def _whole_number(value: Any) -> int:
+def _integer(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MOST:
         raise ValueError("a value is not a whole number from 0 to 2**48")
     return value

@@ -263,7 +263,7 @@ class StoreTarget:
         again = f".again{number if number > 1 else ''}" if number else ""
         return self._root / f"{folders.folder_name(step)}{again}"
 
-    def settle(self, step: int, place: Location) -> Location:
+    def finalize(self, step: int, place: Location) -> Location:
         return place
 
     def commit(self, place: Location, text: bytes) -> None:
@@ -336,10 +336,10 @@ class _Upload:
         self._file: Any = ask(path, "open", key_of(path), "wb", block_size=_UPLOAD_PART)
 
     def write(self, data: bytes | memoryview) -> object:
-        return _told(self._path, lambda: self._file.write(data))
+        return _in_one_sentence(self._path, lambda: self._file.write(data))
 
     def finish(self) -> None:
-        _told(self._path, self._file.close)
+        _in_one_sentence(self._path, self._file.close)
         self._is_finished = True
 
     def close(self) -> None:
@@ -350,7 +350,7 @@ class _Upload:
         self._file.closed = True
 
 
-def _told(path: StorePath, act: Callable[[], object]) -> object:
+def _in_one_sentence(path: StorePath, act: Callable[[], object]) -> object:
     """Once: a part must not be sent twice. Raises OSError in words."""
     return insisted(path, act, retries=0)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.checkpoint import strict_json
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
 from weft.checkpoint.read import Box, BoxView, Part, meet
-from weft.checkpoint.read_tensors import StretchReader
+from weft.checkpoint.read_tensors import SliceReader
 from weft.checkpoint.safetensors_files import RangedTensors, torch_formats
 from weft.errors import CheckpointError
 
@@ -142,7 +142,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TensorSlice:
     """Elements of a stored tensor in the whole.
 
     shape: of those elements, in the stored order of dims. start: the first of them in the stored tensor. corner: where
@@ -168,13 +168,15 @@ class Joined:
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_TensorSlice, ...]
 
     @classmethod
     def of(cls, name: str, entry: TensorEntry) -> Joined:
         """Return a stored tensor as it is."""
         rank = len(entry.shape)
-        return cls(entry.shape, entry.dtype, (_Piece(name, entry.shape, (0,) * rank, (0,) * rank, tuple(range(rank))),))
+        return cls(
+            entry.shape, entry.dtype, (_TensorSlice(name, entry.shape, (0,) * rank, (0,) * rank, tuple(range(rank))),)
+        )
 
     @classmethod
     def stacked(cls, parts: Sequence[Joined], dim: int) -> Joined:
@@ -205,7 +207,7 @@ class Joined:
         """
         dim %= len(parts[0].shape)
         _expect_equal([((*one.shape[:dim], *one.shape[dim + 1 :]), one.dtype) for one in parts])
-        pieces, place = list[_Piece](), 0
+        pieces, place = list[_TensorSlice](), 0
         for part in parts:
             for piece in part.pieces:
                 corner = list(piece.corner)
@@ -225,7 +227,7 @@ class Joined:
         """
         dim %= len(self.shape)
         wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
-        pieces = list[_Piece]()
+        pieces = list[_TensorSlice]()
         for piece in self.pieces:
             common = meet(piece.box(), wanted)
             if common is None:
@@ -283,7 +285,7 @@ class JoinedTensors:
     ):
         self.entries, self._finite = entries, finite
         self._stored = stored
-        self._reader = StretchReader(stored.folder, stored.files)
+        self._reader = SliceReader(stored.folder, stored.files)
         #: What the last computation made: tensors that come from the same ones are read one after the other.
         self._made: tuple[object, Mapping[str, Tensor]] = (None, {})
 
@@ -362,7 +364,7 @@ class JoinedTensors:
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"model.path={self._stored.folder}: {error}. Download the folder again.") from error
 
-    def _copy(self, target: np.ndarray, view: BoxView, piece: _Piece, common: Box) -> None:
+    def _copy(self, target: np.ndarray, view: BoxView, piece: _TensorSlice, common: Box) -> None:
         moved = [first - piece.corner[dim] for first, dim in zip(piece.start, piece.dims, strict=True)]
         there = tuple((common[dim][0] + by, common[dim][1] + by) for dim, by in zip(piece.dims, moved, strict=True))
         strides = tuple(view.strides[dim] for dim in piece.dims)
@@ -488,10 +490,10 @@ def _described(operation: Any, parts: _Parts, converter: Any, target: str, model
     pattern, whole = next(iter(parts)), one[0]
     if kind == "Chunk" and operation.num_shards_attribute is None:
         size = -(-whole.shape[operation.dim] // len(targets))
-        return _cut(whole, operation.dim, [size] * len(targets), targets)
+        return _split_part(whole, operation.dim, [size] * len(targets), targets)
     if kind == "Split":
         shapes = [model.get_parameter(target.replace(targets[0], each)).shape for each in targets]
-        return _cut(whole, operation.dim, [shape[operation.dim] for shape in shapes], targets)
+        return _split_part(whole, operation.dim, [shape[operation.dim] for shape in shapes], targets)
     if kind == "Transpose":
         is_turned = not operation.check_dims or whole.shape != tuple(model.get_parameter(target).shape)
         turned = whole.turned(operation.dim0, operation.dim1) if is_turned else whole
@@ -499,7 +501,7 @@ def _described(operation: Any, parts: _Parts, converter: Any, target: str, model
     raise _NotDescribed
 
 
-def _cut(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]) -> _Parts:
+def _split_part(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]) -> _Parts:
     if sum(sizes) != whole.shape[dim]:
         raise _NotDescribed
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]

@@ -81,7 +81,7 @@ class Part:
                 low[dim], high[dim] = first[place], last[place]
             offset = sum(one * stride for one, stride in zip(low, strides, strict=True)) - start
             box = tuple(zip(low, high, strict=True))
-            yield from self._in_whole(BoxView(box, offset, strides))
+            yield from self._in_full(BoxView(box, offset, strides))
 
     def span(self, box: Box) -> tuple[int, int] | None:
         """Return from where to where in the line the elements of a box lie, with others between them; None: none do."""
@@ -104,7 +104,7 @@ class Part:
             yield place, low, min(high, self.shape[self.dim])
             place += high - low
 
-    def _in_whole(self, view: BoxView) -> Iterator[BoxView]:
+    def _in_full(self, view: BoxView) -> Iterator[BoxView]:
         if self.rows is None:
             yield view
             return
@@ -118,7 +118,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class OwnershipMap:
     """Who has which elements of a part: its line lies in a longer one, from `start` on, which is cut into lengths.
 
     Each length is cut again for `times` ranks that hold the same: they have `each` elements of it, the last ones less
@@ -134,7 +134,7 @@ class Deal:
     turn: int = 0
 
     @classmethod
-    def to_one(cls, rank: int, numel: int) -> Deal:
+    def to_one(cls, rank: int, numel: int) -> OwnershipMap:
         """Deal all elements to one rank."""
         return cls((rank,), max(numel, 1))
 
@@ -190,7 +190,7 @@ class Deal:
 LEAST_SHARE = 65536
 
 
-def deal_out(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> Deal:
+def assign_evenly(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> OwnershipMap:
     """Divide a line into equal lengths, each held by ranks that share its work evenly but for what is small.
 
     Args:
@@ -201,7 +201,7 @@ def deal_out(ranks: Sequence[int], length: int, times: int, *, start: int = 0, t
         turn: which of the `times` ranks takes the first share.
     """
     each = min(length, max(-(-length // times), LEAST_SHARE))
-    return Deal(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
+    return OwnershipMap(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
 
 
 def meet(one: Box, other: Box) -> Box | None:

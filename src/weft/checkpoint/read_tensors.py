@@ -16,7 +16,7 @@ import numpy as np
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, Slice, TensorEntry, shard_name
 from weft.checkpoint.object_store import Location
 from weft.checkpoint.open_target import target_at
-from weft.checkpoint.read import Box, BoxView, Deal, Part, meet
+from weft.checkpoint.read import Box, BoxView, OwnershipMap, Part, meet
 from weft.checkpoint.safetensors_files import RangedTensors, RawArray, open_tensors, tensor_of
 from weft.errors import CheckpointError
 
@@ -33,7 +33,7 @@ _LONG_RUN = 4 * 2**10
 _WINDOW = 4 * 2**20
 
 
-class StretchReader:
+class SliceReader:
     """Reads stretches of one checkpoint's tensors. `num_bytes`: what it has read of tensors so far."""
 
     def __init__(self, folder: Location, files: Mapping[str, FileEntry]):
@@ -57,7 +57,7 @@ class StretchReader:
         if part.is_padded:
             target[:] = 0
         try:
-            for one in entry.slices or (Slice(Part(entry.shape), Deal.to_one(0, math.prod(entry.shape))),):
+            for one in entry.slices or (Slice(Part(entry.shape), OwnershipMap.to_one(0, math.prod(entry.shape))),):
                 source = _Source(self, group, entry.same_as or name, entry, one)
                 if one.part == part:
                     source.copy_line(target, start, end)
@@ -69,7 +69,7 @@ class StretchReader:
 
     def read_box(self, name: str, entry: TensorEntry, target: np.ndarray, want: BoxView) -> None:
         """Copy a box of a tensor that lies whole in one file to where `want` says, counted in elements of `target`."""
-        whole_line = Slice(Part(entry.shape), Deal.to_one(0, math.prod(entry.shape)))
+        whole_line = Slice(Part(entry.shape), OwnershipMap.to_one(0, math.prod(entry.shape)))
         _Source(self, "", name, entry, whole_line).copy_view(target, want)
 
     def file(self, name: str) -> RangedTensors:
@@ -92,14 +92,14 @@ class StretchReader:
 class _Source:
     """One slice of one tensor in the files of its ranks."""
 
-    def __init__(self, reader: StretchReader, group: str, name: str, entry: TensorEntry, one: Slice):
+    def __init__(self, reader: SliceReader, group: str, name: str, entry: TensorEntry, one: Slice):
         self._reader, self._group, self._name, self._entry = reader, group, name, entry
-        self._part, self._deal, self._numel = one.part, one.deal, one.part.numel
+        self._part, self._ownership, self._numel = one.part, one.deal, one.part.numel
         self._width = DTYPE_BYTES[entry.dtype]
 
     def copy_line(self, target: np.ndarray, start: int, end: int) -> None:
         """The same part: runs of the same line."""
-        for rank, low, high in self._deal.runs(start, end, self._numel):
+        for rank, low, high in self._ownership.runs(start, end, self._numel):
             first, last = max(low, start), min(high, end)
             file, offset = self._place(rank, high - low)
             self._fill(target[first - start : last - start], file, offset + (first - low) * self._width)
@@ -109,7 +109,7 @@ class _Source:
         span = self._part.span(want.box)
         if span is None:
             return
-        for rank, low, high in self._deal.runs(*span, self._numel):
+        for rank, low, high in self._ownership.runs(*span, self._numel):
             start = max(low, span[0])
             file, offset = self._place(rank, high - low)
             for have in self._part.views(start, min(high, span[1])):
@@ -191,7 +191,7 @@ class TensorGroup(Mapping[str, "Tensor"]):
     second look-up of the same name. Names that shared memory when saved share it again.
     """
 
-    def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
+    def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: SliceReader):
         self._folder = folder
         self._group, self._reader = group, reader
         self._entries = entries

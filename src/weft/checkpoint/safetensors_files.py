@@ -350,7 +350,7 @@ def write_tensors(
     with DigestingFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(_bytes_of(tensors[name]), look and _in_stretches(look, entries[name].dtype))
+            file.write(_bytes_of(tensors[name]), look and _in_slices(look, entries[name].dtype))
         return file.close()
 
 
@@ -359,7 +359,7 @@ def write_blocks(path: Location, blocks: Mapping[str, RawArray]) -> FileEntry:
     return write_tensors(path, blocks, {name: TensorEntry("", one.dtype, one.shape) for name, one in blocks.items()})
 
 
-def _in_stretches(look: Callable[[RawArray], None], dtype: str) -> Callable[[bytes | memoryview], None]:
+def _in_slices(look: Callable[[RawArray], None], dtype: str) -> Callable[[bytes | memoryview], None]:
     width = DTYPE_BYTES[dtype]
     return lambda chunk: look(RawArray(dtype, (len(chunk) // width,), memoryview(chunk)))
 

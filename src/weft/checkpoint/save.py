@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import env
 from weft.checkpoint import folders, strict_json
-from weft.checkpoint.folders import Together, folder_name
+from weft.checkpoint.folders import RankGroup, folder_name
 from weft.checkpoint.load import verify_checkpoint
 from weft.checkpoint.manifest import (
     DTYPE_BYTES,
@@ -38,7 +38,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.object_store import Location, located
 from weft.checkpoint.open_target import target_at
-from weft.checkpoint.read import Deal, Part
+from weft.checkpoint.read import OwnershipMap, Part
 from weft.checkpoint.safetensors_files import RawArray, dtype_name, write_file, write_tensors
 from weft.checkpoint.targets import Target
 from weft.errors import CheckpointError, UnfitError
@@ -86,7 +86,7 @@ def save_checkpoint(
     check_step(step)
     entries = {group: _place(group, members, max_file_bytes) for group, members in tensors.items()}
     state_text = strict_json.encode(dict(state), "state")
-    with disk_errors_told(root, step), contextlib.ExitStack() as held:
+    with disk_errors_as_checkpoint_errors(root, step), contextlib.ExitStack() as held:
         prepare(root, held)
         _check_space(root, entries, len(state_text))
         return _write(root, step, tensors, entries, state_text, look)
@@ -99,7 +99,7 @@ def check_step(step: object) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors_told(root: Location, step: int) -> Generator[None]:
+def disk_errors_as_checkpoint_errors(root: Location, step: int) -> Generator[None]:
     """Turn what the system says of the disk into a CheckpointError."""
     try:
         yield
@@ -211,7 +211,7 @@ def _write(
 def publish(root: Location, step: int, place: Location, manifest: bytes) -> Location:
     """Make a folder whose files are all durable the checkpoint of its step; where it is now."""
     target = target_at(root)
-    settled = target.settle(step, place)
+    settled = target.finalize(step, place)
     try:
         target.sync(root)
         _commit(target, settled, manifest)
@@ -284,7 +284,7 @@ _FOLDER = r"\.tmp-{step}-[0-9]+-[0-9a-f]+|{step}(\.again[0-9]*)?"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SavedPiece:
+class SavedSlice:
     """What one rank writes of one tensor.
 
     path: "group/name". data: the elements of the part's line from `start` on: a tensor or a block of any shape.
@@ -292,12 +292,12 @@ class SavedPiece:
 
     path: str
     part: Part
-    deal: Deal
+    deal: OwnershipMap
     start: int
     data: Tensor | RawArray
 
     @classmethod
-    def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedPiece:
+    def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedSlice:
         """Return a tensor that lies on one rank alone.
 
         Args:
@@ -306,7 +306,7 @@ class SavedPiece:
             rank: the one that writes it.
         """
         part = Part(tuple(data.shape))
-        return cls(path, part, Deal.to_one(rank, part.numel), 0, data)
+        return cls(path, part, OwnershipMap.to_one(rank, part.numel), 0, data)
 
     @property
     def group(self) -> str:
@@ -319,12 +319,12 @@ class SavedPiece:
         return self.path.partition("/")[2]
 
 
-def save_pieces(
+def save_slices(
     root: Location,
     step: int,
-    pieces: Iterable[SavedPiece],
+    pieces: Iterable[SavedSlice],
     state: Mapping[str, object],
-    together: Together,
+    together: RankGroup,
     groups: Sequence[str] = ("model", "optimizer"),
     look: Look | None = None,
 ) -> Location:
@@ -343,7 +343,7 @@ def save_pieces(
         CheckpointError: on all ranks where one cannot write; earlier checkpoints then stand as they were.
         UnfitError: on all ranks where `look` raises it.
     """
-    members: dict[str, dict[str, SavedPiece]] = {group: {} for group in groups}
+    members: dict[str, dict[str, SavedSlice]] = {group: {} for group in groups}
     for piece in pieces:
         members.setdefault(piece.group, {})[piece.name] = piece
     if together.number == 1:
@@ -359,19 +359,19 @@ class _Saving:
         self,
         root: Location,
         step: int,
-        members: dict[str, dict[str, SavedPiece]],
-        together: Together,
+        members: dict[str, dict[str, SavedSlice]],
+        together: RankGroup,
         look: Look | None,
     ):
-        self._root, self._step, self._members, self._together, self._look = root, step, members, together, look
+        self._root, self._step, self._members, self._joint_parts, self._look = root, step, members, together, look
         self._target = target_at(root)
         self._held = contextlib.ExitStack()  # the writer's lock, on the first rank
 
     def save(self, state: Mapping[str, object]) -> Location:
         needed = json.dumps(sum(_bytes_of(one) + 1024 for found in self._members.values() for one in found.values()))
-        sizes = self._together.gather(needed.encode())
+        sizes = self._joint_parts.gather(needed.encode())
         with self._held:
-            name = self._together.on_first(lambda: self._open(sum(map(int, sizes))).name)
+            name = self._joint_parts.on_first(lambda: self._open(sum(map(int, sizes))).name)
             place = self._root / _checked_name(name, self._step)
             try:
                 said = {"files": self._write(place)}
@@ -390,19 +390,19 @@ class _Saving:
         return self._root / _checked_name(ended["name"], self._step)
 
     def _agree(self, place: Location, said: Mapping[str, object], state: Mapping[str, object]) -> dict[str, str]:
-        answers = self._together.gather(json.dumps(said).encode())
-        return self._together.on_first(lambda: self._bind(place, [json.loads(one) for one in answers], state))
+        answers = self._joint_parts.gather(json.dumps(said).encode())
+        return self._joint_parts.on_first(lambda: self._bind(place, [json.loads(one) for one in answers], state))
 
     def _open(self, num_bytes: int) -> Location:
         check_step(self._step)
-        with disk_errors_told(self._root, self._step):
+        with disk_errors_as_checkpoint_errors(self._root, self._step):
             prepare(self._root, self._held)
             require_space(self._root, num_bytes + 2**20)
             return self._target.begin(self._step)
 
     def _write(self, place: Location) -> dict[str, list[object]]:
         """This rank's files: name -> [bytes, digest]."""
-        rank, tables = self._together.rank, RankLists()
+        rank, tables = self._joint_parts.rank, RankLists()
         told: dict[str, dict[str, object]] = {}
         written: dict[str, list[object]] = {}
         for group, found in self._members.items():
@@ -431,7 +431,7 @@ class _Saving:
     def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
         """On the first rank: make what all wrote a checkpoint, or nothing. Its path, or why it is unfit."""
         try:
-            with disk_errors_told(self._root, self._step):
+            with disk_errors_as_checkpoint_errors(self._root, self._step):
                 for rank, answer in enumerate(answers):
                     if "error" in answer:
                         raise not_written(self._root, self._step, f"rank {rank}: {answer['error']}")
@@ -440,7 +440,7 @@ class _Saving:
                     return {"unfit": unfit[0]}
                 files = {name: FileEntry(*entry) for answer in answers for name, entry in answer["files"].items()}
                 names = {path.name for path in place.iterdir()}  # one listing, however many ranks there are
-                self._check_there(names, files)
+                self._check_shared_folder(names, files)
                 entries = self._join(place, names)
                 files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
                 manifest = write_manifest(place, self._step, files, entries)
@@ -450,7 +450,7 @@ class _Saving:
             self._target.discard(place)
             raise
 
-    def _check_there(self, names: Set[str], files: Mapping[str, FileEntry]) -> None:
+    def _check_shared_folder(self, names: Set[str], files: Mapping[str, FileEntry]) -> None:
         """All ranks wrote to the folder that this one sees."""
         missing = sorted(files.keys() - names)
         if missing:
@@ -503,16 +503,16 @@ def _overlap(one: Part, other: Part) -> bool:
     return any(low < end and start < high for low, high in one.rows for start, end in other.rows)
 
 
-def _dtype(piece: SavedPiece) -> str:
+def _dtype(piece: SavedSlice) -> str:
     return dtype_name(piece.path, piece.data)
 
 
-def _shape(piece: SavedPiece) -> tuple[int, ...]:
+def _shape(piece: SavedSlice) -> tuple[int, ...]:
     """Its own shape where it is all of a part, else a line."""
     numel, local = math.prod(piece.data.shape), piece.part.local_shape
     is_all = piece.start == 0 and numel == piece.part.numel and not piece.part.order
     return local if is_all else (numel,)
 
 
-def _bytes_of(piece: SavedPiece) -> int:
+def _bytes_of(piece: SavedSlice) -> int:
     return math.prod(piece.data.shape) * DTYPE_BYTES[_dtype(piece)]

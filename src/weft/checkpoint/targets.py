@@ -77,7 +77,7 @@ class Target(Protocol):
         """Make an empty folder for the files of a save; no reader takes what lies there for a checkpoint."""
         ...
 
-    def settle(self, step: int, place: Location) -> Location:
+    def finalize(self, step: int, place: Location) -> Location:
         """Put the folder of a save, durable but for COMMIT, where readers look, and return where it is."""
         ...
 
@@ -176,7 +176,7 @@ class FolderTarget:
     def begin(self, step: int) -> Location:
         return folders.new_temp_folder(self._root, step)
 
-    def settle(self, step: int, place: Location) -> Location:
+    def finalize(self, step: int, place: Location) -> Location:
         final = self._root / folders.folder_name(step)
         if (final / COMMIT_NAME).is_file():
             target = final.with_name(final.name + ".again")
@@ -229,7 +229,7 @@ class FolderTarget:
         return self.set_aside(place)
 
     def reading(self, place: Location) -> Callable[[], None] | None:
-        handle = folders.hold_for_reading(cast(Path, place))
+        handle = folders.lock_for_reading(cast(Path, place))
         return None if handle is None else functools.partial(os.close, handle)
 
     def is_being_read(self, place: Location) -> bool:

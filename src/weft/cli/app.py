@@ -185,13 +185,13 @@ def _command(group: typer.Typer, name: str | None = None) -> Any:
     all_of = command.get_params
 
     def get_params(context: Any) -> list[Any]:
-        return [_spared(each) for each in all_of(context)]
+        return [_without_conversion(each) for each in all_of(context)]
 
     command.get_params = get_params
     return command
 
 
-def _spared(parameter: Any) -> Any:
+def _without_conversion(parameter: Any) -> Any:
     """The parameter, which takes what needs no conversion as it is.
 
     Newer typers convert every value, defaults too, by an adapter of pydantic: loading it and making one for each

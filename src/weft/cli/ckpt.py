@@ -198,7 +198,7 @@ def contents_text(found: list[ShownTensor]) -> list[str]:
 # `weft ckpt prune`: which checkpoints stay beside the newest ones.
 
 
-def spared_steps(root: Location, every: int) -> set[int]:
+def retained_steps(root: Location, every: int) -> set[int]:
     """Multiples of `every`, the newest step whose weights gave a finite loss, and the one with the best loss."""
     saved = settled_steps(root)
     spared = {step for step in saved if every and step % every == 0}
@@ -345,7 +345,7 @@ def prune(
     from weft.units import counted, format_bytes
 
     root = root_of(run)
-    spared = spared_steps(root, every)
+    spared = retained_steps(root, every)
     sizes = {path: sum(target_at(root).file_sizes(path).values()) for path in settled_steps(root).values()}
     gone = prune_checkpoints(root, keep_last, spared=spared, delete=yes)
     found = f"{counted(len(gone), 'checkpoint')}, {format_bytes(sum(sizes.get(path, 0) for path in gone))}"

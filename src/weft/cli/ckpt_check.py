@@ -66,14 +66,14 @@ class Inspection:
     verdicts: list[CheckedCheckpoint] = field(default_factory=list)
 
     @property
-    def newest_whole(self) -> CheckedCheckpoint | None:
+    def newest_complete(self) -> CheckedCheckpoint | None:
         """What a run would resume from."""
         return next((one for one in reversed(self.verdicts) if one.word == "whole"), None)
 
     @property
     def exit_code(self) -> int:
         """0: all that are finished are whole. 1: some are damaged, or none is whole."""
-        return int(any(one.word == "damaged" for one in self.verdicts) or self.newest_whole is None)
+        return int(any(one.word == "damaged" for one in self.verdicts) or self.newest_complete is None)
 
     def lines(self) -> list[str]:
         """For people."""
@@ -82,13 +82,13 @@ class Inspection:
             why = ": it has no COMMIT file, so its save never completed" if one.word == "unfinished" else ""
             told.append(f"{one.path.name}  {one.word}{why}")
             told += [f"  {line}" for damage in one.damages for line in damage.lines()]
-        newest = self.newest_whole
+        newest = self.newest_complete
         told.append(f"newest whole checkpoint: step {newest.step}, {newest.path}" if newest else "no whole checkpoint")
         return told
 
     def as_json(self) -> str:
         """For --json."""
-        newest = self.newest_whole
+        newest = self.newest_complete
         checkpoints = [
             {
                 "step": one.step,
@@ -123,12 +123,12 @@ def damage_of(path: Location, problem: str) -> DamagedFile:
         return DamagedFile(problem, file)
     if file not in opened.files:
         return DamagedFile(problem, file)
-    tensors, whole = opened.tensors_in(file), _before_the_cut(path / file, opened.files[file])
+    tensors, whole = opened.tensors_in(file), _complete_tensors(path / file, opened.files[file])
     group = {one.partition("/")[2]: one for one in tensors}
     return DamagedFile(problem, file, tuple(full for name, full in group.items() if name not in whole))
 
 
-def _before_the_cut(file: Location, num_bytes: int) -> set[str]:
+def _complete_tensors(file: Location, num_bytes: int) -> set[str]:
     """Names of tensors whose bytes a shortened file still has all of."""
     try:
         size = file.lstat().st_size

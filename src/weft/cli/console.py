@@ -32,15 +32,17 @@ def paint(text: str, style: str, stream: TextIO) -> str:
 
 def say(text: str) -> None:
     """One line of the command's own, on stderr."""
-    print(f"{paint('weft:', 'weft', sys.stderr)} {_beside('weft: ', text)}", file=sys.stderr, flush=True)
+    print(f"{paint('weft:', 'weft', sys.stderr)} {_incompatible_setting('weft: ', text)}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
     """One error, on stderr; further lines of it follow as they are."""
-    print(f"{paint('error:', 'error', sys.stderr)} {_beside('error: ', text)}", file=sys.stderr, flush=True)
+    print(
+        f"{paint('error:', 'error', sys.stderr)} {_incompatible_setting('error: ', text)}", file=sys.stderr, flush=True
+    )
 
 
-def _beside(label: str, text: str) -> str:
+def _incompatible_setting(label: str, text: str) -> str:
     """`text` wrapped for a place beside a label, where standard error is a terminal."""
     from weft.monitor.terminal import columns_of, wrapped  # many commands say nothing
 

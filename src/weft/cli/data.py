@@ -12,7 +12,7 @@ import typer
 
 from weft import units
 from weft.cli.console import progress_report
-from weft.monitor.plots import SheetEntry, check_sheet, draw_sheet
+from weft.monitor.plots import GridSample, check_grid, draw_grid
 from weft.monitor.terminal import tell
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def preview(
     if split not in ("train", "eval"):
         raise DataError(f"split={split}: not a split. Use --split train or --split eval.")
     if sheet is not None:
-        check_sheet(sheet)
+        check_grid(sheet)
     config = _load(arguments)
     if (media := _media_task(config)) is not None:
         _preview_media(media, split, range(first, first + num), sheet)
@@ -70,12 +70,12 @@ def preview(
         else "[[double brackets]]: masked; 0.5{text}: with that weight; -1{text}: not wanted"
     )
     console.print(f"{split}: {title}. {legend}", markup=False, highlight=False)
-    drawn: list[SheetEntry] = []
+    drawn: list[GridSample] = []
     for head, view in shown:
         _show(console, head, view, coloured)
-        drawn.append(SheetEntry(head, text=[(part.text, part.weight) for part in view.segments]))
+        drawn.append(GridSample(head, text=[(part.text, part.weight) for part in view.segments]))
     if sheet is not None:
-        draw_sheet(sheet, drawn)
+        draw_grid(sheet, drawn)
         typer.echo(f"drawn in {sheet}")
 
 
@@ -103,7 +103,7 @@ def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None
         typer.echo(f"\n--- sample {place}, epoch {epoch}: {task.described(index, split)}")
         tell(sys.stdout, described(made.in_epoch(epoch, index)), indent=2)
     if sheet is not None:
-        draw_sheet(sheet, [task.sheet_entry(place, split) for place in which])
+        draw_grid(sheet, [task.sheet_entry(place, split) for place in which])
         typer.echo(f"drawn in {sheet}")
 
 

@@ -140,7 +140,7 @@ class Trial:
         except (subprocess.TimeoutExpired, RuntimeError) as error:
             row.error = str(error)
         row.left = end_all(folder.path)
-        told = _Told.of(folder)
+        told = _FailureSummary.of(folder)
         row.steps_lost = told.lost
         row.state = state_of(folder, sound, self.kind)
         return row
@@ -193,7 +193,7 @@ class Trial:
             time.sleep(_LOOK_S)
 
     def _note(self, row: DrillRow, folder: RunFolder, ended: bool) -> None:
-        told = _Told.of(folder)
+        told = _FailureSummary.of(folder)
         if told.starts != self._starts:
             # The other ranks were a step ahead of the fault: only steps of the new start count.
             self._starts, row.back_s = told.starts, None
@@ -219,7 +219,7 @@ class Trial:
 
 
 @dataclass
-class _Told:
+class _FailureSummary:
     """What the events of a run say of its failures: their number, the last step, steps that were done again."""
 
     failures: int = 0
@@ -229,7 +229,7 @@ class _Told:
     lost: int = 0
 
     @classmethod
-    def of(cls, folder: RunFolder) -> _Told:
+    def of(cls, folder: RunFolder) -> _FailureSummary:
         told = cls()
         for event in read_events(folder.events):
             kind = event.get("event")

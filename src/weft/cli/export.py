@@ -110,11 +110,11 @@ def export_weights(
             elif like is not None:
                 _write_pretrained(checkpoint, group, draft, dtype, like)
             elif run is not None:
-                from weft.train.tasks.export import exported_tensors, write_beside
+                from weft.train.tasks.export import exported_tensors, write_companions
 
                 tensors = exported_tensors(run, checkpoint, merged=merged, widened=dtype is not None)
                 written = write_files(tensors, "model", draft, dtype)
-                write_beside(run, checkpoint, draft, written)
+                write_companions(run, checkpoint, draft, written)
             else:
                 _write_shards(checkpoint, group, draft, dtype)
             if out.exists():
@@ -201,7 +201,7 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
         import transformers
     except ImportError as error:
         raise MissingExtra("transformers", "hf", "--like") from error
-    from weft.train.script_export import pretrained_from_whole
+    from weft.train.script_export import pretrained_from_full
 
     adapter = checkpoint.state.get("adapter") if group == "model" else None
     if not (like / "config.json").is_file():
@@ -220,7 +220,7 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
         ) from error
     wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
     whole = merged_into(model, checkpoint, adapter) if adapter is not None else checkpoint.tensors(group)
-    pretrained_from_whole(model, whole, out, wanted)
+    pretrained_from_full(model, whole, out, wanted)
     copy_companions(like, out, overwrite=False)
 
 

@@ -223,7 +223,7 @@ def plan(
         sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
         search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
         described = _described(model, save_model)
-        if _told_as_list(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
+        if _answer_several_clusters(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
             return
         found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
         _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
@@ -299,7 +299,7 @@ def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any])
     return tuned_question(model, cluster, tune, **settings)
 
 
-def _told_as_list(
+def _answer_several_clusters(
     model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
     as_json: bool,
 ) -> bool:  # fmt: skip
@@ -308,16 +308,16 @@ def _told_as_list(
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
     if run is not None:
-        from weft.cli.plan_view import tell_runs
+        from weft.cli.plan_view import print_runs
 
-        if not tell_runs(model, clusters, run, price, settings, as_json=as_json):
+        if not print_runs(model, clusters, run, price, settings, as_json=as_json):
             raise typer.Exit(NOTHING_FITS)
     if tune == "all":
-        _tell_what_fits(model, clusters, settings, as_json=as_json)
+        _print_what_fits(model, clusters, settings, as_json=as_json)
     return run is not None or tune == "all"
 
 
-def _tell_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
+def _print_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
     """Print the table of what fits on what; exit code as where no plan fits."""
     from weft.cli import plan_view as tune_view
     from weft.planner.search.tuning import what_fits

@@ -18,7 +18,7 @@ from weft.cli.console import say
 from weft.errors import ConfigError
 from weft.planner.report import tables as report
 from weft.planner.report.explanation import explain, fit_words
-from weft.planner.report.full_run import whole_runs
+from weft.planner.report.full_run import full_runs
 from weft.planner.report.verdict import nearest_yes
 from weft.units import format_bytes, format_count, format_seconds
 
@@ -179,11 +179,11 @@ def _scenario(one: Candidate, base: Candidate | None) -> tuple[str, ...]:
 
 # What `weft plan --run` prints: a whole run on each cluster, the cheapest first, and the story of the first.
 
-#: What `whole_runs` gives one of.
+#: What `full_runs` gives one of.
 Run = Any
 
 
-def tell_runs(
+def print_runs(
     model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool
 ) -> bool:
     """Print the runs; whether any cluster holds the model.
@@ -196,7 +196,7 @@ def tell_runs(
         settings: of the question.
         as_json: for programs.
     """
-    found = whole_runs(model, clusters, text, price, **settings)
+    found = full_runs(model, clusters, text, price, **settings)
     if as_json:
         rows = [
             {"cluster": str(reply.question.cluster), "run": None if run is None else run.table()}
@@ -349,11 +349,11 @@ def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -
 def write_schedule(best: Candidate, path: Path) -> None:
     """The best plan's pipeline schedule, as .svg, with the seconds that were estimated."""
     from weft.planner.report.pictures import draw_schedule
-    from weft.planner.search.ranks import drawn_schedule
+    from weft.planner.search.ranks import timed_schedule
 
     if path.suffix != ".svg":
         raise ConfigError(f"draw={path}: a schedule is drawn as SVG. Use {path.with_suffix('.svg')}.")
-    _write(path, draw_schedule(*drawn_schedule(best)).encode())
+    _write(path, draw_schedule(*timed_schedule(best)).encode())
 
 
 def write_config(best: Candidate, path: Path) -> None:

@@ -68,11 +68,11 @@ def is_now(run: Path, words: list[str]) -> dict[str, Any]:
     from weft.cli.console import split_words
     from weft.config.files import load_config
     from weft.train.folder import RunFolder
-    from weft.train.rank_run import circumstances
+    from weft.train.rank_run import context
 
     path, overrides = split_words(words)
     config = load_config(path or run / "config.toml", overrides).config
-    return {**circumstances(RunFolder(run), config), "plan": config.plan}
+    return {**context(RunFolder(run), config), "plan": config.plan}
 
 
 def _comparable(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from weft.units import counted, parse_seconds
 
 if TYPE_CHECKING:
     from weft.cli.launch.start import Preparation
-    from weft.comm.store import FirstWord
+    from weft.comm.store import RankZeroMessage
     from weft.config.run_config import RunConfig
     from weft.env import RankEnv
     from weft.train.engine import ReplicaWorld
@@ -62,7 +62,7 @@ def train(
     path, overrides = split_words(words or [])
     place = env.rank_env()
     if place is None:
-        train_here(load_config(path, overrides).config)
+        train_locally(load_config(path, overrides).config)
         return
     try:
         train_as_rank(load_config(path, overrides).config, place)
@@ -74,14 +74,14 @@ def train(
         raise
 
 
-def train_here(config: RunConfig) -> None:
+def train_locally(config: RunConfig) -> None:
     """Prepare the run and start its ranks on this machine; returns when they have ended well."""
     if not config.launch.replicas_apart:
         train_world(config, typed_command())
     elif (world := _world_of(config)) is not None:
-        from weft.cli.launch.replicas import meeting_place
+        from weft.cli.launch.replicas import rendezvous_server
 
-        with meeting_place(config, world, say):
+        with rendezvous_server(config, world, say):
             train_world(config, typed_command(), world)
     elif code := _train_replicas(config):
         raise typer.Exit(code)
@@ -144,7 +144,7 @@ def train_world(
             starter = until_over.enter_context(rank_starter(own.path, config, num_ranks, cores))
             from weft.checkpoint.peer_copies import CopyServer
             from weft.cli.launch.launch import launch_ranks
-            from weft.cli.launch.monitor_process import process_beside
+            from weft.cli.launch.monitor_process import monitor_process
             from weft.cli.launch.restarts import Restarts
             from weft.train.folder import run_lock
 
@@ -159,7 +159,7 @@ def train_world(
             folder = starter.prepare(_preparation(settled, ranks, ranks, world))
             if not besides:  # after the folder is prepared: a run that is refused leaves nothing
                 prepared()
-                until_over.enter_context(process_beside(folder.path, folder.config(), say))
+                until_over.enter_context(monitor_process(folder.path, folder.config(), say))
                 besides.append(folder.path)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": list(command)}
             given |= {"copies": home, "world": asdict(world) if world else None, "store_key": secrets.token_hex(32)}
@@ -175,7 +175,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     from weft.cli.launch.copy_holder import copy_home
     from weft.cli.launch.rank import run_as_rank, second_handle
     from weft.comm.mesh import open_store
-    from weft.comm.store import FirstWord
+    from weft.comm.store import RankZeroMessage
     from weft.train.rank_run import Start, run_rank
 
     world = _world_of(config)
@@ -187,7 +187,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     started = time.monotonic() - process_age_s()
     # Kept until the end: the first rank may host it.
     store = open_store(place, parse_seconds(config.launch.timeout)) if place.world_size > 1 else None
-    word = FirstWord(place, store) if store is not None else None
+    word = RankZeroMessage(place, store) if store is not None else None
     alarm = second_handle(2)
     with ExitStack() as held:
         if place.rank == 0:
@@ -210,24 +210,24 @@ def _preparation(config: RunConfig, num_ranks: int, num_local: int, world: Repli
 
 
 def _prepared_by_the_first(
-    config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack, world: ReplicaWorld | None = None
+    config: RunConfig, place: RankEnv, word: RankZeroMessage | None, held: ExitStack, world: ReplicaWorld | None = None
 ) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
     from weft.cli.launch.failure import exit_code_of
-    from weft.cli.launch.monitor_process import process_beside
-    from weft.cli.launch.restarts import for_those_there
+    from weft.cli.launch.monitor_process import monitor_process
+    from weft.cli.launch.restarts import config_for_world_size
     from weft.train.folder import run_folder, run_lock
 
     said: dict[str, object] = {"exit_code": 1}
     try:
         held.enter_context(run_lock(run_folder(config).path, config.run.mode))
-        config = for_those_there(config, place.world_size)
+        config = config_for_world_size(config, place.world_size)
         folder = _preparation(config, place.world_size, place.local_world_size, world).here()
         if world is not None:
-            from weft.cli.launch.replicas import meeting_place
+            from weft.cli.launch.replicas import rendezvous_server
 
-            held.enter_context(meeting_place(config, world, say))
-        held.enter_context(process_beside(folder.path, folder.config(), say))
+            held.enter_context(rendezvous_server(config, world, say))
+        held.enter_context(monitor_process(folder.path, folder.config(), say))
         said = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:
         said = {"exit_code": exit_code_of(error)}
@@ -236,11 +236,11 @@ def _prepared_by_the_first(
         if word is not None:
             word.say(json.dumps(said).encode())
             if "exit_code" in said:
-                word.wait_heard()
+                word.wait_until_received()
     return folder
 
 
-def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
+def _prepared_elsewhere(config: RunConfig, word: RankZeroMessage | None) -> RunFolder:
     """What the first rank settled; ends this process with its exit code where it refused, and told why."""
     from weft.train.folder import RunFolder
     from weft.train.tasks.decoder import DecoderTask
@@ -293,11 +293,11 @@ def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
 def main() -> None:
     """Entry of the launcher of one replica, which `weft train` started for it (launcher/apart/)."""
     from weft.cli.app import show_error
-    from weft.cli.launch.replicas import given_replica
+    from weft.cli.launch.replicas import read_replica_inputs
 
-    given = given_replica()
+    given = read_replica_inputs()
     try:
-        train_world(given.config, given.command, given.world, given.tell_prepared)
+        train_world(given.config, given.command, given.world, given.report_prepared)
     except WeftError as error:
         show_error(error)
         sys.exit(error.exit_code)

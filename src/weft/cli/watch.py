@@ -131,7 +131,7 @@ def resume(
     ] = None,
 ) -> None:
     """Let a held run go on. Where no command waits for this word any more, train here from the newest checkpoint."""
-    from weft.monitor.alerts import HoldPlace, with_settings
+    from weft.monitor.alerts import PauseFiles, with_settings
 
     folder, words = _folder(run), settings or []
     for word in words:
@@ -139,17 +139,17 @@ def resume(
             raise ConfigError(f"{word}: this is no setting. Write key=value, such as optimizer.lr=1e-4.")
     config = with_settings(folder.config(), words)
     training = [one for one in folder.with_replicas() if _trains(one)]
-    held = [one for one in training if HoldPlace(one.path).is_held]
+    held = [one for one in training if PauseFiles(one.path).is_held]
     if training and not held:
         raise ConfigError(f"{run}: this run is not held, it trains. Run `weft ask {run} hold` to hold it.")
     for one in held:
-        HoldPlace(one.path).say(words)
+        PauseFiles(one.path).say(words)
         say(f"{one.path}: goes on{' with ' + ' '.join(words) if words else ''}")
     if not training:
-        from weft.cli.train import train_here
+        from weft.cli.train import train_locally
 
-        HoldPlace(folder.path).end()
-        train_here(config)
+        PauseFiles(folder.path).end()
+        train_locally(config)
 
 
 def ask_run(
@@ -168,7 +168,7 @@ def ask_run(
 
     Replicas that are worlds of their own are each asked, and each does it after a step of its own.
     """
-    from weft.monitor.alerts import RUN_ACTIONS, Wish, ask
+    from weft.monitor.alerts import RUN_ACTIONS, RunRequest, ask
 
     folder = _folder(run)
     if action not in RUN_ACTIONS or action == "tell":
@@ -184,7 +184,7 @@ def ask_run(
     if not training:
         raise ConfigError(f"{run}: no command trains in this folder. Start it: weft resume {run}.")
     for one in training:
-        ask(one.path, Wish(action, why, "a person", since, factor))
+        ask(one.path, RunRequest(action, why, "a person", since, factor))
         say(f"{one.path}: asked to {action}; the run hears of it after its next step")
 
 
@@ -272,9 +272,9 @@ def goodput(
 def _go_on(folder: Path) -> None:
     """The word that a held run waits for. Raises LaunchError where no command waits."""
     from weft.errors import LaunchError
-    from weft.monitor.alerts import HoldPlace
+    from weft.monitor.alerts import PauseFiles
 
-    place = HoldPlace(folder)
+    place = PauseFiles(folder)
     if not place.is_held:
         raise LaunchError(f"No command waits in {folder} any more. Start it there: weft resume {folder}.")
     place.say([])

@@ -29,7 +29,14 @@ from weft.comm.private_torch import backend_of, timeout_s
 from weft.comm.transports.backend import BackendLink, ExchangeLink
 from weft.comm.transports.link import Link, StagedLink
 from weft.comm.transports.shared_memory import SharedLink
-from weft.comm.transports.two_level import ChosenLink, Hosts, TwoLevelLink, measured_ways, meet_hosts, share_memory
+from weft.comm.transports.two_level import (
+    ChosenLink,
+    Hosts,
+    TwoLevelLink,
+    exchange_hosts,
+    measured_routes,
+    share_memory,
+)
 from weft.errors import CommError
 
 #: Ranks: axes of more are not asked whether they are on one host.
@@ -98,7 +105,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
         CommError: when the ranks cannot meet, or cannot use the transport named.
     """
     assert axis.group is not None, "an axis of size 1 has nobody to meet"
-    axis.pulse.waiting = _Meeting(axis)
+    axis.pulse.waiting = _Rendezvous(axis)
     try:
         link = _join(axis, axis.group, device, transport)
     except RuntimeError as error:
@@ -114,7 +121,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _Rendezvous:
     """The first meeting of an axis's ranks, as something that is waited for."""
 
     axis: Axis
@@ -136,8 +143,8 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
     if transport == BackendLink.transport or (foreign and not transport):
         reason = asked or f"{backend.name()} is the backend for {device}"
         return BackendLink(group, axis.ranks, reason, functools.partial(_on_one_host, axis, group))
-    hosts = meet_hosts(axis, group)
-    link = _by_place(axis, group, hosts, device, transport)
+    hosts = exchange_hosts(axis, group)
+    link = _link_by_position(axis, group, hosts, device, transport)
     if transport is None and axis.route == "auto" and axis.link_profile:
         return _by_measurement(axis, group, hosts, link)
     return link
@@ -147,9 +154,9 @@ def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of an axis are on one host. A collective, where one host may have so many."""
     if axis.size > MOST_OF_A_HOST:
         return False
-    waiting, axis.pulse.waiting = axis.pulse.waiting, _Meeting(axis)
+    waiting, axis.pulse.waiting = axis.pulse.waiting, _Rendezvous(axis)
     try:
-        return len(set(meet_hosts(axis, group).numbers)) == 1
+        return len(set(exchange_hosts(axis, group).numbers)) == 1
     finally:
         axis.pulse.waiting = waiting
 
@@ -157,7 +164,7 @@ def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
 def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Link) -> Link:
     """What was measured to be faster than this link, which the places of the ranks give, call by call."""
     usable = tuple(dict.fromkeys((link.transport, ExchangeLink.transport)))
-    ways, why = measured_ways(axis, group, hosts, link.transport, usable)
+    ways, why = measured_routes(axis, group, hosts, link.transport, usable)
     if ways is None:
         link.reason += f"; {why}" if why else ""
         return link
@@ -169,7 +176,7 @@ def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Li
     return ChosenLink(links, link.transport, axis.size, ways, f"{link.reason}; {why}")
 
 
-def _by_place(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device: str, transport: str | None) -> Link:
+def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device: str, transport: str | None) -> Link:
     """The link that the places of the ranks give, or the one named."""
     asked = f"{transport} was requested" if transport else ""
     limit_s = timeout_s(backend_of(group, torch.device(device)))

@@ -16,7 +16,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from weft.comm.heartbeat import Pulse, Wait
+from weft.comm.heartbeat import Heartbeat, Wait
 from weft.comm.mesh import LIMIT_S, Axis, Mesh
 from weft.comm.private_torch import connect_store, default_store, nccl_trace
 from weft.comm.signed_store import StoreKey, store_key
@@ -32,7 +32,7 @@ _NOT_USER = ("/torch/", "/weft/", "<frozen", "/lib/python")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStatus:
     """Where a rank stands. since: seconds of the epoch.
 
     waits_for: a collective in words, "" where the rank does something else. ranks: who takes part in it. late: who is
@@ -54,13 +54,13 @@ class Standing:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Standing:
+    def from_text(cls, text: str) -> RankStatus:
         fields = json.loads(text)
         return replace(cls(**fields), ranks=tuple(fields["ranks"]), late=tuple(fields["late"]))
 
 
 #: Asks for another rank's record; None where it has left none.
-Ask = Callable[[int], Standing | None]
+Ask = Callable[[int], RankStatus | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ def hang_event(state: str, found: HangReport) -> dict[str, object]:
     return {**event, "text": found.text}
 
 
-def find_culprits(start: Standing, ask: Ask) -> dict[int, Standing | None]:
+def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
     """Who does not wait for anybody, and is waited for by `start`, or by a rank that it waits for, and so on.
 
     Their records are None where they left no word. Empty when the ranks wait for each other in a circle.
     """
-    known: dict[int, Standing | None] = {start.rank: start}
-    found: dict[int, Standing | None] = {}
+    known: dict[int, RankStatus | None] = {start.rank: start}
+    found: dict[int, RankStatus | None] = {}
     open_ends = [start]
     while open_ends:
         waiter = open_ends.pop()
@@ -108,7 +108,7 @@ def find_culprits(start: Standing, ask: Ask) -> dict[int, Standing | None]:
 
 
 def report(
-    waiter: Standing, ask: Ask, process_of: Callable[[int], str], *, now: float, rest: str, zero: int
+    waiter: RankStatus, ask: Ask, process_of: Callable[[int], str], *, now: float, rest: str, zero: int
 ) -> HangReport:
     """What `waiter` and those it waits for add up to.
 
@@ -120,7 +120,9 @@ def report(
     if not culprits:
         others = [record for rank in waiter.ranks if (record := ask(rank)) is not None and rank != waiter.rank]
         each = ", ".join(f"rank {one.rank} in {one.waits_for}" for one in [waiter, *others[:_MOST_NAMED]])
-        return HangReport(f"the ranks wait for each other {since}: {each}. {rest}", (), False, _alike(waiter, ask))
+        return HangReport(
+            f"the ranks wait for each other {since}: {each}. {rest}", (), False, _grouped_by_wait(waiter, ask)
+        )
     names = _names(culprits)
     if all(record is not None and record.may_take_long for record in culprits.values()):
         what = "; ".join(f"rank {rank} {record.phase}" for rank, record in culprits.items() if record is not None)
@@ -138,10 +140,10 @@ def report(
             f"Under zero=3 every rank must take part in each forward, in evaluation too: has rank {waiter.rank} called "
             f"the model alone?"
         )
-    return HangReport(" ".join([*words, rest]), tuple(culprits), False, _alike(waiter, ask))
+    return HangReport(" ".join([*words, rest]), tuple(culprits), False, _grouped_by_wait(waiter, ask))
 
 
-def _alike(waiter: Standing, ask: Ask) -> tuple[tuple[tuple[int, ...], str], ...]:
+def _grouped_by_wait(waiter: RankStatus, ask: Ask) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Where each rank of a wait stands, and each that those wait for; ranks that stand alike together."""
     places: dict[str, list[int]] = {}
     known: set[int] = set()
@@ -171,12 +173,12 @@ def _names(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
-def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bool]], in_step: bool) -> Standing:
+def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bool]], in_step: bool) -> RankStatus:
     """This rank's record."""
     waits_for, ranks = wait.where() if wait is not None else ("", ())
     late = wait.late() if wait is not None else ()
     phase, may_take_long = phases[-1] if phases else ("", False)
-    return Standing(rank, since, waits_for, ranks, late, phase, may_take_long, main_frame(), in_step)
+    return RankStatus(rank, since, waits_for, ranks, late, phase, may_take_long, main_frame(), in_step)
 
 
 def main_frame() -> str:
@@ -268,7 +270,7 @@ class Watch(threading.Thread):
     ):
         super().__init__(name="weft-watch", daemon=True)
         self._rank, self._zero = mesh.rank, mesh.plan.zero
-        self._tell, self._on_report = tell, on_report
+        self._notify_all, self._on_report = tell, on_report
         self._follows_steps = warn_after_s is None
         warn_after_s = min(WARN_AFTER_S, limit_s / 2) if warn_after_s is None else warn_after_s
         self._warn_after_s, self._limit_s, self._limit_name = warn_after_s, limit_s, limit_name
@@ -278,7 +280,7 @@ class Watch(threading.Thread):
         self._tick_s = min(1.0, warn_after_s / 4)
         #: The ranks need a moment to say where they stand before one of them tells people, which is after warn_after_s.
         self._grace_s = 3 * self._tick_s
-        self._pulses: list[Pulse] = [mesh.pulse]
+        self._pulses: list[Heartbeat] = [mesh.pulse]
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
         self._end = threading.Event()
         self._store: Store | None = None
@@ -297,7 +299,7 @@ class Watch(threading.Thread):
             self._put_off_timer()  # here: the thread may not get the interpreter before it is stuck
             self.start()
 
-    def close(self) -> list[Pulse]:
+    def close(self) -> list[Heartbeat]:
         """Stop watching. Returns what was watched."""
         self._end.set()
         if self.is_alive() and threading.current_thread() is not self:
@@ -322,7 +324,7 @@ class Watch(threading.Thread):
                 self._look()
             except (RuntimeError, OSError, ValueError) as error:
                 # The store is gone or hangs: what is known here must do.
-                self._tell_alone(error)
+                self._report_lost_store(error)
 
     def _put_off_timer(self) -> None:
         """While this thread runs, the interpreter does, and no timer of compiled code need dump the stacks."""
@@ -339,7 +341,12 @@ class Watch(threading.Thread):
         passed_s, self._looked = min(now - self._looked, 2 * self._tick_s), now
         if seen != self._seen:
             self._seen = seen
-            said, told, is_teller, seconds = self._said, self._told, self._is_teller, time.time() - self._since
+            said, told, is_teller, seconds = (
+                self._said,
+                self._in_one_sentence,
+                self._is_teller,
+                time.time() - self._since,
+            )
             self._forget(time.time())
             if said is not None:
                 self._go_on(told, is_teller, seconds)
@@ -355,24 +362,24 @@ class Watch(threading.Thread):
 
     def _forget(self, now: float) -> None:
         self._since, self._still_s = now, 0.0
-        self._said: Standing | None = None
-        self._told: HangReport | None = None
+        self._said: RankStatus | None = None
+        self._in_one_sentence: HangReport | None = None
         self._is_teller = self._dumped = False
 
     def _stand_still(self) -> None:
         """Say where this rank stands; tell people, if that is on this rank; leave stacks once they are wanted."""
         store = self._open()
         if self._said is None:
-            self._said = self._standing()
+            self._said = self._status()
             self._put(store, f"{_PREFIX}{self._rank}", self._said.to_text())
             if self._said.waits_for:
                 self._put(store, _WAITER, str(self._rank))
-        if self._told is None and self._shall_tell(store):
-            self._tell_people(store)
+        if self._in_one_sentence is None and self._is_reporter(store):
+            self._report_hang(store)
         if not self._dumped and self._read(_ALARM):
             self._dump()
 
-    def _shall_tell(self, store: Store) -> bool:
+    def _is_reporter(self, store: Store) -> bool:
         """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
         assert self._said is not None
         over_s = self._still_s - self._deadline_s()
@@ -389,7 +396,7 @@ class Watch(threading.Thread):
         teller = self._key.opened(_TELLER, store.compare_set(_TELLER, "", signed.decode()))
         return teller is None or teller.decode() == str(self._rank)
 
-    def _tell_people(self, store: Store) -> None:
+    def _report_hang(self, store: Store) -> None:
         assert self._said is not None
         waiter = self._said
         if not waiter.waits_for:
@@ -400,16 +407,18 @@ class Watch(threading.Thread):
         found = self._report(waiter, self._ask, self._process_of)
         if found.is_calm and self._still_s < self._warn_after_s:
             return  # a save takes its time
-        self._told = found
+        self._in_one_sentence = found
         self._put(store, _ALARM, "1")
-        self._tell(found.text)
+        self._notify_all(found.text)
         self._hand_on("fired", found)
 
     def _hand_on(self, state: str, found: HangReport) -> None:
         if self._on_report is not None:
             self._on_report(state, found)
 
-    def _report(self, waiter: Standing, ask: Callable[[int], Standing | None], of: Callable[[int], str]) -> HangReport:
+    def _report(
+        self, waiter: RankStatus, ask: Callable[[int], RankStatus | None], of: Callable[[int], str]
+    ) -> HangReport:
         end = time.strftime("%H:%M:%S", time.localtime(waiter.since + self._limit_s))
         rest = f"The wait ends at {end} ({self._limit_name}); Python stacks are in {self._where_stacks}."
         usual, planned = (
@@ -420,18 +429,18 @@ class Watch(threading.Thread):
             rest = f"A step usually takes {format_seconds(usual)}{beside}. {rest}"
         return report(waiter, ask, of, now=time.time(), rest=rest, zero=self._zero)
 
-    def _tell_alone(self, error: Exception) -> None:
+    def _report_lost_store(self, error: Exception) -> None:
         """The store does not answer: tell once what this rank knows by itself."""
         self._store = None
-        if self._said is None or not self._said.waits_for or self._told is not None or self._end.is_set():
+        if self._said is None or not self._said.waits_for or self._in_one_sentence is not None or self._end.is_set():
             return
-        self._told = self._report(
+        self._in_one_sentence = self._report(
             self._said,
             lambda _: None,
             lambda rank: f"The state of rank {rank} is unknown: the ranks' store does not answer.",
         )
-        self._tell(self._told.text)
-        self._hand_on("fired", self._told)
+        self._notify_all(self._in_one_sentence.text)
+        self._hand_on("fired", self._in_one_sentence)
         self._dump()
 
     def _go_on(self, told: HangReport | None, is_teller: bool, seconds: float) -> None:
@@ -440,7 +449,7 @@ class Watch(threading.Thread):
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
             verb = "continue" if len(told.culprits) != 1 else "continues"
             text = f"{names} {verb} after {format_seconds(seconds)}."
-            self._tell(text)
+            self._notify_all(text)
             self._hand_on("ended", replace(told, text=text, standing=()))
         store = self._open()
         store.delete_key(f"{_PREFIX}{self._rank}")
@@ -448,7 +457,7 @@ class Watch(threading.Thread):
             for key in (_ALARM, _WAITER, _TELLER):
                 store.delete_key(key)
 
-    def _standing(self) -> Standing:
+    def _status(self) -> RankStatus:
         wait: Wait | None = next((pulse.waiting for pulse in self._pulses if pulse.waiting is not None), None)
         phases = [phase for pulse in self._pulses for phase in pulse.phases]
         own = stand(self._rank, self._since, wait, phases, any(pulse.in_step for pulse in self._pulses))
@@ -460,9 +469,9 @@ class Watch(threading.Thread):
         what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
         return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
 
-    def _ask(self, rank: int) -> Standing | None:
+    def _ask(self, rank: int) -> RankStatus | None:
         text = self._read(f"{_PREFIX}{rank}")
-        return Standing.from_text(text) if text else None
+        return RankStatus.from_text(text) if text else None
 
     def _process_of(self, rank: int) -> str:
         host, _, pid = self._read(f"{_PREFIX}place/{rank}").partition(" ")

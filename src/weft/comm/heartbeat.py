@@ -27,7 +27,7 @@ class Wait(Protocol):
         ...
 
 
-class Pulse:
+class Heartbeat:
     """The last sign of life of one mesh on this rank.
 
     waiting: what this rank waits for now. moved: grows whenever a wait has ended. in_step: a training step is under

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft import env
 from weft.comm.gpu_settings import multiply_as_planned
-from weft.comm.heartbeat import Pulse
+from weft.comm.heartbeat import Heartbeat
 from weft.comm.missing_ranks import could_not_meet, note_arrival, noticed, wait_for_host
 from weft.config.plan import AXES, Plan
 from weft.errors import CommError, LaunchError, PlanError, WeftError
@@ -89,7 +89,7 @@ class Axis:
         default_factory=dict[tuple[object, ...], object], repr=False, compare=False
     )
     #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
-    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    pulse: Heartbeat = field(default_factory=Heartbeat, repr=False, compare=False)
     #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
     staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
     #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
@@ -148,10 +148,10 @@ class Reader:
 
 def joined(names: Iterable[str]) -> str:
     """Return the name of several axes joined, the same under every order of the plan."""
-    return "*".join(sorted(names, key=_usual_place))
+    return "*".join(sorted(names, key=_default_position))
 
 
-def _usual_place(name: str) -> int:
+def _default_position(name: str) -> int:
     """Where an axis stands in the usual order, so that its name is the same under every order."""
     return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
 
@@ -235,7 +235,7 @@ class Mesh:
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
-        self.pulse = Pulse()
+        self.pulse = Heartbeat()
         #: That of all replicas: itself.
         self.whole: Mesh = self
         self._replica: Mesh | None = None
@@ -464,7 +464,7 @@ def join_ranks(
                 device_id=device if device.type == "cuda" else None,
             )
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
-        raise _cannot_meet(place, store, error, timeout_s) from error
+        raise _rendezvous_error(place, store, error, timeout_s) from error
 
 
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
@@ -489,11 +489,11 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
                 store = next(_untyped.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
             note_arrival(store, place.rank)
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
-        raise _cannot_meet(place, None, error, timeout_s) from error
+        raise _rendezvous_error(place, None, error, timeout_s) from error
     return store
 
 
-def _cannot_meet(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> WeftError:
+def _rendezvous_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> WeftError:
     # Of `weft train`'s own ranks one has failed, and its launcher shows that one's error.
     kind = CommError if place.starter == "weft" else LaunchError
     return kind(could_not_meet(place, store, error, limit_s))

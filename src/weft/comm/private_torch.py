@@ -74,7 +74,7 @@ class _GatherList(Protocol):
     ) -> Work: ...
 
 
-class _Meet(Protocol):
+class _Rendezvous(Protocol):
     def __call__(self, *, group: ProcessGroup, async_op: Literal[True]) -> Work: ...
 
 
@@ -85,7 +85,7 @@ all_gather_single: _Gather = getattr(dist, "all_gather_single", _untyped.all_gat
 reduce_scatter_single: _Scatter = getattr(dist, "reduce_scatter_single", _untyped.reduce_scatter_tensor)
 broadcast: _Send = _untyped.broadcast
 all_to_all_single: _Exchange = _untyped.all_to_all_single
-barrier: _Meet = _untyped.barrier
+barrier: _Rendezvous = _untyped.barrier
 all_gather: _GatherList = _untyped.all_gather
 
 

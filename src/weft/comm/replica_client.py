@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from weft.comm.mesh import Axis, Mesh
-from weft.comm.replica_rendezvous import MeetingLine
+from weft.comm.replica_rendezvous import RendezvousClient
 from weft.comm.transports.link import Operation, StagedLink, failed, unobserved
 from weft.comm.transports.scattered_tensor import Parts
 from weft.errors import CommError, ConfigError
@@ -37,7 +37,7 @@ _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _HEAD_S = 5.0
 
 
-class MeetingDoor:
+class PeerListener:
     """Where this rank is called by ranks of other replicas, as long as it lives.
 
     Args:
@@ -176,7 +176,7 @@ class SocketLink:
                     receives[operation.root] = out
                 self._swap(operation, sends, receives)
             case "all_to_all":
-                self._swap(operation, _cut(source, operation.send), _cut(out, operation.receive))
+                self._swap(operation, _split_part(source, operation.send), _split_part(out, operation.receive))
             case _:
                 token = torch.zeros(1, dtype=torch.uint8)
                 self._swap(operation, [token] * self._size, [token.clone() for _ in range(self._size)])
@@ -207,7 +207,7 @@ class SocketLink:
             operation.count(sends[place].nbytes, self._leaves_host(place))
         with selectors.DefaultSelector() as selector:
             for call in self._calls.values():
-                if wanted := _wanted(going[call], coming[call]):
+                if wanted := _is_expected(going[call], coming[call]):
                     selector.register(call, wanted)
             while selector.get_map():
                 ready = selector.select(self._timeout_s)
@@ -217,7 +217,7 @@ class SocketLink:
                     call = key.fileobj
                     assert isinstance(call, socket.socket)
                     going[call], coming[call] = _move(call, events, going[call], coming[call])
-                    wanted = _wanted(going[call], coming[call])
+                    wanted = _is_expected(going[call], coming[call])
                     if not wanted:
                         selector.unregister(call)
                     elif wanted != key.events:
@@ -236,7 +236,7 @@ def _move(call: socket.socket, events: int, going: memoryview, coming: memoryvie
     return going, coming
 
 
-def _cut(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+def _split_part(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
     ends = list(itertools.accumulate(counts, initial=0))
     return [flat[first:last] for first, last in itertools.pairwise(ends)]
 
@@ -257,7 +257,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(values)
 
 
-def _wanted(going: memoryview, coming: memoryview) -> int:
+def _is_expected(going: memoryview, coming: memoryview) -> int:
     return (selectors.EVENT_WRITE if len(going) else 0) | (selectors.EVENT_READ if len(coming) else 0)
 
 
@@ -286,7 +286,7 @@ class Call:
     step: int
 
 
-class Party:
+class ReplicaGroup:
     """Joins a replica's ranks to those of other replicas. All ranks of the replica call its methods together.
 
     figures: where this replica stands, which the others are told: number and token of its anchor, step, loss.
@@ -322,8 +322,8 @@ class Party:
         self.others: dict[str, list[float]] = {}
         self.wants_out: Callable[[], bool] = lambda: False
         self._mesh, self._on_first, self._gather = mesh, on_first, gather
-        self._line = MeetingLine(address, replica, secrets.randbits(62), key)
-        self._door = MeetingDoor(host)
+        self._line = RendezvousClient(address, replica, secrets.randbits(62), key)
+        self._door = PeerListener(host)
         self._doors = [one.decode() for one in gather(self._door.address.encode())]
         self._behind, self._over = False, threading.Event()
         if mesh.rank == 0:
@@ -346,7 +346,7 @@ class Party:
 
     def is_behind(self) -> bool:
         """Return whether another replica has a newer anchor."""
-        return bool(self._on_first(self._say_where))
+        return bool(self._on_first(self._report_where))
 
     def meet(self, layout: str) -> Call | dict[str, Any]:
         """Wait for a meeting: as long as it takes where another replica's anchor is newer.
@@ -375,7 +375,7 @@ class Party:
             if told["do"] != "wait":
                 return told
 
-    def settle(self, call: Call, is_well: bool) -> bool:
+    def finalize(self, call: Call, is_well: bool) -> bool:
         """Return whether a meeting counts.
 
         Args:
@@ -458,9 +458,9 @@ class Party:
     def _beat(self) -> None:
         while not self._over.wait(min(_BEAT_S, self.timeout_s / 4)):
             with contextlib.suppress(ConfigError):  # told where this replica asks for a meeting
-                self._say_where()
+                self._report_where()
 
-    def _say_where(self) -> bool:
+    def _report_where(self) -> bool:
         """Tell where this replica stands; whether another one's anchor is newer, as far as is known."""
         with contextlib.suppress(OSError):
             told = self._line.ask("beat", **self.figures)

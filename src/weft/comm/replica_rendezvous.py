@@ -58,7 +58,7 @@ class _Round:
     first_said: float = 0.0
 
 
-class MeetingRounds:
+class RendezvousRounds:
     """The meetings of a run's replicas.
 
     Args:
@@ -88,7 +88,7 @@ class MeetingRounds:
         one.anchor = (said["number"], said["token"])
         one.step, one.loss, one.heard, one.given_up = said["step"], said["loss"], now, False
         one.has_begun = one.has_begun or said.get("begins", True)
-        self._settle(now)
+        self._finalize(now)
         match said["say"]:
             case "arrive":
                 return self._arrive(number, said, now)
@@ -184,10 +184,10 @@ class MeetingRounds:
             return {"do": self._outcomes.get(said["id"], "abort")}
         under_way.first_said = under_way.first_said if under_way.said else now
         under_way.said[number] = bool(said["ok"])
-        self._settle(now)
+        self._finalize(now)
         return {"do": self._outcomes.get(said["id"], "wait")}
 
-    def _settle(self, now: float) -> None:
+    def _finalize(self, now: float) -> None:
         """Decide whether the meeting under way counts, where that is known."""
         under_way = self._round
         if under_way is None:
@@ -223,7 +223,7 @@ _ANSWER_S = 5.0
 _LOOK_S = 0.2
 
 
-class MeetingPlace:
+class RendezvousServer:
     """Answers the replicas of one run, in threads of this process.
 
     Args:
@@ -239,7 +239,7 @@ class MeetingPlace:
 
     def __init__(self, host: str, port: int, replicas: int, timeout_s: float, key: str):
         self._key = key.encode()
-        self._rounds, self._lock = MeetingRounds(replicas, timeout_s), threading.Lock()
+        self._rounds, self._lock = RendezvousRounds(replicas, timeout_s), threading.Lock()
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family)
@@ -291,7 +291,7 @@ class MeetingPlace:
             call.sendall(_with_proof(json.dumps(answer).encode(), self._key, once, b"answers"))
 
 
-class MeetingLine:
+class RendezvousClient:
     """One replica's way to the place.
 
     Args:
@@ -309,7 +309,7 @@ class MeetingLine:
         """Return the answer. OSError where there is none in time.
 
         Args:
-            say: as `MeetingRounds.hear` takes it.
+            say: as `RendezvousRounds.hear` takes it.
             more: the rest of what is said.
 
         Raises:

@@ -31,7 +31,7 @@ _AT_ONCE = 1024
 _FORGED_S, _LOOK_AGAIN_S = 30.0, 0.1
 
 
-class StoreTalk:
+class StoreChannel:
     """Ordered messages between all ranks. All make one, and call the same methods in the same order, from one thread.
 
     If a rank exits, the others block until the launcher ends the job. Methods raise CommError if the store is lost, or
@@ -59,7 +59,7 @@ class StoreTalk:
     def gather(self, record: bytes) -> list[bytes]:
         """Return every rank's bytes on rank 0, in rank order. Other ranks return [] without waiting."""
         turn = self._next()
-        with self._told_if_lost() as store:
+        with self._errors_if_lost() as store:
             if self._rank:
                 _put(store, self._key, f"{turn}/{self._rank}", record)
                 return []
@@ -79,7 +79,7 @@ class StoreTalk:
         """
         turn = self._next()
         if self._rank:
-            with self._told_if_lost() as store:
+            with self._errors_if_lost() as store:
                 said = json.loads(self._read(store, [turn])[0])
             if "error" in said:
                 raise CheckpointError(said["error"])
@@ -94,7 +94,7 @@ class StoreTalk:
         return said["value"]
 
     def _say(self, key: str, said: dict[str, Any]) -> None:
-        with self._told_if_lost() as store:
+        with self._errors_if_lost() as store:
             _put(store, self._key, key, json.dumps(said).encode())
             self._spent.append(key)
 
@@ -108,7 +108,7 @@ class StoreTalk:
         found: list[bytes] = []
         for first in range(0, len(keys), _AT_ONCE):
             some = list(keys[first : first + _AT_ONCE])
-            while not _are_there(store, some):
+            while not _all_set(store, some):
                 pass
             found += [self._opened(store, key, one) for key, one in zip(some, untyped.multi_get(some), strict=True)]
         return found
@@ -124,7 +124,7 @@ class StoreTalk:
         return text
 
     @contextmanager
-    def _told_if_lost(self) -> Generator[Store]:
+    def _errors_if_lost(self) -> Generator[Store]:
         try:
             if self._store is None:
                 self._store = self._open_store()
@@ -136,7 +136,7 @@ class StoreTalk:
             ) from error
 
 
-def _are_there(store: Store, keys: list[str]) -> bool:
+def _all_set(store: Store, keys: list[str]) -> bool:
     """Wait for a while; return True once all messages are there."""
     try:
         store.wait(keys, _SLICE)
@@ -159,7 +159,7 @@ _ASK_S = (0.02, 1.0)
 _STAY_S = 10.0
 
 
-class FirstWord:
+class RankZeroMessage:
     """One message of rank 0 to all others. Its methods raise CommError when the store is lost."""
 
     def __init__(self, place: RankEnv, store: Store):
@@ -188,7 +188,7 @@ class FirstWord:
             raise self._lost(error) from error
         return word
 
-    def wait_heard(self) -> None:
+    def wait_until_received(self) -> None:
         """Wait on rank 0 until all others have heard, at most 10 s; call it before leaving after a refusal."""
         end = time.monotonic() + _STAY_S
         try:
@@ -212,7 +212,7 @@ _PREFIX = "weft/figures/"
 #: Reports per request.
 
 
-class StoreBoard:
+class StoreReports:
     """One rank's end of the board. Reports are signed and numbered: others cannot write one, nor bring back an old one.
 
     Args:
@@ -229,7 +229,7 @@ class StoreBoard:
         self._open_store = open_store or (lambda: connect_store(_TIMEOUT))
         self._key = key or store_key()
         self._store: Store | None = None
-        self._are_there = False
+        self._all_set = False
         self._num_posted = 0
         self._newest: dict[int, tuple[int, str]] = {}
 
@@ -245,11 +245,11 @@ class StoreBoard:
         store = self._open()
         untyped: Any = store
         keys = [f"{_PREFIX}{rank}" for rank in range(self._number)]
-        if not self._are_there:
+        if not self._all_set:
             # A missing key would be waited for. A key that is there keeps its value.
             for key in keys:
                 store.compare_set(key, "", "")
-            self._are_there = True
+            self._all_set = True
         found: list[bytes] = []
         for first in range(0, self._number, _AT_ONCE):
             found += untyped.multi_get(keys[first : first + _AT_ONCE])

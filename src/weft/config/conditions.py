@@ -70,7 +70,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class NoImprovement:
     """A figure without a new best for a span.
 
     way: which way better lies. by: gain that counts, as a share where it is `relative`.
@@ -123,7 +123,7 @@ class Any_:
     parts: tuple[Condition, ...]
 
 
-Condition = Compare | State | Stuck | Trend | Missing | Happened | Every | Any_
+Condition = Compare | State | NoImprovement | Trend | Missing | Happened | Every | Any_
 
 
 def simple_parts(condition: Condition) -> tuple[Condition, ...]:
@@ -243,7 +243,7 @@ class _Reader:
             state = self._expect("nan", "inf", "not finite")
             return State(series, cast(Literal["nan", "inf"], state), self._hold())
         if word == "no":
-            return self._stuck(series, figure)
+            return self._no_improvement(series, figure)
         if word in ("rises", "falls"):
             self._expect("by")
             by, relative = self._amount(figure)
@@ -266,7 +266,7 @@ class _Reader:
             return Compare(series, operator, value, "median", self._span(), self._hold())
         return Compare(series, operator, value, hold=self._hold())
 
-    def _stuck(self, series: Series, figure: Figure) -> Stuck:
+    def _no_improvement(self, series: Series, figure: Figure) -> NoImprovement:
         word = self._expect("better", "higher", "lower")
         if word == "better" and not figure.worse:
             raise ValueError(f"nothing says which way {series} is better. Write 'no higher' or 'no lower'")
@@ -274,7 +274,7 @@ class _Reader:
         self._expect("for")
         span = self._span()
         by, relative = self._amount(figure) if self._takes("by") else (0.0, False)
-        return Stuck(series, cast(Literal["higher", "lower"], way), span, by, relative)
+        return NoImprovement(series, cast(Literal["higher", "lower"], way), span, by, relative)
 
     def _hold(self) -> RunSpan | None:
         return self._span() if self._takes("for") else None

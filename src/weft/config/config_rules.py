@@ -155,7 +155,7 @@ def _layout_problem(config: RunConfig) -> str:
     return ""
 
 
-def _beside_path(config: RunConfig) -> list[str]:
+def _set_by_model_path(config: RunConfig) -> list[str]:
     """Settings that the folder of model.path decides, and that are set all the same."""
     usual, free = RunConfig(), ("path", "balance", "balance_rate")
     model = (
@@ -193,10 +193,10 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         name="model-path-decides",
         keys=("model.path", "model", "tokenizer"),
         reason="The folder of a pretrained model holds its shape and its tokenizer.",
-        predicate=lambda config: bool(config.model.path) and _is_on_text(config) and bool(_beside_path(config)),
+        predicate=lambda config: bool(config.model.path) and _is_on_text(config) and bool(_set_by_model_path(config)),
         message=lambda config: (
-            f"{config.model.path}: the folder decides {', '.join(_beside_path(config))}. Leave "
-            f"{'it' if len(_beside_path(config)) == 1 else 'them'} out, or leave model.path out."
+            f"{config.model.path}: the folder decides {', '.join(_set_by_model_path(config))}. Leave "
+            f"{'it' if len(_set_by_model_path(config)) == 1 else 'them'} out, or leave model.path out."
         ),
     ),
     ConfigRule(

@@ -62,7 +62,7 @@ def takes_text(node: Node | None) -> bool:
     return node is not None and node.get("type") == "string"
 
 
-def takes_whole(node: Node | None) -> bool:
+def takes_integers(node: Node | None) -> bool:
     """Whether the key takes whole numbers, and none with a fraction."""
     kinds = [branch.get("type") for branch in _branches(node or {})]
     return "integer" in kinds and "number" not in kinds

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from weft.config.cluster import DeviceSpec
 from weft.config.config_rules import config_problems, in_config
-from weft.config.expected_values import missing_key, node_at, takes_whole, unknown_key, wrong_value
-from weft.config.parsing import COMMAND_LINE, DEFAULT, apply_override, error_place, key_lines, origin_of
+from weft.config.expected_values import missing_key, node_at, takes_integers, unknown_key, wrong_value
+from weft.config.parsing import COMMAND_LINE, DEFAULT, apply_override, error_line, key_lines, origin_of
 from weft.config.plan import PLAN_FIELDS, Plan, auto_fields
 from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
@@ -36,7 +36,7 @@ class LoadedConfig:
         """Ask the rules again once the ranks are known. Raises ConfigError with every problem and its origin."""
         problems = config_problems(self.config, origins=self.origins, world_size=world_size, device=device)
         if problems:
-            raise ConfigError(sorted(problems, key=by_place))
+            raise ConfigError(sorted(problems, key=by_line))
 
 
 def show_origins(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
@@ -63,7 +63,7 @@ def leaves(config: RunConfig) -> list[tuple[KeyPath, object]]:
     return found
 
 
-def by_place(problem: Problem) -> tuple[int, int]:
+def by_line(problem: Problem) -> tuple[int, int]:
     """Return a key that sorts problems in the order of the file's lines; the command line comes last."""
     line = problem.origin.rpartition(":")[2]
     return (0, int(line)) if line.isdigit() else (1, 0)
@@ -153,8 +153,8 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
             origins = {key: origin for key, origin in origins.items() if key[: len(typed)] != typed}
             origins[typed] = COMMAND_LINE
             _expand_short_forms(tables)
-    found = [*_read_plan(tables), *_settle_steps(tables, origins)]
-    _make_whole(tables)
+    found = [*_read_plan(tables), *_resolve_steps(tables, origins)]
+    _as_integers(tables)
     named = {dotted(key): origin for key, origin in origins.items()}
     if file is not None and _name_run(tables, file):
         named["run.name"] = name
@@ -166,7 +166,7 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
         broken.add("train.steps")  # known once the data is; the rules are asked again then
     problems += config_problems(config, broken=broken, origins=named, fallback=name)
     if problems:
-        raise ConfigError(sorted(dict.fromkeys(problems), key=by_place))
+        raise ConfigError(sorted(dict.fromkeys(problems), key=by_line))
     typed_at: dict[str, str] = {}
     for key, _ in leaves(config):
         is_typed = _existing(tables, key)[1]
@@ -209,7 +209,7 @@ def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath,
     except RecursionError:
         raise ConfigError([Problem("", "arrays or tables are nested too deeply. Flatten them.", f"{name}:1")]) from None
     except ValueError as error:
-        line, reason = error_place(error, text)
+        line, reason = error_line(error, text)
         typed = shown(text.split("\n")[line - 1].strip(), 80)
         again = reason.startswith(("Cannot", "Duplicate"))
         remedy = "Keep one of the two." if again else "Write key = value, with text in quotes."
@@ -251,19 +251,19 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
             section[name] = [{"path": source} if isinstance(source, str) else source for source in elements]
 
 
-def _make_whole(node: object, path: KeyPath = ()) -> object:
+def _as_integers(node: object, path: KeyPath = ()) -> object:
     """The tables with 1e3 as 1000 where a whole number is needed; TOML reads it as a number with a fraction."""
     if isinstance(node, float):
-        return int(node) if node.is_integer() and takes_whole(node_at(path)) else node
+        return int(node) if node.is_integer() and takes_integers(node_at(path)) else node
     if isinstance(node, dict) and len(path) < 4:  # no setting lies deeper, whatever was typed
         table = cast(dict[str, object], node)
         for name, value in table.items():
-            table[name] = _make_whole(value, (*path, name))
+            table[name] = _as_integers(value, (*path, name))
         return table
     return cast(object, node)
 
 
-def _settle_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
+def _resolve_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
     """Of steps and epochs the one on the command line counts; two in one place are a mistake."""
     train = tables.get("train")
     if not isinstance(train, dict) or not {"steps", "epochs"} <= train.keys():

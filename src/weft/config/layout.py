@@ -117,7 +117,7 @@ class Layout:
         return {path: style == "spread:data" for path, style in found.items() if style and style.startswith("spread")}
 
     @property
-    def without_spread(self) -> Layout:
+    def without_distributed(self) -> Layout:
         """The words for what is cut or left whole."""
         return Layout(tuple(pair for pair in self.pairs if not pair[1].startswith("spread")))
 

@@ -27,7 +27,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     return scanner.lines
 
 
-def error_place(error: Exception, text: str) -> tuple[int, str]:
+def error_line(error: Exception, text: str) -> tuple[int, str]:
     """Line of a TOML syntax error, and its reason without the place."""
     if not isinstance(error, tomllib.TOMLDecodeError):  # Python reads no number of thousands of digits
         number = _HUGE_NUMBER.search(text)

@@ -33,14 +33,14 @@ from weft.config.plan_values import (
     AxisOrder,
     Compression,
     Counts,
-    LetsGo,
+    Integer,
+    NamedShares,
     OneOf,
     PassCount,
     PolicyOrBudget,
+    ReshardPolicy,
     Switch,
     SyncEvery,
-    Whole,
-    WordShares,
     refused,
     share_of,
 )
@@ -74,26 +74,26 @@ class Plan:
     # One field after another, in the order in which they are printed.
     # fmt: off
     pp: int = described(
-        Whole(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.", tried=sizes_tried,
-        asks="use", probed=True,
+        Integer(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
+        tried=sizes_tried, asks="use", probed=True,
     )
-    dp_replicate: int = described(Whole(star=True), 1,
+    dp_replicate: int = described(Integer(star=True), 1,
         "Data parallel: replicas that hold the same states and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
-    dp_shard: int = described(Whole(star=True), 1,
+    dp_shard: int = described(Integer(star=True), 1,
         "Data parallel: ranks that shard states as `zero` says and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     cp: int = described(
-        Whole(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.", tried=sizes_tried,
+        Integer(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.", tried=sizes_tried,
         asks="use", probed=True,
     )
     tp: int = described(
-        Whole(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
+        Integer(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
         asks="use", probed=True,
     )
-    ep: int = described(Whole(), 1,
+    ep: int = described(Integer(), 1,
         "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
         tried=sizes_tried, asks="use", probed=True,
     )
@@ -104,13 +104,13 @@ class Plan:
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
     )
     zero: int = described(
-        Whole(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
+        Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
         "ZeRO stage: what is sharded over dp_shard and cp. 0: nothing; 1: optimizer states; 2: also gradients; 3: "
         "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
-        LetsGo(RESHARDS), RESHARDS[0],
+        ReshardPolicy(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
         "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
         "after_forward:8 keeps an eighth of them on each of 8 neighbouring ranks of dp_shard, from which backward "
@@ -122,7 +122,7 @@ class Plan:
         tried=(False, True), asks="use", probed=True,
     )
     tp_chunks: int = described(
-        Whole(dtype="int32"), 1,
+        Integer(dtype="int32"), 1,
         "Pieces of each rank's tokens in which cut layers multiply under `sp=on`: one travels over tp while another "
         "multiplies. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
     )
@@ -142,7 +142,7 @@ class Plan:
         divides_work=False,
     )
     virtual_stages: int = described(
-        Whole(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule", tried=(1, 2),
+        Integer(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule", tried=(1, 2),
         asks="value",
     )
     split: tuple[int, ...] = described(Counts(), (),
@@ -205,7 +205,7 @@ class Plan:
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(
-        WordShares(OFFLOADS), (), "What is kept in host memory.",
+        NamedShares(OFFLOADS), (), "What is kept in host memory.",
         searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
                   ("params", "activations")),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
@@ -246,7 +246,7 @@ class Plan:
         return int(self.reshard.partition(":")[2] or 0)
 
     @property
-    def sync_way(self) -> str:
+    def sync_method(self) -> str:
         """How replicas exchange what they learnt: "step", "average" or "diloco"."""
         return sync_of(self.sync)[0]
 

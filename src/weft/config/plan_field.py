@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from weft.config.plan_values import Kind, OneOf, PlanColumn, Whole
+from weft.config.plan_values import Integer, Kind, OneOf, PlanColumn
 
 _KEY = "weft"
 
@@ -73,10 +73,10 @@ class PlanField:
     @property
     def is_axis(self) -> bool:
         """Whether it is the size of a mesh axis, which may be `*`."""
-        return isinstance(self.kind, Whole) and self.kind.star
+        return isinstance(self.kind, Integer) and self.kind.star
 
     @property
-    def open_word(self) -> str:
+    def auto_value(self) -> str:
         """The word that leaves the choice to the planner, or the empty string."""
         return self.kind.open if isinstance(self.kind, OneOf) else ""
 

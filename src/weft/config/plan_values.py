@@ -23,7 +23,7 @@ from weft.config.wire_formats import (
     MOST_SHARE,
     SYNCS,
     has_number,
-    kept_of,
+    num_kept_of,
     rank_of,
     sync_of,
 )
@@ -86,7 +86,7 @@ class Kind(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Kind):
+class Integer(Kind):
     """A whole number. rule: what an error says of the limits. star: `*` may stand for the ranks that are left."""
 
     low: int = 1
@@ -123,7 +123,7 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class PassCount(Whole):
+class PassCount(Integer):
     """Passes of a step. The planner counts them under every plan alike, in columns of its own."""
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
@@ -210,7 +210,7 @@ class Compression(OneOf):
                 name,
                 f"{name}={shown(value)}: its rank is a whole number from 1 to {LARGEST_RANK}. Use {name}={LOW_RANK}:4.",
             )
-        if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and kept_of(value) is None:
+        if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and num_kept_of(value) is None:
             raise refused(
                 name,
                 f"{name}={shown(value)}: the share of values that travel is above 0 and at most {MOST_SHARE}. Use "
@@ -231,7 +231,7 @@ class Compression(OneOf):
 
 
 @dataclass(frozen=True, slots=True)
-class LetsGo(OneOf):
+class ReshardPolicy(OneOf):
     """When gathered parameters go; the first word also with among how many ranks their second shards lie."""
 
     def check(self, name: str, value: object) -> str:
@@ -469,7 +469,7 @@ def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class WordShares(_Listed):
+class NamedShares(_Listed):
     """Any of a few words, each whole or with a share of it: "optimizer", "optimizer:0.5", "optimizer:50%"."""
 
     known: tuple[str, ...]
@@ -524,6 +524,6 @@ class WordShares(_Listed):
 
 
 def share_of(value: Sequence[str], word: str) -> float:
-    """The share that a value of `WordShares` has of a word: 0.0 to 1.0."""
+    """The share that a value of `NamedShares` has of a word: 0.0 to 1.0."""
     shares = [part.partition(":")[2] or "1" for part in value if part.partition(":")[0] == word]
     return float(shares[0]) if shares else 0.0

@@ -29,7 +29,7 @@ def _meets_never_rarely(config: RunConfig) -> bool:
     return plan.sync == "step" or (plan.dp_replicate == 1 and open_axis != "dp_replicate")
 
 
-def _owes(plan: Plan) -> bool:
+def _has_residual(plan: Plan) -> bool:
     return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
 
 
@@ -67,7 +67,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replicas_apart", "plan"),
         reason="A replica that missed meetings would owe changes to weights that the others no longer have.",
         predicate=lambda config: (
-            config.launch.replicas_apart and (found := _plan(config)) is not None and _owes(found[0])
+            config.launch.replicas_apart and (found := _plan(config)) is not None and _has_residual(found[0])
         ),
         message=lambda config: (
             f"true: the plan {config.plan!r} owes what it leaves out to the next meeting, which a replica that is a "

@@ -148,7 +148,7 @@ def _keeps_few(plan: Plan) -> bool:
     return plan.compress != "none" and wire_spec(plan.compress).kept > 0
 
 
-def _beside(plan: Plan) -> str:
+def _incompatible_setting(plan: Plan) -> str:
     """What lets ranks owe parts that others owe too, or that no parameter is: an axis, or many replicas of int4."""
     sizes = {"tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
     many = "" if plan.dp_replicate <= 2 or wire_spec(plan.compress).rank else "more than 2 replicas"
@@ -226,11 +226,12 @@ WIRE_RULES: tuple[Rule, ...] = (
             and wire_spec(plan.compress).outer_only
             and plan.zero == 3
             and plan.sync == "step"
-            and bool(_beside(plan))
+            and bool(_incompatible_setting(plan))
             and asks(plan, facts, "dp_replicate")
         ),
         finding=lambda plan, facts: (
-            f"what it rounds off is owed to the next step, which zero=3 with {_beside(plan)} does not keep"
+            "its rounding error is added to the next step, which zero=3 with "
+            f"{_incompatible_setting(plan)} does not keep"
         ),
         remedy=lambda plan, facts: "Use zero=2, or compress=int8, which owes nothing",
         fix=lambda plan, facts: plan.replace(compress="int8"),

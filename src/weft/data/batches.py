@@ -59,7 +59,7 @@ class _Check:
     look: Callable[[Tensor], None]
 
 
-def hold_batches(tensor: Tensor) -> None:
+def mark_reused_buffer(tensor: Tensor) -> None:
     """Say that batches come and go in this tensor: whoever would look at its values leaves a check instead."""
     setattr(tensor, _CHECKS, [])
 

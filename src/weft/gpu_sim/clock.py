@@ -114,7 +114,7 @@ class RooflineClock:
     """Keeps simulated seconds. host: now. start: of what is measured.
 
     free: when each stream has done what it was given. idle: of the default stream, by reason. notes: the same without
-    times, for `timed_together`; None: not kept.
+    times, for `joint_times`; None: not kept.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class Timed:
     stuck: tuple[str, ...] = ()
 
 
-def timed_together(ranks: Sequence[Notes]) -> list[Timed]:
+def joint_times(ranks: Sequence[Notes]) -> list[Timed]:
     """Return how long each rank's step takes; all begin at the same time."""
     ended = _ends([node for notes in ranks for node in notes.nodes], _met(ranks))
     return [_timed(notes, ended) for notes in ranks]

@@ -130,7 +130,7 @@ def classes_of(device: PaperDevice) -> tuple[Any, Any]:
     return type("Stream", (PaperStream,), {"on": device, "event": event}), event
 
 
-def device_here() -> PaperDevice:
+def current_device() -> PaperDevice:
     """The paper device of this process, for a script that runs on it."""
     return torch.cuda.Stream.on  # pyright: ignore[reportAttributeAccessIssue] - ours
 

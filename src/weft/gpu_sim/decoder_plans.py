@@ -22,7 +22,7 @@ from weft.config.plan_rules import check
 from weft.config.rule import Facts
 from weft.config.sections import OptimizerSection
 from weft.errors import WeftError
-from weft.gpu_sim.clock import Notes, timed_together
+from weft.gpu_sim.clock import Notes, joint_times
 from weft.gpu_sim.cuda import join_silent_ranks
 from weft.gpu_sim.device import CUDA, PaperDevice
 from weft.gpu_sim.plans import PaperReport
@@ -93,7 +93,7 @@ def stages_reports(text: str, device: PaperDevice, subject: PaperModel) -> list[
             over_s={},
             error=report.error or (f"the ranks wait for each other for ever: {timed.stuck[0]}" if timed.stuck else ""),
         )
-        for rank, report, timed in zip(mesh_ranks, reports, timed_together(noted), strict=True)
+        for rank, report, timed in zip(mesh_ranks, reports, joint_times(noted), strict=True)
     ]
 
 

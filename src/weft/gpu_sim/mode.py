@@ -270,12 +270,12 @@ class PaperMode(TorchDispatchMode):
         writes = list(leaves(args[0])) if unsaid else written(func, args, kwargs)
         changed = {id(x) for x in writes}
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
-        self._follow_collective(func, args, kwargs, reads, writes)
+        self._run_collective(func, args, kwargs, reads, writes)
         met = _met(func._schema.name, args, group)
         self.device.collective(func._schema.name[6:], FakeWork.unbox(work), met, reads, writes)
         return out
 
-    def _follow_collective(
+    def _run_collective(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[torch.Tensor], writes: list[Any]
     ) -> None:
         """The fake process group on values: the other ranks hold what this one does, and add nothing to whole numbers.
@@ -283,7 +283,7 @@ class PaperMode(TorchDispatchMode):
         What they add to others is unknown: of a pipeline only the last stage has a loss and tokens.
         """
         if func._schema.name in ("c10d::send", "c10d::recv_"):
-            self._follow_message(reads, writes)
+            self._run_message(reads, writes)
             return
         inputs = [value_of(x) for x in reads or writes]
         is_sum = func._schema.name == "c10d::allreduce_" and any(x.is_floating_point() for x in writes)
@@ -295,7 +295,7 @@ class PaperMode(TorchDispatchMode):
         if all(value_of(x) is not None for x in writes):
             func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
 
-    def _follow_message(self, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+    def _run_message(self, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         """What a rank is sent is unknown, but for whole numbers: it hears what was said last, as shapes of a stage."""
         for sent in reads:
             known = value_of(sent)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from weft import env
-from weft.config.files import by_place
+from weft.config.files import by_line
 from weft.config.plan import Plan
 from weft.config.plan_rules import NOT_BUILT as NOT_BUILT_RULES
 from weft.config.plan_rules import check
@@ -44,9 +44,9 @@ def read_batch(reading: Reading, world_size: int | None) -> int | None:
     if batch.passes is None and PASSES not in reading.values and (batch.total is None or batch.micro is None):
         batch.passes = 1  # as in DeepSpeed; "auto" stays open
     _complete(reading, batch)
-    _say_passes(reading, batch)
-    _say_total(reading, batch)
-    _say_micro(reading, batch)
+    _report_passes(reading, batch)
+    _report_total(reading, batch)
+    _report_micro(reading, batch)
     return batch.ranks
 
 
@@ -93,7 +93,7 @@ def _complete(reading: Reading, batch: _Batch) -> None:
         batch.micro = total // unit if passes else None
 
 
-def _say_passes(reading: Reading, batch: _Batch) -> None:
+def _report_passes(reading: Reading, batch: _Batch) -> None:
     pp = reading.plan.get("pp", 1)
     field = "microbatches" if isinstance(pp, int) and pp > 1 else "accumulation"
     if batch.passes is not None and batch.passes > 1:
@@ -107,7 +107,7 @@ def _say_passes(reading: Reading, batch: _Batch) -> None:
         reading.follows(PASSES, f"the batch and the ranks: plan {field}={batch.passes}")
 
 
-def _say_total(reading: Reading, batch: _Batch) -> None:
+def _report_total(reading: Reading, batch: _Batch) -> None:
     setting = "train.global_batch"
     if batch.total is not None:
         reading.settings[setting] = batch.total
@@ -127,7 +127,7 @@ def _say_total(reading: Reading, batch: _Batch) -> None:
             reading.open.append(setting)
 
 
-def _say_micro(reading: Reading, batch: _Batch) -> None:
+def _report_micro(reading: Reading, batch: _Batch) -> None:
     if MICRO not in reading.values:
         return
     total_typed = TOTAL in reading.values and not reading.is_auto(TOTAL)
@@ -176,7 +176,7 @@ def read_precision(reading: Reading) -> None:
         reading.wrong("fp16.enabled", f"{on[0]} is true too, and a model has one precision", "Switch one of them off")
     for key, value in given.items():
         if value:
-            reading.plan_word(key, precision="fp16" if key == "fp16.enabled" else "bf16")
+            reading.set_plan_field(key, precision="fp16" if key == "fp16.enabled" else "bf16")
         elif value is False:
             reading.nothing(key, "switched off")
         elif on and reading.is_auto(key):
@@ -193,7 +193,7 @@ def _read_reduction(reading: Reading) -> None:
     if dtype and _DTYPES[dtype] == "fp16":
         reading.missing(key, "Weft sends gradients in fp32 or bf16, which have the same range; fp16 overflows")
     elif dtype:
-        reading.plan_word(key, reduce=_DTYPES[dtype])
+        reading.set_plan_field(key, reduce=_DTYPES[dtype])
 
 
 def _read_loss_scale(reading: Reading, of_fp16: bool | None) -> None:
@@ -230,7 +230,7 @@ def _read_autocast(reading: Reading, on: list[str]) -> None:
     if enabled and on:
         reading.follows("torch_autocast.enabled", on[0])
     elif enabled:
-        reading.plan_word("torch_autocast.enabled", precision=_DTYPES[dtype] if dtype else "fp16")
+        reading.set_plan_field("torch_autocast.enabled", precision=_DTYPES[dtype] if dtype else "fp16")
     elif enabled is False:
         reading.nothing("torch_autocast.enabled", "switched off")
 
@@ -248,7 +248,7 @@ def read_axes(reading: Reading) -> None:
             continue
         size = reading.whole(key, low=0)
         if size is not None and size > 1:
-            reading.plan_word(key, **{axis: size})
+            reading.set_plan_field(key, **{axis: size})
         elif size is not None:
             reading.nothing(key, f"plan.{axis} is 1")
     _read_experts(reading)
@@ -262,7 +262,7 @@ def _read_experts(reading: Reading) -> None:
     elif enabled is not None:
         reading.nothing(enabled_key, "plan.ep is 1")
     if size is not None and enabled and size > 1:
-        reading.plan_word(size_key, ep=size)
+        reading.set_plan_field(size_key, ep=size)
     elif size is not None:
         reading.nothing(size_key, "plan.ep is 1")
 
@@ -286,11 +286,11 @@ def read_zero(reading: Reading, dp: int | None) -> None:
         whose = "there is one rank" if dp == 1 else "mics_shard_size is 1"
         reading.became(stage_key, f"plan zero=0: {whose}, so there is nothing to shard", "plan.zero")
     elif shards is None:
-        reading.plan_word(stage_key, zero=stage, dp_shard=ranks)
+        reading.set_plan_field(stage_key, zero=stage, dp_shard=ranks)
     else:
-        reading.plan_word(stage_key, zero=stage)
+        reading.set_plan_field(stage_key, zero=stage)
         groups: object = "*" if dp is None else dp // shards
-        reading.plan_word(f"{_ZERO}.mics_shard_size", dp_shard=shards, dp_replicate=groups)
+        reading.set_plan_field(f"{_ZERO}.mics_shard_size", dp_shard=shards, dp_replicate=groups)
     _read_quantized(reading, stage, dp)
     _read_second_shards(reading, stage, dp)
     _read_offload(reading, stage or 0)
@@ -309,7 +309,7 @@ def _read_second_shards(reading: Reading, stage: int | None, dp: int | None) -> 
     elif dp is not None and (dp % size or dp == size):
         reading.nothing(key, f"{dp} data-parallel ranks are not 2 or more groups of {size}")
     else:
-        reading.plan_word(key, reshard=f"after_forward:{size}")
+        reading.set_plan_field(key, reshard=f"after_forward:{size}")
 
 
 def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None:
@@ -326,7 +326,7 @@ def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None
         elif dp == 1:
             reading.nothing(key, f"one data-parallel rank sends no {what}")
         else:
-            reading.plan_word(key, **{field: "int8"})
+            reading.set_plan_field(key, **{field: "int8"})
 
 
 def _shard_group(reading: Reading, stage: int | None, dp: int | None) -> int | None:
@@ -368,11 +368,11 @@ def _read_offload(reading: Reading, stage: int) -> None:
             reading.nothing(key, f"DeepSpeed reads it from stage {needs} on, and this is stage {stage}")
         elif device is not None:
             parts.append(part)
-            _say_offload(reading, key, part, device)
+            _report_offload(reading, key, part, device)
     _add_offload(reading, *parts)
 
 
-def _say_offload(reading: Reading, key: str, part: str, device: str) -> None:
+def _report_offload(reading: Reading, key: str, part: str, device: str) -> None:
     field = "plan.offload"
     if device == "nvme":
         reading.missing(key, f"NVMe; the nearest is host memory: plan offload={part}", field)
@@ -402,15 +402,15 @@ def read_recompute(reading: Reading) -> None:
         if not wanted:
             reading.nothing(key, "switched off; plan recompute=full switches it on")
         elif key.endswith("cpu_checkpointing"):
-            reading.plan_word(key, recompute="full")
+            reading.set_plan_field(key, recompute="full")
             _add_offload(reading, "activations")
             reading.became(key, "plan recompute=full offload=activations", "plan.recompute", "plan.offload")
         else:
-            reading.plan_word(key, recompute="full")
+            reading.set_plan_field(key, recompute="full")
     for key in ("compile.deepcompile", "compile.enabled"):
         compiled = reading.switch(key)
         if compiled:
-            reading.plan_word(key, compile=True)
+            reading.set_plan_field(key, compile=True)
         elif compiled is not None:
             reading.nothing(key, "switched off")
 
@@ -486,7 +486,7 @@ def import_deepspeed(
     read_clipping(reading)
     read_scheduler(reading, read_optimizer(reading))
     if reading.problems:
-        raise ConfigError(sorted(dict.fromkeys(reading.problems), key=by_place))
+        raise ConfigError(sorted(dict.fromkeys(reading.problems), key=by_line))
     plan, open_axis = Plan.read_open(reading.plan)
     lines = _mark_not_built(reading, plan, open_axis, not_built)
     return Imported(

@@ -216,7 +216,7 @@ class Reading:
         self.settings[setting] = value
         self.became(key, f"{setting}={number_text(value)}", setting)
 
-    def plan_word(self, key: str, **fields: object) -> None:
+    def set_plan_field(self, key: str, **fields: object) -> None:
         """A key of the file became fields of the plan."""
         self.plan |= fields
         words = " ".join(f"{name}={'on' if value is True else value}" for name, value in fields.items())

@@ -89,7 +89,7 @@ def read_optimizer(reading: Reading) -> str:
     named = reading.choice(key, (*_TITLES.values(), *OTHER_OPTIMIZERS, *REMOVED_OPTIMIZERS))
     if named is None:
         broken = key in reading.values
-        _say_params(reading, _OPTIMIZER, "optimizer.type" if broken else "optimizer.type, which the file lacks")
+        _report_params(reading, _OPTIMIZER, "optimizer.type" if broken else "optimizer.type, which the file lacks")
         return ""
     name, defaults = OPTIMIZERS.get(named.lower(), ("", {}))
     if not name:
@@ -99,7 +99,7 @@ def read_optimizer(reading: Reading) -> str:
             reading.removed(key, f"{named}. {remedy}; {less}")
         else:
             reading.missing(key, f"{named}. {remedy}")
-        _say_params(reading, _OPTIMIZER, f"optimizer.type: Weft does not translate {named}")
+        _report_params(reading, _OPTIMIZER, f"optimizer.type: Weft does not translate {named}")
         reading.open += ["optimizer.name", "optimizer.lr"]
         return ""
     _read_params(reading, named, name, defaults)
@@ -170,7 +170,7 @@ def _read_adam_mode(reading: Reading, named: str) -> None:
         reading.missing(key, "weight decay inside the gradient; adamw decouples it")
 
 
-def _say_params(reading: Reading, section: str, source: str) -> None:
+def _report_params(reading: Reading, section: str, source: str) -> None:
     for key in reading.values:
         if key.startswith(f"{section}.") and key not in reading.lines:
             reading.follows(key, source)
@@ -190,7 +190,7 @@ def read_scheduler(reading: Reading, optimizer: str) -> None:
         reading.missing(key, f"{named}. Weft has constant, linear, cosine and wsd; schedule.* keeps its defaults")
     if schedule is None or named is None:
         missing = "" if key in reading.values else ", which the file lacks"
-        _say_params(reading, _SCHEDULER, f"scheduler.type{missing}")
+        _report_params(reading, _SCHEDULER, f"scheduler.type{missing}")
         return
     for param in [other for other in reading.values if other.startswith(f"{_SCHEDULER}.")]:
         if param.rpartition(".")[2] not in schedule.params:

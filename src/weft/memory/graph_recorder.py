@@ -84,11 +84,11 @@ class CudaRecorder:
                 result = act()
         except RuntimeError as error:
             raise cannot_record(what, error) from error
-        before = self._drawn()
+        before = self._generator_offset()
         graph.replay()
-        return Recording(result, graph.replay, self._drawn() != before)
+        return Recording(result, graph.replay, self._generator_offset() != before)
 
-    def _drawn(self) -> int:
+    def _generator_offset(self) -> int:
         """How far torch's generator is, which the host knows."""
         generators: Any = torch.cuda.default_generators
         return generators[self._device.index or 0].get_offset()

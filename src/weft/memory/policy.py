@@ -30,7 +30,7 @@ from weft.errors import ModelError
 from weft.memory.block_state import BlockState
 from weft.memory.private_torch import GROUPED_MM, StoredValue, recompute_word, written_arguments
 from weft.models.inspect import hugging_face
-from weft.models.inspect.kernel_recorder import is_worth_keeping
+from weft.models.inspect.kernel_recorder import is_worth_saving
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
 
 #: Since 2.15 torch asks whether it shall show hooks on saved tensors what it stores: `keep_as_autograd_does` does that.
@@ -56,7 +56,7 @@ def is_heavy(op: Any, args: Sequence[Any]) -> bool:
         return True
     left, right = args[-2:]
     made = left.shape[0] * left.shape[1] * right.shape[2]
-    return is_worth_keeping(packet, made, sum(arg.numel() for arg in args))
+    return is_worth_saving(packet, made, sum(arg.numel() for arg in args))
 
 
 def selective_contexts(saved: frozenset[int]) -> tuple[Any, Any]:
@@ -106,13 +106,13 @@ class SelectiveChoice:
         """
         for op, entries in storage.items():
             if isinstance(entries, list):
-                entries[:] = self._kept_of_list(op, entries)
+                entries[:] = self._stored_in_order(op, entries)
                 continue
             for key, entry in entries.items():
                 changed = any(self._was_changed(one, 0) for one in _stored(entry))
                 entries[key] = recompute_word() if changed else tree_map_only(StoredValue, _as_saved, entry)
 
-    def _kept_of_list(self, op: Any, entries: list[Any]) -> Iterator[Any]:
+    def _stored_in_order(self, op: Any, entries: list[Any]) -> Iterator[Any]:
         """For torch 2.11, which takes what was stored in turn, wherever the policy says at replay that it was."""
         for entry, (order, num_stored) in zip(entries, self.kept[op], strict=True):
             if any(self._was_changed(one, num_stored) for one in _stored(entry)):
@@ -220,7 +220,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     around.append(lambda: draws)
     replaying = _Replay(around, replaying)
     pair = keeping, replaying
-    settings = {**(OWN_HOOKS if selective else {}), **_kept_randomness()}
+    settings = {**(OWN_HOOKS if selective else {}), **_rng_settings()}
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **settings, **kwargs)
     if selective:
         choice.keep_as_autograd_does(keeping.storage)
@@ -294,7 +294,7 @@ def spare_buffers(
             setattr(owner, name, tensor)
 
 
-def _kept_randomness() -> dict[str, bool]:
+def _rng_settings() -> dict[str, bool]:
     """Settings of a checkpoint: while a CUDA graph is recorded, the state of torch's generator cannot be asked for.
 
     Whoever records refuses models that draw from it.
@@ -330,7 +330,7 @@ class _RecomputedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_attention(func):
-            return checkpoint(func, *args, use_reentrant=False, **_kept_randomness(), **kwargs)
+            return checkpoint(func, *args, use_reentrant=False, **_rng_settings(), **kwargs)
         return func(*args, **kwargs)
 
 

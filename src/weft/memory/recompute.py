@@ -31,7 +31,7 @@ from weft.memory.policy import Forward, Policy, cheapest_choice, run_block, spar
 from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, storages_of, trace_block
 from weft.models.inspect import blocks as model_blocks
 from weft.models.inspect import dry_run, hugging_face, layers
-from weft.models.inspect.blocks import become, repeated_blocks, revert
+from weft.models.inspect.blocks import repeated_blocks, replace_class, revert
 from weft.private_torch import tree_leaves, uncompiled
 from weft.units import counted, format_bytes, parse_bytes
 
@@ -75,9 +75,9 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
                 f"Give the model as it was built."
             )
         policy = recompute.at_once(block)
-        become(block, _RecomputedBlock, _block_members, recompute=recompute, path=path, policy=policy)
+        replace_class(block, _RecomputedBlock, _block_members, recompute=recompute, path=path, policy=policy)
     if recompute.is_budget and "" not in blocks:
-        become(model, _RecomputedModel, _model_members, recompute=recompute)
+        replace_class(model, _RecomputedModel, _model_members, recompute=recompute)
     return recompute
 
 

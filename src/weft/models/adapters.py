@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from weft.errors import ModelError
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import layers
-from weft.models.inspect.blocks import become, revert
+from weft.models.inspect.blocks import replace_class, revert
 from weft.models.quantized_linear import BASE_FORMATS, leave_packed, pack_layers, unpack_layer
 
 #: Names of an adapter's parameters beside a layer's own.
@@ -392,7 +392,7 @@ def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None
     whole = (weight.shape[0], weight.shape[1])
     # Trained numbers start unrounded, whatever the frozen weight is kept in.
     options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
-    become(layer, AdaptedLinear, adapter=adapter, whole=whole, is_on=True)
+    replace_class(layer, AdaptedLinear, adapter=adapter, whole=whole, is_on=True)
     assert isinstance(layer, AdaptedLinear)
     layer.lora_A = nn.Parameter(torch.empty(adapter.rank, whole[1], **options))
     layer.lora_B = nn.Parameter(torch.empty(whole[0], adapter.rank, **options))

@@ -205,9 +205,9 @@ def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
     return ByExpert(source, place.view(ids_MK.shape), ends, ids_MK.shape[1])
 
 
-def spread_rows(x_MD: Tensor, order: ByExpert) -> Tensor:
+def scatter_rows(x_MD: Tensor, order: ByExpert) -> Tensor:
     """Return each row's token, (R, D). Backward adds up a token's rows in a fixed order."""
-    return _Spread.apply(x_MD, order)
+    return _ScatterRows.apply(x_MD, order)
 
 
 def combine_rows(y_RD: Tensor, weights_MK: Tensor, order: ByExpert) -> Tensor:
@@ -232,7 +232,7 @@ def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     return _Permute.apply(x_RD, index_R, inverse_R)
 
 
-def grouped_way(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
+def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
     """How the products of all experts are made: "kernel", torch's grouped one, or "loop", expert by expert."""
     if dtype not in _KERNEL_TYPES.get(device.type, ()):
         return "loop"
@@ -242,14 +242,14 @@ def grouped_way(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
     return "kernel" if aligned and hasattr(torch.nn.functional, "grouped_mm") else "loop"
 
 
-def told_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
+def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
     """Return what `grouped_linear` takes as `ends_E` of all these stacks: on the host where they need it there, once.
 
     Args:
         ends_E: number of rows up to each expert.
         stacks: matrices for each expert.
     """
-    return ends_E.tolist() if all(_way(weights) == "loop" for weights in stacks) else ends_E
+    return ends_E.tolist() if all(_kernel_choice(weights) == "loop" for weights in stacks) else ends_E
 
 
 def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
@@ -260,7 +260,7 @@ def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
         weights_EFD: a matrix for each expert.
         ends_E: number of rows up to each expert, the last is R.
     """
-    way = _way(weights_EFD)
+    way = _kernel_choice(weights_EFD)
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, weights_EFD = x_RD.to(dtype), weights_EFD.to(dtype)
@@ -270,11 +270,11 @@ def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
     return torch.nn.functional.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
 
 
-def _way(weights_EFD: Tensor) -> str:
+def _kernel_choice(weights_EFD: Tensor) -> str:
     device, (_, dim_out, dim_in) = weights_EFD.device, weights_EFD.shape
     autocasts = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocasts else weights_EFD.dtype
-    return grouped_way(dtype, device, dim_in, dim_out)
+    return grouped_kernel(dtype, device, dim_in, dim_out)
 
 
 def _pairs(rows_RD: Tensor, order: ByExpert) -> Tensor:
@@ -285,7 +285,7 @@ def _pairs(rows_RD: Tensor, order: ByExpert) -> Tensor:
     return rows_RD.index_select(0, order.place_MK.view(-1)).view(*order.place_MK.shape, dim)
 
 
-class _Spread(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, order: ByExpert) -> Tensor:
         ctx.order = order
@@ -445,11 +445,11 @@ class Experts(nn.Module):
             weights_MK: of each expert's output.
         """
         order = sort_by_expert(ids_MK, self.gate_up.shape[0], self.drops)
-        return combine_rows(self.run(spread_rows(x_MD, order), order.ends_E), weights_MK, order)
+        return combine_rows(self.run(scatter_rows(x_MD, order), order.ends_E), weights_MK, order)
 
     def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Run the experts on rows in their order; (R, D). ends_E: number of rows up to each expert."""
-        ends = told_ends(ends_E, self.gate_up, self.down)
+        ends = host_group_ends(ends_E, self.gate_up, self.down)
         gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends).chunk(2, -1)
         return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends)
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from weft.errors import ModelError
 from weft.models.inspect import layers
-from weft.models.inspect.blocks import become, revert
+from weft.models.inspect.blocks import replace_class, revert
 from weft.private_torch import Function
 
 #: Weights that share a scale.
@@ -180,7 +180,7 @@ def pack_layers(model: nn.Module, chosen: Mapping[str, nn.Module], base: str) ->
         weight = layers.stored_weight(layer)
         widths[path] = weight.shape[1]
         layer.weight = nn.Parameter(kept.pack(weight), requires_grad=False)
-        become(layer, PackedLinear, format=kept, stored=weight.dtype)
+        replace_class(layer, PackedLinear, format=kept, stored=weight.dtype)
     return widths
 
 

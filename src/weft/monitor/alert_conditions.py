@@ -227,8 +227,8 @@ class _StateJudge(Judge):
         self.since = next(iter(self._true.values()), None)
 
 
-class _StuckJudge(Judge):
-    def __init__(self, condition: kinds.Stuck):
+class _NoImprovementJudge(Judge):
+    def __init__(self, condition: kinds.NoImprovement):
         super().__init__()
         self._condition = condition
         self.figures = frozenset({condition.series.name})
@@ -383,8 +383,8 @@ def judge_of(condition: Condition) -> Judge:
         return _CompareJudge(condition)
     if isinstance(condition, kinds.State):
         return _StateJudge(condition)
-    if isinstance(condition, kinds.Stuck):
-        return _StuckJudge(condition)
+    if isinstance(condition, kinds.NoImprovement):
+        return _NoImprovementJudge(condition)
     if isinstance(condition, kinds.Trend):
         return _TrendJudge(condition)
     return _MissingJudge(condition) if isinstance(condition, kinds.Missing) else _HappenedJudge(condition)

@@ -19,7 +19,7 @@ from weft.config.run_config import RunConfig
 from weft.config.sections import AlertSection
 from weft.errors import ConfigError, WeftError, did_you_mean
 from weft.monitor.alert_conditions import Judge, judge_of
-from weft.monitor.channels import AlertMessage, Mailroom
+from weft.monitor.channels import AlertMessage, NotificationSender
 from weft.monitor.events import EventLog, number
 from weft.monitor.metrics import readings
 from weft.monitor.redact import without_secrets
@@ -34,7 +34,7 @@ GO_ON = "go_on"
 HELD = "held.json"
 
 
-class HoldPlace:
+class PauseFiles:
     """The files by which a launcher and a person speak about a held run. folder: of the run."""
 
     def __init__(self, folder: Path):
@@ -92,7 +92,7 @@ _USUAL_FACTOR = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RunRequest:
     """One request.
 
     why: in words, for people. by: who asks: "alert NAME", "a person". since: the first step of the trouble, counted
@@ -106,7 +106,7 @@ class Wish:
     factor: float = _USUAL_FACTOR
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Wish:
+    def from_json(cls, found: Mapping[str, Any]) -> RunRequest:
         """Read what `ask` wrote; unknown keys are passed over.
 
         Raises:
@@ -125,7 +125,7 @@ class Wish:
         return asdict(self)
 
 
-def ask(folder: Path, wish: Wish) -> None:
+def ask(folder: Path, wish: RunRequest) -> None:
     """Ask the run in a folder for something; it hears of it within a second, if it trains.
 
     Raises:
@@ -148,7 +148,7 @@ def ask(folder: Path, wish: Wish) -> None:
         raise ConfigError(f"{folder}: cannot ask this run for anything ({error.strerror}). Check the path.") from error
 
 
-class WishBox:
+class RequestQueue:
     """Reads the wishes of one run, each once, over its starts: a file beside them keeps what was heard.
 
     Args:
@@ -170,7 +170,7 @@ class WishBox:
         except OSError:
             return 0
 
-    def new(self) -> list[Wish]:
+    def new(self) -> list[RunRequest]:
         """Return what was asked since the last call; a line that is none is passed over."""
         if self._size() <= self._offset:
             return []
@@ -187,7 +187,7 @@ class WishBox:
         return [wish for line in whole.splitlines() if (wish := _read(line, self._since)) is not None]
 
 
-def action_line(step: int, wish: Wish) -> str:
+def action_line(step: int, wish: RunRequest) -> str:
     """Return what the terminal shows of a wish that all ranks have heard."""
     does = {
         "checkpoint": "saves a checkpoint",
@@ -203,12 +203,12 @@ def action_line(step: int, wish: Wish) -> str:
     return f"step {step}: the run {does[wish.action]}, as {wish.by} asks{why}"
 
 
-def _read(line: bytes, since: float) -> Wish | None:
+def _read(line: bytes, since: float) -> RunRequest | None:
     try:
         found = json.loads(line)
         if not isinstance(found, dict) or found.get("time", since) < since:
             return None
-        return Wish.from_json(cast(Mapping[str, Any], found))
+        return RunRequest.from_json(cast(Mapping[str, Any], found))
     except (ValueError, TypeError):
         return None
 
@@ -342,7 +342,7 @@ class AlertDesk:
             judge.tick(now)
         return self._changed(now)
 
-    def begin_anew(self) -> None:
+    def reset_sent(self) -> None:
         """Keep what was seen, and take nothing as sent: what the past gave was told to nobody."""
         for alert in self._alerts:
             alert.sent_at = -math.inf
@@ -414,21 +414,27 @@ class Companion:
         pause_s: float | None = None,
     ):
         self._folder, self._config = folder, config
-        self._tell = tell or self._tell_run
+        self._notify_all = tell or self._notify_run
         pauses = {} if pause_s is None else {"pause_s": pause_s}
         # Trackers keep a copy of the config where others may read it.
         values = without_secrets(config.model_dump(mode="json", by_alias=True, exclude_none=True))
         self._pumps = [
-            Pump(one.name or one.kind, make_sink, SinkJob(one, folder, config.run.name, values), self._tell, **pauses)
+            Pump(
+                one.name or one.kind,
+                make_sink,
+                SinkJob(one, folder, config.run.name, values),
+                self._notify_all,
+                **pauses,
+            )
             for one in config.sink
         ]
-        self._rooms = {one.name: Mailroom(one, self._tell, **pauses) for one in config.channel}
+        self._rooms = {one.name: NotificationSender(one, self._notify_all, **pauses) for one in config.channel}
         self._desk = AlertDesk(rules_of(config))
         self._follower = EventFollower(folder / "events.jsonl")
         self._factors = {alert.name: alert.factor for alert in config.alert}
 
     @staticmethod
-    def is_wanted(config: RunConfig) -> bool:
+    def is_needed(config: RunConfig) -> bool:
         """Return whether a config has anything for such a process to do."""
         return bool(config.sink or config.alert or config.alerts != "none")
 
@@ -439,7 +445,7 @@ class Companion:
         self._follower.skip_to_tail(_PAST_BYTES)
         while self._read(lambda notice: None):
             pass
-        self._desk.begin_anew()
+        self._desk.reset_sent()
 
     def look(self) -> None:
         """Judge what is new."""
@@ -479,19 +485,19 @@ class Companion:
         if not notice.sends:
             return
         rule = notice.rule
-        self._tell_run(f"{rule.severity}: {notice.said}", by=f"alert {rule.name}")
+        self._notify_run(f"{rule.severity}: {notice.said}", by=f"alert {rule.name}")
         message = message_of(notice, self._folder, self._config)
         for action in rule.actions:
             if action in RUN_ACTIONS:
-                self._ask(Wish(action, notice.said, f"alert {rule.name}", notice.since, rule.factor))
+                self._ask(RunRequest(action, notice.said, f"alert {rule.name}", notice.since, rule.factor))
             elif action in self._rooms:
                 self._rooms[action].put(message)
 
-    def _tell_run(self, text: str, by: str = "monitor") -> None:
+    def _notify_run(self, text: str, by: str = "monitor") -> None:
         print(f"{by}: {text}", flush=True)
-        self._ask(Wish("tell", text, by))
+        self._ask(RunRequest("tell", text, by))
 
-    def _ask(self, wish: Wish) -> None:
+    def _ask(self, wish: RunRequest) -> None:
         try:
             ask(self._folder, wish)
         except WeftError as error:

@@ -150,7 +150,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
 _TOO_OLD_S = 6 * 3600.0
 
 
-class Mailroom(threading.Thread):
+class NotificationSender(threading.Thread):
     """Sends over one channel.
 
     Args:
@@ -161,7 +161,7 @@ class Mailroom(threading.Thread):
 
     def __init__(self, channel: ChannelSection, tell: Callable[[str], None], *, pause_s: float = _FIRST_PAUSE_S):
         super().__init__(name=f"weft-channel-{channel.name}", daemon=True)
-        self._channel, self._tell, self._first_pause_s = channel, tell, pause_s
+        self._channel, self._notify_all, self._first_pause_s = channel, tell, pause_s
         self._waiting: deque[tuple[float, AlertMessage]] = deque()
         self._wake, self._end = threading.Event(), threading.Event()
         self._num_dropped = 0
@@ -193,14 +193,14 @@ class Mailroom(threading.Thread):
                 self._num_dropped = 0
             except (SinkTrouble, WeftError) as trouble:
                 if not is_away:
-                    self._tell(f"channel {self._channel.name}: {trouble}. It is tried again")
+                    self._notify_all(f"channel {self._channel.name}: {trouble}. It is tried again")
                 is_away = True
                 if time.monotonic() - when < _TOO_OLD_S:
                     threading.Event().wait(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue
             except Exception as error:  # a channel that is wrong must not end its thread
-                self._tell(f"channel {self._channel.name}: {type(error).__name__}; a message is lost")
+                self._notify_all(f"channel {self._channel.name}: {type(error).__name__}; a message is lost")
             else:
                 pause_s, is_away = self._first_pause_s, False
             if self._waiting and self._waiting[0][1] is message:

@@ -97,7 +97,7 @@ class EventLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             mode = self.path.parent.stat().st_mode & 0o666  # as private as its folder
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
-            _cut_torn_line(self._handle)
+            _remove_torn_line(self._handle)
         except OSError as error:
             raise self._halted(error) from error
 
@@ -280,7 +280,7 @@ def _decode(line: bytes, number: int) -> dict[str, Any]:
     return event if isinstance(event, dict) else {"event": "damaged", "line": number}
 
 
-def _cut_torn_line(handle: int) -> None:
+def _remove_torn_line(handle: int) -> None:
     end = os.fstat(handle).st_size
     keep = end
     while keep > 0:

@@ -197,7 +197,7 @@ _SILENT_AFTER = 3
 _PACE_S = 5.0
 
 
-class ReportBoard(Protocol):
+class ReportChannel(Protocol):
     """Where ranks leave reports. The first rank alone reads them."""
 
     def post(self, text: str) -> None:
@@ -209,7 +209,7 @@ class ReportBoard(Protocol):
         ...
 
 
-class OwnBoard:
+class LocalReports:
     """The board of a single rank."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Collector(threading.Thread):
         self,
         rank: int,
         host: str,
-        board: ReportBoard,
+        board: ReportChannel,
         every_s: float,
         *,
         of_rank: Sequence[Reader] = (),
@@ -289,7 +289,7 @@ class Collector(threading.Thread):
         self._last: dict[str, float] = {}
         self._heard: dict[int, tuple[int, float]] = {}
         self._end = threading.Event()
-        self._told = clock()
+        self._in_one_sentence = clock()
         #: Whatever went wrong last; nothing of it stops training.
         self.trouble = ""
 
@@ -402,7 +402,7 @@ class Collector(threading.Thread):
             by_figure["rank.lag"] = lags
         folded = {name: found.as_json() for name, values in by_figure.items() if (found := fold(values))}
         event: dict[str, object] = {"event": "figures", "step": self._step, "ranks": len(reports)}
-        event["over_s"], self._told = round(now - self._told, 3), now
+        event["over_s"], self._in_one_sentence = round(now - self._in_one_sentence, 3), now
         event["figures"] = {**folded, "rank.silent": len(silent)}
         if len(reports) > 1:
             by_rank = [busy.get(f"rank {rank}") for rank in range(len(reports))]

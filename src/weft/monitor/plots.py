@@ -192,7 +192,7 @@ _LEARNT, _OTHER, _NEVER, _CONTEXT = "#1a7f37", "#b45309", "#c1121f", "#8a8f98"
 
 
 @dataclass(frozen=True, slots=True)
-class SheetEntry:
+class GridSample:
     """One sample. title: where it is from. picture: (3, height, width), 0 to 255. wave: samples, `rate` a second.
 
     bands: (bands, frames). text: stretches of text, each with its weight in the loss; 0: it is read and not learnt.
@@ -206,7 +206,7 @@ class SheetEntry:
     text: Sequence[tuple[str, float]] = ()
 
 
-def check_sheet(path: Path) -> None:
+def check_grid(path: Path) -> None:
     """Refuse a file that no sheet can be drawn into.
 
     Raises:
@@ -218,7 +218,7 @@ def check_sheet(path: Path) -> None:
         raise DataError(f"--sheet={path}: there is no folder {path.parent}. Make it, or give another file.")
 
 
-def draw_sheet(path: Path, entries: Sequence[SheetEntry]) -> None:
+def draw_grid(path: Path, entries: Sequence[GridSample]) -> None:
     """Draw samples below one another.
 
     Args:
@@ -231,7 +231,7 @@ def draw_sheet(path: Path, entries: Sequence[SheetEntry]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    check_sheet(path)
+    check_grid(path)
     heights = [_height(entry) for entry in entries]
     total = sum(heights) + _MARGIN_IN
     figure = Figure(figsize=(_WIDTH_IN, total))
@@ -247,12 +247,12 @@ def draw_sheet(path: Path, entries: Sequence[SheetEntry]) -> None:
         raise DataError(f"--sheet={path}: it cannot be written ({why}). Give another file.") from error
 
 
-def _height(entry: SheetEntry) -> float:
+def _height(entry: GridSample) -> float:
     has_media = entry.picture is not None or entry.wave is not None or entry.bands is not None
     return (1 + len(_lines(entry.text))) * _LINE_IN + has_media * (_MEDIA_IN + _LINE_IN) + _MARGIN_IN
 
 
-def _draw(figure: Any, entry: SheetEntry, top: float, total: float) -> None:
+def _draw(figure: Any, entry: GridSample, top: float, total: float) -> None:
     """Draw one sample below a height, in inches from the bottom."""
     title = {"fontsize": 9, "weight": "bold", "parse_math": False}
     figure.text(_MARGIN_IN / _WIDTH_IN, (top - _LINE_IN) / total, _plain(entry.title)[:_COLUMNS], **title)
@@ -278,7 +278,7 @@ def _draw(figure: Any, entry: SheetEntry, top: float, total: float) -> None:
             column += len(stretch)
 
 
-def _panels(entry: SheetEntry) -> Iterator[tuple[Any, float]]:
+def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
     """What draws each part of a sample, and its share of the width that is left; 0: a square."""
     picture, wave, bands = entry.picture, entry.wave, entry.bands
     if picture is not None:

@@ -113,7 +113,7 @@ class RoundedAdamW(DecidedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.settle()
+        self.finalize()
         number = 0
         for group in self.param_groups:
             for param in group["params"]:
@@ -123,7 +123,7 @@ class RoundedAdamW(DecidedOptimizer):
         self._last = self.decision
         return loss
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Take the last step out of the counts where the device did not take it. Waits for its decision."""
         last, self._last = self._last, None
         if last is not None and not last.was_taken:
@@ -162,7 +162,7 @@ class RoundedAdamW(DecidedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's optimizers do; codes of one byte become bf16, exactly, so that any AdamW can load it."""
-        self.settle()
+        self.finalize()
         found = super().state_dict()
         found["state"] = {
             index: {

@@ -39,17 +39,17 @@ class StepDecision:
         self.is_taken = self.is_finite & (num_tokens != 0)
         #: What gradients are multiplied by; 0-d float64, NaN in a step that is not taken.
         self.factor = torch.where(self.is_taken, to_mean * clip, torch.nan)
-        self._told = LateCopy(torch.cat([numbers, self.is_taken.to(numbers).reshape(1)]))
+        self._in_one_sentence = LateCopy(torch.cat([numbers, self.is_taken.to(numbers).reshape(1)]))
 
     @property
     def numbers(self) -> list[float]:
         """The numbers on the host. The first look waits until the device has made them."""
-        return self._told.values[:-1]
+        return self._in_one_sentence.values[:-1]
 
     @property
     def was_taken(self) -> bool:
         """The same as `is_taken`, on the host; waits as `numbers` do."""
-        return self._told.values[-1] != 0
+        return self._in_one_sentence.values[-1] != 0
 
     def next_scale(self, scale: LossScale) -> torch.Tensor:
         """Return the loss scale of the next step, of the two that may follow; `scale` stays as it is."""
@@ -83,5 +83,5 @@ class DecidedOptimizer(torch.optim.Optimizer):
         finally:
             self.decision = None
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Bring counts of steps that the host keeps in line with what the device decided of the last one."""

@@ -19,14 +19,14 @@ from weft.comm.pending import Pending
 from weft.config import partitioning as shares
 from weft.errors import ModelError
 from weft.models.initialize import BATCH_NORMS
-from weft.models.inspect.blocks import become, repeated_blocks
+from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.batch_norm_calls import affine, batch_norm_call, is_plain_forward, refuse_own_statistics
 from weft.parallel.random.streams import SampleNumbers
 from weft.private_torch import Function, uncompiled
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCut:
+class GroupSplit:
     """How the groups of one microbatch lie.
 
     index: of the microbatch in the step. samples: this rank's. first: the number of the first group that has samples in
@@ -57,7 +57,7 @@ class SampleGroups:
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
         self.size, self._mesh, self._said, self._name = size, mesh, said, name
 
-    def cut_of(self, samples: SampleNumbers, index: int) -> GroupCut:
+    def cut_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
         """Return how the groups of a microbatch lie.
 
         Args:
@@ -74,7 +74,7 @@ class SampleGroups:
         start, stop = runs[0].start, runs[-1].stop
         own = runs[data.rank]
         if list(numbers) != list(own):
-            return self._own_alone(samples, index, count)
+            return self._check_own_samples(samples, index, count)
         if not _on_borders(range(start, stop), size, count):
             raise ModelError(
                 f"{self._said}: a microbatch holds samples {start} to {stop - 1} of the global batch over all "
@@ -83,15 +83,15 @@ class SampleGroups:
             )
         alone = count % size == 1 or size == 1
         if all(_on_borders(run, size, count) for run in runs):
-            return GroupCut(index, samples, own.start // size, max(1, -(-len(own) // size)), None, alone, (own,))
+            return GroupSplit(index, samples, own.start // size, max(1, -(-len(own) // size)), None, alone, (own,))
         axis = self._sharing(len(own), count % (num_ranks * parts) == 0)
         among = (
             runs if axis is data else [runs[data.rank // axis.size * axis.size + place] for place in range(axis.size)]
         )
         first = among[0].start // size
-        return GroupCut(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone, tuple(among))
+        return GroupSplit(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone, tuple(among))
 
-    def _own_alone(self, samples: SampleNumbers, index: int, count: int) -> GroupCut:
+    def _check_own_samples(self, samples: SampleNumbers, index: int, count: int) -> GroupSplit:
         """Of samples that lie elsewhere than Weft puts them: fine where they are whole groups."""
         numbers = samples.numbers
         is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
@@ -101,7 +101,7 @@ class SampleGroups:
                 "the other parts are. Pass the DataLoader through run.shard, which deals out samples in order."
             )
         own = range(numbers[0], numbers[-1] + 1)
-        return GroupCut(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
+        return GroupSplit(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
 
     def _sharing(self, rows: int, is_even: bool) -> Axis:
         """The ranks among which groups lie: as few as there are where all ranks have equally many samples."""
@@ -137,7 +137,7 @@ class NormGroups:
         self._groups = SampleGroups(mesh, size, f"norm_group={size}", "norm_group")
         self.norms: list[nn.Module] = []
         self._mesh = mesh
-        self._cut: GroupCut | None = None
+        self._split_part: GroupSplit | None = None
         #: Of each norm, by microbatch: sums of means and variances over the groups that begin on this rank, and how
         #: many these are, (2C + 1,).
         self._seen: dict[int, dict[int, Tensor]] = {}
@@ -163,25 +163,25 @@ class NormGroups:
 
     def travelling(self) -> AbstractContextManager[None]:
         """Return what a later replay of what is computed now must run inside of."""
-        return self._at(self._cut)
+        return self._at(self._split_part)
 
     @contextlib.contextmanager
-    def _at(self, cut: GroupCut | None) -> Iterator[None]:
-        before, self._cut = self._cut, cut
+    def _at(self, cut: GroupSplit | None) -> Iterator[None]:
+        before, self._split_part = self._split_part, cut
         try:
             yield
         finally:
-            self._cut = before
+            self._split_part = before
 
     @property
-    def cut(self) -> GroupCut:
+    def cut(self) -> GroupSplit:
         """How groups lie in what is computed now."""
-        if self._cut is None:
+        if self._split_part is None:
             raise ModelError(
                 f"norm_group={self.size}: a model in training needs to know which samples it is given, and only "
                 "run.train_step tells it. Call run.train_step, or leave norm_group out in a loop of your own."
             )
-        return self._cut
+        return self._split_part
 
     # --- running statistics ---
 
@@ -239,7 +239,7 @@ def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
         running.copy_(torch.where(is_moved, running + (mean.to(running.dtype) - running) * factor, running))
 
 
-def _begins(cut: GroupCut, size: int) -> list[float]:
+def _begins(cut: GroupSplit, size: int) -> list[float]:
     """For each group of a microbatch, 1 where its first sample is this rank's: there it is counted."""
     numbers = cut.samples.numbers
     if not numbers:
@@ -345,7 +345,7 @@ def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
     return F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps), mean, var
 
 
-def _rows_of_groups(cut: GroupCut, size: int, count: int) -> tuple[int, ...]:
+def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
     """How many of `count` rows each group has here."""
     numbers = cut.samples.numbers
     if not numbers:
@@ -511,9 +511,9 @@ def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     groups = NormGroups(mesh, size)
     for path, module in found.items():
         if is_plain_forward(module):
-            become(module, GroupedBatchNorm, groups=groups)
+            replace_class(module, GroupedBatchNorm, groups=groups)
         else:
-            become(module, GroupedCalls, groups=groups, is_checked=False, counts=True, path=path)
+            replace_class(module, GroupedCalls, groups=groups, is_checked=False, counts=True, path=path)
         groups.norms.append(module)
     for block in (repeated_blocks(model) or {"": model}).values():
         if any(isinstance(module, (GroupedBatchNorm, GroupedCalls)) for module in block.modules()):

@@ -18,10 +18,10 @@ from weft.memory.opaque import Handle, Opaque
 from weft.memory.recompute import recompute_of
 from weft.models.experts import MoE
 from weft.models.inspect import hugging_face
-from weft.models.inspect.blocks import become, repeated_blocks
-from weft.parallel.context.context import hold_context
-from weft.parallel.dropout import FunctionalDropout, hold_dropped_attention
-from weft.parallel.expert import SpreadExperts
+from weft.models.inspect.blocks import repeated_blocks, replace_class
+from weft.parallel.context.context import register_context_operators
+from weft.parallel.dropout import FunctionalDropout, register_dropped_attention
+from weft.parallel.expert import DistributedExperts
 from weft.parallel.private_torch import lean_partitioner, leave_side_effects_to_forward
 from weft.private_torch import without_modes
 
@@ -47,18 +47,18 @@ class OpaqueModule(nn.Module):
         return handle(x.shape, x.dtype, [x, *others, *self.parameters()])
 
 
-def hold_as_operators(model: nn.Module, plan: Plan) -> None:
+def register_operators(model: nn.Module, plan: Plan) -> None:
     """Let compiled blocks hold experts, and attention over cp, as operators. Call it before the blocks are compiled."""
     recomputes = plan.recompute_policy != "none"
-    hold_context(model, recomputes)
-    hold_dropped_attention(model, recomputes)
+    register_context_operators(model, recomputes)
+    register_dropped_attention(model, recomputes)
     if _gathers_experts(plan):
         return
     opaque, within = Opaque(recomputes=recomputes), ""
     for path, module in model.named_modules():
-        if isinstance(module, MoE | SpreadExperts) and not (within and path.startswith(within)):
+        if isinstance(module, MoE | DistributedExperts) and not (within and path.startswith(within)):
             within = f"{path}."
-            become(module, OpaqueModule, handle=opaque.handle(_run_module, module))
+            replace_class(module, OpaqueModule, handle=opaque.handle(_run_module, module))
 
 
 def _gathers_experts(plan: Plan) -> bool:
@@ -86,7 +86,7 @@ class CachelessBlock(nn.Module):
     _weft_captures: list[hugging_face.Capture]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        wanted = hugging_face.wanted_captures()
+        wanted = hugging_face.requested_captures()
         if not wanted:
             return self._uncached(*args, **kwargs)
         # They were put there just before, in the first forward that wants something.
@@ -149,7 +149,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     recompute = recompute_of(model)
     blocks = list(repeated_blocks(model).values())
     for block in blocks:
-        become(block, CachelessBlock, captures=hugging_face.take_captures(block))
+        replace_class(block, CachelessBlock, captures=hugging_face.take_captures(block))
     options = {"custom_partitioner_fn": lean_partitioner(is_join)} if backend == "inductor" else None
     for block in blocks or [model]:
         block.compile(backend=backend, options=options)
@@ -167,7 +167,10 @@ def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None
     kinds = {type(part) for block in repeated_blocks(model).values() for part in block.modules()}
     reasons = (
         (plan.cp > 1 and any(issubclass(kind, FunctionalDropout) for kind in kinds), "dropout in attention over cp"),
-        (_gathers_experts(plan) and any(issubclass(kind, SpreadExperts) for kind in kinds), "experts under zero=3"),
+        (
+            _gathers_experts(plan) and any(issubclass(kind, DistributedExperts) for kind in kinds),
+            "experts under zero=3",
+        ),
     )
     if (reason := next((words for holds, words in reasons if holds), None)) is not None:
         warnings.warn(

@@ -25,7 +25,7 @@ from weft.memory.opaque import Handle
 from weft.parallel.context.apply import Context
 from weft.parallel.context.kernels import AttentionDrop
 from weft.parallel.random.draws import drawing_by
-from weft.parallel.random.streams import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
+from weft.parallel.random.streams import SampleNumbers, ShardPosition, keep_mask_at, key_of, rows_of_samples
 from weft.private_torch import graph_task, uncompiled
 
 #: The attribute of a batch's tensors that names their samples.
@@ -49,8 +49,8 @@ class Drops:
         context: how cp cuts sequences; None: it does not.
     """
 
-    def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
-        self.part = part or CutPart(mesh["tp"])
+    def __init__(self, mesh: Mesh, seed: int, part: ShardPosition | None, context: Context | None):
+        self.part = part or ShardPosition(mesh["tp"])
         self.sites: list[DropSite] = []
         #: Numbers of the samples, as a tensor that compiled blocks read; None where they follow from the rank, or where
         #: rows are no samples: then dropout runs outside of compiled blocks.
@@ -66,7 +66,7 @@ class Drops:
         self._is_driven = False
         self._key = 0
         self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
-        self._told: int | None = None  # the key that compiled blocks have
+        self._in_one_sentence: int | None = None  # the key that compiled blocks have
         self._fixed: FixedDraws | None = None
         self._kept: contextlib.ExitStack | None = None  # the generators of the loop, during a forward of it
         self._cp_rank = mesh["cp"].rank
@@ -111,7 +111,7 @@ class Drops:
         before = self._is_driven, self._key, self._samples, self._draws, self._is_replay
         self._is_driven, self._key, self._samples = True, key, samples
         self._draws, self._is_replay = dict(replayed or {}), replayed is not None
-        self._tell_compiled()
+        self._pass_to_compiled()
         if replayed is None:
             self.restart()
         else:
@@ -241,7 +241,7 @@ class Drops:
         if self._is_driven or not model.training:
             return
         self._key, self._samples, self.places_noise = self.next_key(), marked_samples(inputs), True
-        self._tell_compiled()
+        self._pass_to_compiled()
         self.restart()
         if self._kept is None and not torch.compiler.is_compiling():
             self._kept = contextlib.ExitStack()
@@ -268,7 +268,7 @@ class Drops:
         first = min(numbers, default=-1 - self._data.rank)
         return key_of(key, type(model).__qualname__, first, self._cp_rank) % 2**63
 
-    def _tell_compiled(self) -> None:
+    def _pass_to_compiled(self) -> None:
         """Give compiled blocks keys and samples as tensors: numbers would be parts of their graphs."""
         if not self._is_compiled or self._fixed is not None or not self.sites:
             return
@@ -278,11 +278,11 @@ class Drops:
             self.told_samples = samples.places(len(samples.numbers), self.device)
         else:
             self.told_samples = None
-        if self._told != self._key:
+        if self._in_one_sentence != self._key:
             keys = self.keys_of(self._key, _CALLS)
             for site, row in zip(self.sites, torch.tensor(keys, device=self.device).unbind(), strict=True):
                 site.keys = row  # another tensor, since the replay of an earlier forward reads the one before
-            self._told = self._key
+            self._in_one_sentence = self._key
 
     def keys_of(self, key: int, calls: int) -> list[list[int]]:
         """Return the keys of each site's first calls, from the step's."""
@@ -333,9 +333,9 @@ class Drops:
             return len(self.told_samples)
         return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
 
-    def sees_whole(self, path: str) -> bool:
+    def sees_full_sequence(self, path: str) -> bool:
         """Return whether cp leaves a module all tokens."""
-        return self._context is not None and self._context.sees_whole(path)
+        return self._context is not None and self._context.sees_full_sequence(path)
 
     def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
         """Return the places in the sequence of this rank's tokens.
@@ -390,9 +390,9 @@ class DropSite:
         self.packed_order: Tensor | None = None  # of the packed sequences that it runs now: the sample of each row
         self._drops = drops  # None once the module went through a pickle: then it is a plain one
         self._path = path
-        self._cuts_tokens = drops.part.sees_cut_tokens(path)  # each rank of tp has a part of them
+        self._cuts_tokens = drops.part.sees_sharded_tokens(path)  # each rank of tp has a part of them
         self._sees_all = drops.part.sees_all(path)
-        self._sees_whole = drops.sees_whole(path)
+        self._sees_whole = drops.sees_full_sequence(path)
 
     @property
     def is_plain(self) -> bool:
@@ -441,7 +441,7 @@ class DropSite:
         if len(shape) == 1:
             return self.keep((*shape, 1), rate, device)[:, 0]
         if self._drops.reads_tensors and self.is_told:
-            return self._keep(shape, rate, self._told_key())
+            return self._keep(shape, rate, self._passed_key())
         return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
 
     def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
@@ -464,7 +464,7 @@ class DropSite:
         """Whether the next call finds its key in a tensor."""
         return self.keys is not None and self.calls < len(self.keys) and self._drops.is_told
 
-    def _told_key(self) -> Tensor:
+    def _passed_key(self) -> Tensor:
         assert self.keys is not None
         self.calls += 1
         return self.keys[self.calls - 1]
@@ -472,7 +472,7 @@ class DropSite:
     def _drop_in_order(self, x: Tensor, rate: float) -> Tensor:
         if not self._drops.reads_tensors or not self.is_told:
             return self._drop_by_number(x, rate)
-        return self._drop(x, rate, self._told_key())
+        return self._drop(x, rate, self._passed_key())
 
     @uncompiled
     def _drop_by_number(self, x: Tensor, rate: float) -> Tensor:
@@ -496,7 +496,7 @@ class DropSite:
         # What all heads share has a dim of 1 for them.
         if len(shape) == 3 or (len(shape) == 4 and shape[1] == 1):
             places[-2] = drops.tokens(shape[-2], is_cut, self._sees_whole, device)
-        return kept_at(key, places, rate)
+        return keep_mask_at(key, places, rate)
 
     def key_of_noise(self, shape: Sequence[int]) -> int | None:
         """Return the key of the next call that draws noise, or None if its rows are no samples of full tensors."""
@@ -528,7 +528,7 @@ class DropSite:
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
         is_told = self.is_told if self._drops.is_fixed else torch.compiler.is_compiling()
-        key = self._told_key() if is_told else self._next_key()
+        key = self._passed_key() if is_told else self._next_key()
         return AttentionDrop(rate, key, self._drops.samples(num_samples, device), first_head)
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from weft.comm.mesh import Mesh
 from weft.memory.opaque import Opaque
-from weft.models.inspect.blocks import become, repeated_blocks
+from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.context.context import context_of
 from weft.parallel.drop_state import Drops, DropSite
 from weft.parallel.dropout_calls import (
@@ -25,7 +25,7 @@ from weft.parallel.dropout_calls import (
     draws_noise,
     recomputes_itself,
 )
-from weft.parallel.random.streams import cut_part_of, drops_itself
+from weft.parallel.random.streams import drops_itself, shard_position_of
 from weft.private_torch import uncompiled
 
 _ATTRIBUTE = "_weft_drops"
@@ -131,7 +131,7 @@ class DroppingBlock(nn.Module):
         return super().forward(*args, **kwargs)
 
 
-def hold_dropped_attention(model: nn.Module, recomputes: bool) -> None:
+def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
     """Let compiled blocks hold attention that drops as one operator each. Call it before they are compiled."""
     sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
     if sites:
@@ -140,7 +140,7 @@ def hold_dropped_attention(model: nn.Module, recomputes: bool) -> None:
             site.handle = opaque.handle(attend_dropping, site)
 
 
-def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
+def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
     """Make what the model drops, and draws with weft.randn_like, follow positions in training. In place.
 
     Call it when the model has been cut, before recompute. Other random numbers that a forward draws come from torch's
@@ -151,7 +151,7 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         mesh: of the ranks.
         seed: of steps and forwards without a key.
     """
-    drops = Drops(mesh, seed, cut_part_of(model), context_of(model))
+    drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
     drops.name_modules(model)
     known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
     kinds: dict[str, type[nn.Module]] = {}
@@ -166,7 +166,7 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
     by_module: dict[nn.Module, DropSite] = {}
     for path, kind in kinds.items():
         module, site = model.get_submodule(path), DropSite(drops, path)
-        become(module, kind, site=site)
+        replace_class(module, kind, site=site)
         by_module[module] = site
         drops.sites.append(site)
     for layer in model.modules():
@@ -177,7 +177,7 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
     for block in (repeated_blocks(model) or {"": model}).values():
         sites = [by_module[module] for module in block.modules() if module in by_module]
         if sites:
-            become(block, DroppingBlock, sites=sites)
+            replace_class(block, DroppingBlock, sites=sites)
         block.__dict__["_weft_travels"] = drops
     model.register_forward_pre_hook(_Begin(drops), with_kwargs=True)
     model.register_forward_hook(_End(drops), always_call=True)
@@ -194,5 +194,5 @@ def _kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def drops_of(model: nn.Module) -> Drops | None:
-    """Return what `follow_positions` made for this model, or None for a model that was not parallelized."""
+    """Return what `drop_by_position` made for this model, or None for a model that was not parallelized."""
     return getattr(model, _ATTRIBUTE, None)

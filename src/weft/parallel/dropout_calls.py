@@ -112,7 +112,7 @@ class _Reader:
     """
 
     def __init__(self, has_rate: bool, wanted: frozenset[str] = _DROPS):
-        self._has_rate, self._wanted = has_rate, wanted
+        self._has_rate, self._is_expected = has_rate, wanted
         self._seen: set[types.CodeType] = set()
 
     def calls(self, function: types.FunctionType) -> bool:
@@ -140,9 +140,9 @@ class _Reader:
                 has_rate |= isinstance(step.argval, float) and 0 < step.argval < 1
             elif step.opname.startswith("LOAD"):
                 is_local = step.opname.startswith("LOAD_FAST")
-                if name in self._wanted and before != "self" and not is_local:  # self.dropout is a layer
+                if name in self._is_expected and before != "self" and not is_local:  # self.dropout is a layer
                     return True
-                may_drop |= name in _MAY_DROP and self._wanted is _DROPS
+                may_drop |= name in _MAY_DROP and self._is_expected is _DROPS
                 has_rate |= _names_rate(name) or name == "training"  # a rate of 0 needs no such condition
             if isinstance(base, types.FunctionType) and not _is_unread(base.__module__) and self.calls(base):
                 return True

@@ -19,11 +19,11 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.mesh import Axis, Mesh
-from weft.comm.replica_client import Call, Party
+from weft.comm.replica_client import Call, ReplicaGroup
 from weft.config.plan import Plan
 from weft.errors import CommError
 from weft.parallel.local_sgd import RareSync, keep_sync
-from weft.parallel.state.flat_slices import Stretch
+from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.gradients import DataParallel
 
 #: Meetings begun for one turn: where each fails, the replica trains on until the next turn.
@@ -40,7 +40,7 @@ class _Found:
     momentum: torch.Tensor | None = None
 
 
-class ApartSync(RareSync):
+class ElasticDiLoCo(RareSync):
     """The meetings of one replica with others that are worlds of their own.
 
     step: steps done; who leaves some out sets it before each. goes_to: the step to go on from, where others were
@@ -58,7 +58,7 @@ class ApartSync(RareSync):
 
     is_apart = True
 
-    def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: Party):
+    def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup):
         super().__init__(model, engine, mesh, plan)
         self.party = party
         self.replicas, self.place = plan.dp_replicate, party.replica
@@ -107,7 +107,7 @@ class ApartSync(RareSync):
         with self.mesh.pulse.doing("waits for the other replicas to begin"):
             self.party.begin()
         if self.party.is_behind() or self.owes_meeting:
-            self._meet()
+            self._sync()
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -124,20 +124,20 @@ class ApartSync(RareSync):
             self._is_first = False
             is_due = self.party.is_behind() or is_due
         if is_due:
-            self._meet()
+            self._sync()
 
     def _say(self) -> None:
         self.party.figures = {**self.party.figures, "number": self.meetings, "token": self.token, "step": self.step}
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         self.owes_meeting = False
         self._engine.arrive()
         held = self.held()
         self._refuse_unfit(held)
         with self.mesh.pulse.doing("meets the other replicas"):
-            self._meet_others(held)
+            self._sync_others(held)
 
-    def _meet_others(self, held: Sequence[Stretch]) -> None:
+    def _sync_others(self, held: Sequence[FlatSlice]) -> None:
         holds = f"{len(held)} tensors of {sum(one.flat.numel() for one in held)} elements on its first rank"
         outer = f"outer_lr={self.outer_lr:g} outer_momentum={self.outer_momentum:g}"
         layout = f"{holds} ({self.plan} {outer}{self.terms})"
@@ -149,7 +149,7 @@ class ApartSync(RareSync):
                 self.party.says(f"step {self.step}: no meeting ({call.get('why') or 'the other replicas have ended'})")
                 return
             found = self._exchange(call)
-            if self.party.settle(call, found is not None) and found is not None:
+            if self.party.finalize(call, found is not None) and found is not None:
                 self._commit(call, found)
                 return
             self.party.says(f"step {self.step}: a meeting of replicas {call.members} failed, and nothing was changed")
@@ -193,12 +193,12 @@ class ApartSync(RareSync):
             self._put(here, run)
         self._engine.publish()
         self.since, self.meetings, self.token, self.differs = 0, call.number, call.token, False
-        self._tell(call)
+        self._notify_all(call)
         if call.step != self.step:
             self.goes_to = self.step = call.step
         self._say()
 
-    def _tell(self, call: Call) -> None:
+    def _notify_all(self, call: Call) -> None:
         """A line for people, where other replicas learnt what counts than at the meeting before."""
         away = sorted({*range(self.replicas)} - {*call.givers})
         if self.party.replica in away:
@@ -211,7 +211,9 @@ class ApartSync(RareSync):
         self._away = away
 
 
-def meet_apart(model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: Party) -> ApartSync:
+def attach_elastic_diloco(
+    model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
+) -> ElasticDiLoCo:
     """Keep with a model that its replicas are worlds of their own, which meet as the plan says; returns the meetings.
 
     Args:
@@ -221,6 +223,6 @@ def meet_apart(model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, p
         plan: of all replicas.
         party: this rank's.
     """
-    sync = ApartSync(model, engine, mesh, plan, party)
+    sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)
     return sync

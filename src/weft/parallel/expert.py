@@ -32,16 +32,16 @@ from weft.models.experts import (
     combine_rows,
     count_tokens,
     grouped_linear,
+    host_group_ends,
     move_bias,
     permute_rows,
     routers,
+    scatter_rows,
     sequence_loss,
     sort_by_expert,
-    spread_rows,
-    told_ends,
 )
 from weft.models.inspect import hugging_face, layers
-from weft.models.inspect.blocks import become
+from weft.models.inspect.blocks import replace_class
 from weft.parallel.layers.index_check import StandIn
 from weft.parallel.state.placement import Placement
 from weft.private_torch import uncompiled, without_modes
@@ -108,7 +108,7 @@ def balance_routers(model: nn.Module, rate: float) -> int:
         )
     for layer, name in found:
         router: Any = getattr(layer, name)
-        become(router, ForeignRouter, rate=rate * router.top_k / len(found))
+        replace_class(router, ForeignRouter, rate=rate * router.top_k / len(found))
         router.load, router.span, router.aux_scale = Load(router.weight.shape[0]), Span(), None
         layer.register_forward_pre_hook(_Rows(name), with_kwargs=True)
     return len(found)
@@ -129,7 +129,7 @@ class TokenOrder(Protocol):
         ...
 
 
-class CutSequences(Protocol):
+class ShardedSequences(Protocol):
     """Sequences that lie on several ranks of `axis`, while `in_use`."""
 
     axis: Axis
@@ -143,7 +143,7 @@ class CutSequences(Protocol):
 class DividedSpan(Span):
     """Sequences divided over cp while they are cut, and under sequence parallelism each part over tp."""
 
-    def __init__(self, context: CutSequences | None, tp: Axis):
+    def __init__(self, context: ShardedSequences | None, tp: Axis):
         self._context, self._tp = context, tp
 
     def __deepcopy__(self, memo: dict[int, object]) -> Span:
@@ -151,31 +151,31 @@ class DividedSpan(Span):
 
     @property
     def num_parts(self) -> int:
-        return self._tp.size * (self._cut.axis.size if self._cut else 1)
+        return self._tp.size * (self._split_part.axis.size if self._split_part else 1)
 
     def sum(self, x_BE: Tensor) -> Tensor:
         x_BE = sum_over(x_BE, self._tp)
-        return sum_over(x_BE, self._cut.axis) if self._cut else x_BE
+        return sum_over(x_BE, self._split_part.axis) if self._split_part else x_BE
 
     def whole(self, ids_BTK: Tensor) -> Tensor:
         part = torch.cat(_gathered(ids_BTK, self._tp), 1)
-        if not self._cut:
+        if not self._split_part:
             return part
-        axis = self._cut.axis
-        return self._cut.order(part.shape[1] * axis.size).join(_gathered(part, axis))
+        axis = self._split_part.axis
+        return self._split_part.order(part.shape[1] * axis.size).join(_gathered(part, axis))
 
     def part(self, x_BSK: Tensor) -> Tensor:
-        if self._cut:
-            x_BSK = self._cut.order(x_BSK.shape[1]).cut(x_BSK)
+        if self._split_part:
+            x_BSK = self._split_part.order(x_BSK.shape[1]).cut(x_BSK)
         share = x_BSK.shape[1] // self._tp.size
         return x_BSK.narrow(1, self._tp.rank * share, share)
 
     @property
-    def _cut(self) -> CutSequences | None:
+    def _split_part(self) -> ShardedSequences | None:
         return self._context if self._context is not None and self._context.in_use else None
 
 
-def divide_sequences(model: nn.Module, mesh: Mesh, context: CutSequences | None) -> None:
+def divide_sequences(model: nn.Module, mesh: Mesh, context: ShardedSequences | None) -> None:
     """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied.
 
     Args:
@@ -262,7 +262,7 @@ Run = Callable[[Tensor, Tensor], Tensor]
 _COUNT = "num_experts"  # as modules of experts call it
 
 
-def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
+def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Let each rank keep its experts, in place. Returns how the parameters of experts are placed now.
 
     Args:
@@ -285,9 +285,9 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
     placements: dict[str, Placement] = {}
     for path, experts in found.items():
         placements.update(_keep_own(path, experts, ep))
-        spread = Spread(ep, whole_tokens, layers.num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
-        _refuse_spread(experts)
-        become(experts, SpreadExperts, _members, spread=spread)
+        spread = TokenDispatch(ep, whole_tokens, layers.num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
+        _refuse_distribution(experts)
+        replace_class(experts, DistributedExperts, _members, spread=spread)
     return placements
 
 
@@ -355,7 +355,7 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class TokenDispatch:
     """How one module's tokens reach their experts.
 
     tp: ranks that come with the same tokens (size 1: none does). hides: selective recompute sees nothing of the module,
@@ -368,13 +368,13 @@ class Spread:
     num_experts: int
     hides: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenDispatch:
         return self  # a copy of the module runs on the same ranks
 
     def __call__(self, run: Run, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor, drops: bool) -> Tensor:
         """Weighted sum of what each token's experts give; (M, D)."""
         if self.tp.size == 1:
-            return self._travel(run, x_MD, ids_MK, weights_MK, drops)
+            return self._dispatch(run, x_MD, ids_MK, weights_MK, drops)
         num_tokens = x_MD.shape[0]
         rest = -num_tokens % self.tp.size
         if rest:  # tokens that weigh nothing make the ranks' parts equal
@@ -383,11 +383,11 @@ class Spread:
         share = ids_MK.shape[0] // self.tp.size
         own = ids_MK.narrow(0, self.tp.rank * share, share)
         x_MD, weights_MK = slice_to(x_MD, self.tp, 0), slice_to(weights_MK, self.tp, 0)
-        return gather_slice(self._travel(run, x_MD, own, weights_MK, drops), self.tp, 0)[:num_tokens]
+        return gather_slice(self._dispatch(run, x_MD, own, weights_MK, drops), self.tp, 0)[:num_tokens]
 
-    def _travel(self, run: Run, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor, drops: bool) -> Tensor:
+    def _dispatch(self, run: Run, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor, drops: bool) -> Tensor:
         order = sort_by_expert(ids_MK, self.num_experts, drops)
-        rows_RD = spread_rows(x_MD, order)
+        rows_RD = scatter_rows(x_MD, order)
         if self.ep.size == 1:
             return combine_rows(run(rows_RD, order.ends_E), weights_MK, order)
         traffic = count_traffic(order.ends_E, self.ep)
@@ -423,7 +423,7 @@ class StackedGated(Protocol):
 
 
 def _run_gated(experts: StackedGated, rows_ND: Tensor, ends_L: Tensor) -> Tensor:
-    ends = told_ends(ends_L, experts.gate_up_proj, experts.down_proj)
+    ends = host_group_ends(ends_L, experts.gate_up_proj, experts.down_proj)
     hidden_NF = experts._apply_gate(grouped_linear(rows_ND, experts.gate_up_proj, ends))
     return grouped_linear(hidden_NF, experts.down_proj, ends)
 
@@ -438,10 +438,10 @@ def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor
     return plain(experts, rows_ND, ids_N[:, None], rows_ND.new_ones(rows_ND.shape[0], 1))
 
 
-class SpreadExperts(nn.Module):
+class DistributedExperts(nn.Module):
     """Base of the classes that modules of experts are given; beside it stands their own."""
 
-    _weft_spread: Spread
+    _weft_spread: TokenDispatch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._weft_spread.hides:
@@ -450,8 +450,8 @@ class SpreadExperts(nn.Module):
             return super().__call__(*args, **kwargs)
 
 
-def _refuse_spread(experts: nn.Module) -> None:
-    if isinstance(experts, SpreadExperts):
+def _refuse_distribution(experts: nn.Module) -> None:
+    if isinstance(experts, DistributedExperts):
         kind = type(experts).__name__
         raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
 
@@ -464,7 +464,7 @@ def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # How many rows go where is known only on the host, when the router has chosen.
     @uncompiled
     def forward(self: Any, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        spread: Spread = self._weft_spread
+        spread: TokenDispatch = self._weft_spread
 
         def run(rows_ND: Tensor, ends_L: Tensor) -> Tensor:
             if isinstance(self, Experts):

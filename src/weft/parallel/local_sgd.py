@@ -32,7 +32,7 @@ from weft.comm.wire.coder import Coder, Coders
 from weft.comm.wire.wire_format import find_wire
 from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.parallel.state.flat_slices import StateSource, Stretch
+from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 
 #: Elements that travel at once: more would need as much memory again beside the masters.
@@ -57,11 +57,11 @@ class Bundle:
     fragment: int = 0
     owed: torch.Tensor | None = None
 
-    def with_debt(self, delta: torch.Tensor) -> torch.Tensor:
+    def with_carried_residual(self, delta: torch.Tensor) -> torch.Tensor:
         """Return a change of the weights and what is owed before; `delta` is spent."""
         return delta if self.owed is None else delta.add_(self.owed)
 
-    def among(self, held: Sequence[Stretch]) -> list[Stretch]:
+    def among(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
         """Those of what is held that are its own."""
         return [held[place] for place in self.places]
 
@@ -85,7 +85,7 @@ class RareSync:
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan | None = None):
         plan = plan or mesh.plan
-        self.plan, self.way, self.every = plan, plan.sync_way, plan.sync_every
+        self.plan, self.way, self.every = plan, plan.sync_method, plan.sync_every
         self.outer_lr, self.outer_momentum = 0.7, 0.9
         self.since = self.meetings = 0
         self.meets_now = self.differs = False
@@ -110,7 +110,7 @@ class RareSync:
         if self._runs:
             return
         held = self.held()
-        self._check_alike(held)
+        self._check_identical(held)
         for one in held:
             broadcast(one.flat, self._axis)
             _bring_home(one)
@@ -122,7 +122,7 @@ class RareSync:
         """Let the weights as they are be what replicas started from; the outer momentum starts at zero."""
         held = self.held()
         self._runs, self.differs = [], False
-        for places in self._cut(held):
+        for places in self._split_part(held):
             run = [held[place] for place in places]
             anchor = torch.cat([one.flat for one in run])
             has_momentum = self.way == "diloco" and not self._is_buffer(run)
@@ -141,9 +141,9 @@ class RareSync:
         is_due, self.meets_now = self.is_due, False
         self.since, self.differs = self.since + 1, True
         if is_due:
-            self._meet()
+            self._sync()
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         self._engine.arrive()
         held = self.held()
         self._refuse_unfit(held)
@@ -151,7 +151,7 @@ class RareSync:
             self._coders.take_turn(self.meetings)
         for run in self._runs:
             here = run.among(held)
-            delta = run.with_debt(run.anchor - torch.cat([one.flat for one in here]))
+            delta = run.with_carried_residual(run.anchor - torch.cat([one.flat for one in here]))
             all_reduce(delta, self._axis, wire=self._coder(run, here))
             run.owed = None
             self._step(run, delta.div_(self.replicas), averages=self._is_buffer(here))
@@ -161,7 +161,7 @@ class RareSync:
         self._engine.publish()
         self.since, self.meetings, self.differs = 0, self.meetings + 1, False
 
-    def _coder(self, run: Bundle, here: Sequence[Stretch]) -> Coder | None:
+    def _coder(self, run: Bundle, here: Sequence[FlatSlice]) -> Coder | None:
         """Return how a run travels; None: as it is."""
         return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
 
@@ -173,30 +173,30 @@ class RareSync:
         run.momentum.mul_(self.outer_momentum).add_(delta)
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
 
-    def _put(self, here: Sequence[Stretch], run: Bundle) -> None:
+    def _put(self, here: Sequence[FlatSlice], run: Bundle) -> None:
         """Let the weights of a run be its anchor."""
         _put(here, run.anchor, run.sizes)
 
-    def held(self) -> list[Stretch]:
+    def held(self) -> list[FlatSlice]:
         """Return what this rank trains, masters, and buffers that training moves, in its own memory; no collective."""
         engine = self._engine
-        names = frozenset(map(engine.axes.saved_name, engine.held_weights())) | self._buffers
+        names = frozenset(map(engine.axes.saved_name, engine.local_weights())) | self._buffers
         return [one for one in engine.stretches() if one.name in names and one.flat.is_floating_point()]
 
-    def anchors(self) -> list[Stretch]:
+    def anchors(self) -> list[FlatSlice]:
         """Return the anchor of what `held` gives."""
         return self._placed((run, run.anchor) for run in self._runs)
 
-    def momenta(self) -> list[Stretch]:
+    def momenta(self) -> list[FlatSlice]:
         """Return the outer momentum of what has one."""
         return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
 
-    def owed(self) -> list[Stretch]:
+    def owed(self) -> list[FlatSlice]:
         """Return what this replica left out of what it sent, and owes to the next meeting."""
         found: list[tuple[Bundle, torch.Tensor]] = []
         for run in self._runs:
             debt = run.owed
-            if debt is None and self._coders is not None and self._coders.owes:
+            if debt is None and self._coders is not None and self._coders.has_residual:
                 kept = dict(self._coders[f"sync {run.name}"].states())
                 debt = next((one.view(-1) for name, one in kept.items() if name.endswith("/residual")), None)
             if debt is not None:
@@ -204,7 +204,7 @@ class RareSync:
         return self._placed(found)
 
     @torch.no_grad()
-    def take_owed(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
+    def load_residual(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
         """Let what replicas of a checkpoint owed go with the next meeting. All ranks call it.
 
         Args:
@@ -249,8 +249,8 @@ class RareSync:
             run.anchor.copy_(own)
         self._engine.publish()
 
-    def _placed(self, tensors: Iterable[tuple[Bundle, torch.Tensor]]) -> list[Stretch]:
-        held, found = self.held(), list[Stretch]()
+    def _placed(self, tensors: Iterable[tuple[Bundle, torch.Tensor]]) -> list[FlatSlice]:
+        held, found = self.held(), list[FlatSlice]()
         for run, flat in tensors:
             parts = zip(run.among(held), flat.split(list(run.sizes)), strict=True)
             found += [replace(one, flat=part, home=None) for one, part in parts]
@@ -261,10 +261,10 @@ class RareSync:
         del name
         return 0
 
-    def _is_buffer(self, run: Sequence[Stretch]) -> bool:
+    def _is_buffer(self, run: Sequence[FlatSlice]) -> bool:
         return run[0].name in self._buffers
 
-    def _cut(self, held: Sequence[Stretch]) -> Iterator[list[int]]:
+    def _split_part(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
         """Places of what travels together: of one format, and held by the same ranks.
 
         What several ranks of a replica hold must be encoded alike on all of them, or their copies would part: a scale
@@ -285,7 +285,7 @@ class RareSync:
                 numel += held[place].flat.numel()
             yield run
 
-    def _refuse_unfit(self, held: Sequence[Stretch]) -> None:
+    def _refuse_unfit(self, held: Sequence[FlatSlice]) -> None:
         """CommError on all ranks, before anything travels, where weights of some are not finite."""
         bad = sum(not bool(one.flat.isfinite().all()) for one in held)
         total = all_reduce(torch.tensor([float(bad)], dtype=torch.float64, device=self.mesh.device), self.mesh.world)
@@ -298,7 +298,7 @@ class RareSync:
                 "exchanged. Resume from the last checkpoint with a lower learning rate."
             )
 
-    def _check_alike(self, held: Sequence[Stretch]) -> None:
+    def _check_identical(self, held: Sequence[FlatSlice]) -> None:
         """CommError on all ranks where replicas do not hold the same tensors."""
         device = self.mesh.device
         count = torch.tensor([len(held), sum(one.flat.numel() for one in held)], device=device)
@@ -310,13 +310,13 @@ class RareSync:
             )
 
 
-def _put(here: Sequence[Stretch], flat: torch.Tensor, sizes: Sequence[int]) -> None:
+def _put(here: Sequence[FlatSlice], flat: torch.Tensor, sizes: Sequence[int]) -> None:
     for one, part in zip(here, flat.split(list(sizes)), strict=True):
         one.flat.copy_(part)
         _bring_home(one)
 
 
-def move(here: Sequence[Stretch], by: torch.Tensor, sizes: Sequence[int]) -> None:
+def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
     """Add to what is here.
 
     Args:
@@ -329,7 +329,7 @@ def move(here: Sequence[Stretch], by: torch.Tensor, sizes: Sequence[int]) -> Non
         _bring_home(one)
 
 
-def _bring_home(one: Stretch) -> None:
+def _bring_home(one: FlatSlice) -> None:
     if one.home is not None:
         one.home.copy_(one.flat.view(one.home.shape))
 
@@ -419,12 +419,12 @@ class StreamedSync(RareSync):
         self._engine.arrive()
         self._receive()
         if meets_now:
-            self._meet()
+            self._sync()
         elif self.since in self._leaves:
             self._send(self._leaves.index(self.since))
         self.since %= self.every
 
-    def sent(self) -> list[Stretch]:
+    def sent(self) -> list[FlatSlice]:
         """Return this replica's weights of the fragment that is on its way, as they were when it left."""
         return self._placed((one.run, one.run.anchor - one.own) for one in self._sent)
 
@@ -455,11 +455,13 @@ class StreamedSync(RareSync):
             if run.fragment == fragment:
                 self._start(run, run.anchor - torch.cat([one.flat for one in run.among(held)]), held)
 
-    def _start(self, run: Bundle, own: torch.Tensor, held: list[Stretch]) -> None:
+    def _start(self, run: Bundle, own: torch.Tensor, held: list[FlatSlice]) -> None:
         if self._coders is not None:
             self._coders.take_turn(self.meetings)
         coder = self._coder(run, run.among(held))
-        self._sent.append(_Sent(run, own, start_all_reduce(run.with_debt(own.clone()), self._over, wire=coder)))
+        self._sent.append(
+            _Sent(run, own, start_all_reduce(run.with_carried_residual(own.clone()), self._over, wire=coder))
+        )
 
     @property
     def _over(self) -> Axis:
@@ -523,7 +525,7 @@ def _of_stages(own: dict[str, int], stages: Axis, device: torch.device) -> Itera
         yield json.loads(bytes(row.tolist()))
 
 
-def meet_rarely(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
+def attach_local_sgd(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
     """Keep with a model how its replicas meet, where the plan says that they do so rarely.
 
     Args:

@@ -18,25 +18,25 @@ from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.find_layout import expect_parts_named
 from weft.parallel.batch_norm import group_norms
 from weft.parallel.choose_engine import build_engine
-from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn_of_uncompiled
+from weft.parallel.compile_blocks import compile_blocks, register_operators, warn_of_uncompiled
 from weft.parallel.context.context import apply_context, check_sequences, context_of
-from weft.parallel.dropout import follow_positions
-from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
-from weft.parallel.layers.distributed_encoders import SpreadChoice, attach_spread, choose_spread
-from weft.parallel.layers.documents import attend_in_documents, follow_position_ids
+from weft.parallel.dropout import drop_by_position
+from weft.parallel.expert import distribute_experts, divide_sequences, expect_experts
+from weft.parallel.layers.distributed_encoders import EncoderChoice, choose_encoders, distribute_encoders
+from weft.parallel.layers.documents import attend_in_documents, separate_by_position_ids
 from weft.parallel.layers.encoder_items import attend_by_borders
 from weft.parallel.layers.float8 import choose_float8, use_float8
 from weft.parallel.layers.index_check import watch_indices
 from weft.parallel.local_means import watch_local_means
-from weft.parallel.local_sgd import meet_rarely
+from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
-from weft.parallel.state.flat_slices import grown, originals_of
+from weft.parallel.state.flat_slices import dtype_growth_warning, originals_of
 from weft.parallel.state.gradients import attach, is_attached
 from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
-from weft.parallel.tensor.apply import check_whole_model, cut_tensors, fuse_whole_head
+from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
 
 
 def parallelize(
@@ -73,28 +73,28 @@ def parallelize(
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
     before, params, whole, mesh = originals_of(model), OriginalParameters(model), mesh, mesh.replica
-    if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
+    if mesh.rank == 0 and (said := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     _prepare(model, mesh, bf16_layers, fp8_recipe)
-    spread = choose_spread(model, mesh, layout)
+    spread = choose_encoders(model, mesh, layout)
     placed = cut(model, mesh, layout, spread, example) if placements is None else dict(placements)
-    follow_positions(model, mesh, seed or 0)
+    drop_by_position(model, mesh, seed or 0)
     use_float8(model)
     groups = group_norms(model, mesh, norm_group) if norm_group else None
     if (pipeline := pipeline_of(model)) is not None:
-        pipeline.hold_weight_gradients(model)
+        pipeline.defer_weight_gradients(model)
     move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
-        hold_as_operators(model, mesh.plan)
+        register_operators(model, mesh.plan)
         warn_of_uncompiled(model, mesh, stacklevel=3)
         compile_blocks(model)
     if (host := open_host(mesh.plan, mesh.device, pinned_limit)) is not None:
         _offload(model, mesh, host)
     engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
-    attach_spread(model, mesh, spread)
+    distribute_encoders(model, mesh, spread)
     attach(model, engine, before)
-    meet_rarely(model, engine, whole)
+    attach_local_sgd(model, engine, whole)
     guard_model(model, engine.axes)
     watch_local_means(model, mesh, groups_norms=groups is not None)
     params.watch(model, mesh.plan.compile)
@@ -102,13 +102,13 @@ def parallelize(
 
 
 def cut(
-    model: nn.Module, mesh: Mesh, layout: Layout | None = None, spread: SpreadChoice | None = None, example: Any = None
+    model: nn.Module, mesh: Mesh, layout: Layout | None = None, spread: EncoderChoice | None = None, example: Any = None
 ) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
-    spread = spread or choose_spread(model, mesh, layout)
+    spread = spread or choose_encoders(model, mesh, layout)
     _refuse_graphs(mesh, spread)
     if layout is not None and spread.shared:
-        layout = layout.without_spread if layout.without_spread.pairs else None
+        layout = layout.without_distributed if layout.without_distributed.pairs else None
     plan, tensor_layout = mesh.plan, layout
     if plan.pp > 1:
         expect_experts(model, layout, plan.ep)
@@ -117,21 +117,21 @@ def cut(
     regions = None
     if plan.tp > 1:
         # Of the model as it came: a stage alone, or experts that are spread over ranks, cannot be traced.
-        tensor_layout, regions = check_whole_model(
+        tensor_layout, regions = check_full_model(
             model, mesh, layout, *([spread.holds] if spread.shared else []), example=example
         )
     why_whole = check_sequences(model, mesh)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     pipeline = pipeline_of(model)
-    experts = spread_experts(model, mesh, layout)
+    experts = distribute_experts(model, mesh, layout)
     if plan.tp > 1:
         runs = pipeline.runs if pipeline else None
-        tensors = cut_tensors(model, mesh, tensor_layout, experts, runs, spread.holds, regions)
+        tensors = shard_tensors(model, mesh, tensor_layout, experts, runs, spread.holds, regions)
         # Each rank of tp computes items of its own: their gradients add up.
         tensors |= dict.fromkeys(spread.parameters(model), Placement(partial=("tp",)))
     else:
         tensors = {}
-        fuse_whole_head(model, mesh)
+        fuse_replicated_head(model, mesh)
     context = apply_context(model, mesh, why_whole, pipeline.runs if pipeline else None)
     divide_sequences(model, mesh, context_of(model))
     return merge_placements(stages, experts, tensors, context)
@@ -143,13 +143,13 @@ def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recip
     if mesh.plan.compile or mesh.device.type == "cuda":
         attend_by_borders(model)
     if mesh.plan.cp == 1:
-        follow_position_ids(model)
+        separate_by_position_ids(model)
         attend_in_documents(model)
     if mesh.plan.precision == "fp8":
         choose_float8(model, mesh.device, bf16_layers, fp8_recipe, speaks=mesh.rank == 0)
 
 
-def _refuse_graphs(mesh: Mesh, spread: SpreadChoice) -> None:
+def _refuse_graphs(mesh: Mesh, spread: EncoderChoice) -> None:
     if mesh.plan.graphs and spread.shared:
         rule = "ranks share the encoder that is spread, and communicate within forward"
         raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])

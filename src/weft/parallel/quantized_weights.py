@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.parallel.state.flat_slices import StateSource, Stretch
+from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 from weft.parallel.zero_flat.model import FlatModel
-from weft.parallel.zero_flat.optimizer_states import SeenWeights
+from weft.parallel.zero_flat.optimizer_states import QuantizedWeights
 
 
-def seen_stretches(engine: DataParallel) -> Iterator[Stretch]:
+def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
     """Yield this rank's part of what forward sees under gather=diff4, and nothing under other plans; no collective."""
     if isinstance(engine, FlatModel):
         engine.arrive()
-        yield from SeenWeights(engine.reducer.buckets, engine.axes).stretches()
+        yield from QuantizedWeights(engine.reducer.buckets, engine.axes).stretches()
 
 
-def take_seen(engine: DataParallel, source: StateSource) -> None:
+def load_quantized_weights(engine: DataParallel, source: StateSource) -> None:
     """Let forward see what a checkpoint of any plan says, after its masters were loaded. All ranks call it."""
     if isinstance(engine, FlatModel):
         engine.arrive()
-        SeenWeights(engine.reducer.buckets, engine.axes).take(source)
+        QuantizedWeights(engine.reducer.buckets, engine.axes).take(source)

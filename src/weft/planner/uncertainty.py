@@ -33,7 +33,7 @@ _LONG, _MANY = 16_384, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Circumstances:
+class ErrorContext:
     """experts: whether it has any. narrow: fp8 or fp4 products. nodes: of the run. stages: of its pipeline.
 
     decoder: whether the model reads tokens and says the next, as those of all published runs do. adapter: whether one
@@ -51,7 +51,7 @@ class Circumstances:
     graphs: bool = False
 
     @property
-    def doubts(self) -> dict[str, float]:
+    def uncertainty_terms(self) -> dict[str, float]:
         """What makes an error larger, each from 0 (as in most published runs) upwards, by name."""
         return {
             "experts": float(self.experts),
@@ -70,7 +70,7 @@ def generation(device: str) -> str:
     return next((make for make, names in _GENERATIONS if name.startswith(names)), "")
 
 
-def circumstances_of(job: Job, cluster: ClusterSpec, precision: str, stages: int, num_devices: int) -> Circumstances:
+def error_context(job: Job, cluster: ClusterSpec, precision: str, stages: int, num_devices: int) -> ErrorContext:
     """Return the circumstances of one plan.
 
     Args:
@@ -80,7 +80,7 @@ def circumstances_of(job: Job, cluster: ClusterSpec, precision: str, stages: int
         stages: of its pipeline.
         num_devices: that it uses.
     """
-    return Circumstances(
+    return ErrorContext(
         generation=generation(cluster.device.name),
         experts=job.shape.moe_layers > 0,
         narrow=precision in ("fp8", "fp4"),
@@ -99,7 +99,7 @@ def _is_decoder(shape: Shape) -> bool:
     return shape.vocab > 0 and attention is not None and attention.causal
 
 
-def unmeasured(one: Circumstances, device: str) -> tuple[str, ...]:
+def unmeasured(one: ErrorContext, device: str) -> tuple[str, ...]:
     """Return what no published run was like, in words; empty where there were some of every kind."""
     found: list[str] = []
     if not one.generation:
@@ -132,15 +132,15 @@ MEMORY_DOUBTS = ("experts", "newer")
 
 
 @dataclass(frozen=True, slots=True)
-class Doubts:
+class ErrorModel:
     """How a scale grows with the circumstances: `spread` where there is no doubt, times exp(weight) for each."""
 
     spread: float
     weights: Mapping[str, float]
 
-    def scale(self, one: Circumstances) -> float:
+    def scale(self, one: ErrorContext) -> float:
         """Return the scale of a residual."""
-        doubts = one.doubts
+        doubts = one.uncertainty_terms
         return self.spread * math.exp(sum(weight * doubts[name] for name, weight in self.weights.items()))
 
 
@@ -161,9 +161,9 @@ class Experience:
     runs, sources: that the time was learnt from.
     """
 
-    time: Doubts
+    time: ErrorModel
     quantiles: Mapping[float, tuple[float, float]]
-    memory: Doubts
+    memory: ErrorModel
     gross: float
     gross_spread: float
     runs: int
@@ -181,9 +181,9 @@ def experience_of(table: Mapping[str, Any]) -> Experience:
     """Return the experience of a table like that of experience.toml."""
     time, memory = table["time"], table["memory"]
     return Experience(
-        time=Doubts(time["spread"], time["doubts"]),
+        time=ErrorModel(time["spread"], time["doubts"]),
         quantiles={float(level): (low, high) for level, (low, high) in time["quantiles"].items()},
-        memory=Doubts(memory["spread"], memory["doubts"]),
+        memory=ErrorModel(memory["spread"], memory["doubts"]),
         gross=memory["gross"],
         gross_spread=memory["gross_spread"],
         runs=time["runs"],
@@ -191,7 +191,7 @@ def experience_of(table: Mapping[str, Any]) -> Experience:
     )
 
 
-def time_bands(one: Circumstances, known: Experience | None = None) -> dict[float, Band]:
+def time_bands(one: ErrorContext, known: Experience | None = None) -> dict[float, Band]:
     """Return the bands of a step time by level, as factors on the estimate."""
     known = shipped() if known is None else known
     scale = known.time.scale(one)
@@ -203,7 +203,7 @@ def time_bands(one: Circumstances, known: Experience | None = None) -> dict[floa
 
 def memory_spread(job: Job, cluster: ClusterSpec) -> float:
     """Return the scale of the errors of memory for a job on a cluster, as a logarithm."""
-    return shipped().memory.scale(circumstances_of(job, cluster, "bf16", 1, cluster.num_devices))
+    return shipped().memory.scale(error_context(job, cluster, "bf16", 1, cluster.num_devices))
 
 
 def fits_chance(room: Array, spread: float, known: Experience | None = None) -> Array:

@@ -116,9 +116,9 @@ class _Runs:
     ):
         self._lengths, self._cost_of, self._most_tokens = lengths, cost_of, most_tokens
         #: What all samples before each place cost besides.
-        self._beside = np.zeros(len(lengths) + 1)
+        self._incompatible_setting = np.zeros(len(lengths) + 1)
         if beside is not None:
-            np.cumsum(beside, out=self._beside[1:])
+            np.cumsum(beside, out=self._incompatible_setting[1:])
         #: Of each power of two: the longest of so many samples from each place on.
         self._longest = [lengths]
         while 2 ** len(self._longest) <= len(lengths):
@@ -144,7 +144,7 @@ class _Runs:
             starts = np.flatnonzero(np.arange(len(sizes)) + sizes + 2**power <= len(sizes))
             more, number = np.maximum(filled[starts], self._longest[power][starts + sizes[starts]]), 2**power
             tokens, number = more.sum(1), number + sizes[starts]
-            besides = self._beside[starts + number] - self._beside[starts]
+            besides = self._incompatible_setting[starts + number] - self._incompatible_setting[starts]
             fits = self._cost_of(tokens) * number + besides <= bound * _NEARLY
             if self._most_tokens is not None:
                 fits &= tokens * number <= self._most_tokens
@@ -171,7 +171,7 @@ class _Runs:
         for row, start in enumerate(places[:-1]):
             filled = np.maximum.accumulate(self._lengths[start:]).sum(1)
             ends = np.array(places[row + 1 :]) - start
-            besides = self._beside[start + ends] - self._beside[start]
+            besides = self._incompatible_setting[start + ends] - self._incompatible_setting[start]
             costs = self._cost_of(filled[ends - 1]) * ends + besides
             fits = (costs <= bound * _NEARLY) & (filled[ends - 1] * ends <= (self._most_tokens or np.inf))
             weights[row, row + 1 :] = np.where(fits, costs, np.inf)
@@ -194,7 +194,7 @@ class _Runs:
     def costs_of(self, cut: list[range]) -> list[float]:
         """Cost of each run, filled up to its longest sample."""
         filled = np.array([self._lengths[run.start : run.stop].max(0).sum() for run in cut], np.int64)
-        besides = [float(self._beside[run.stop] - self._beside[run.start]) for run in cut]
+        besides = [float(self._incompatible_setting[run.stop] - self._incompatible_setting[run.start]) for run in cut]
         costs = self._cost_of(filled)
         return [float(cost) * len(run) + more for cost, run, more in zip(costs, cut, besides, strict=True)]
 
@@ -261,7 +261,7 @@ def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
     return found
 
 
-def alone_costs(task: CostTask) -> np.ndarray:
+def own_costs(task: CostTask) -> np.ndarray:
     """Return what each training sample of a task costs alone, by its own length, in tokens: float64 (samples,)."""
     lengths, table = _lengths_and_table(task)
     found, beside = table[_columns(lengths).sum(1)], task.costs_beside()
@@ -299,7 +299,7 @@ def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
 #: What a sum may be above a bound by rounding.
 
 
-class StepPlaces:
+class StepBorders:
     """Borders of steps, as a pure function of the step. Places count from 0 and over all epochs, as steps do."""
 
     def first(self, step: int) -> int:
@@ -317,12 +317,12 @@ class StepPlaces:
         return step + (num_samples - first) / (self.first(step + 1) - first)
 
     @staticmethod
-    def of(batches: object, global_batch: int) -> StepPlaces:
+    def of(batches: object, global_batch: int) -> StepBorders:
         """Return which samples the steps of some batches take: what these say, or global_batch each."""
-        return getattr(batches, "places", None) or EvenPlaces(global_batch)
+        return getattr(batches, "places", None) or EvenBorders(global_batch)
 
     @staticmethod
-    def of_task(task: CostTask, order: Callable[[int, int], np.ndarray]) -> StepPlaces:
+    def of_task(task: CostTask, order: Callable[[int, int], np.ndarray]) -> StepBorders:
         """Return which samples the steps of a task take: train.global_batch, or what train.global_cost allows.
 
         Args:
@@ -331,12 +331,12 @@ class StepPlaces:
         """
         most = task.config.train.global_cost
         if most is None:
-            return EvenPlaces(task.config.train.global_batch)
-        costs = alone_costs(task)
-        return CostPlaces(lambda epoch: costs[order(len(costs), epoch)], len(costs), most)
+            return EvenBorders(task.config.train.global_batch)
+        costs = own_costs(task)
+        return CostBorders(lambda epoch: costs[order(len(costs), epoch)], len(costs), most)
 
 
-class EvenPlaces(StepPlaces):
+class EvenBorders(StepBorders):
     """Steps of `size` samples."""
 
     def __init__(self, size: int):
@@ -349,7 +349,7 @@ class EvenPlaces(StepPlaces):
         return place // self._size
 
 
-class CostPlaces(StepPlaces):
+class CostBorders(StepBorders):
     """Steps that take samples in their order while these cost no more than `most` together.
 
     A sample that alone costs more is a step of its own, and no step is empty. Steps go on over the end of an epoch.

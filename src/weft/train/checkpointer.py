@@ -11,16 +11,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from weft.checkpoint.folders import Together, step_in_name
+from weft.checkpoint.folders import RankGroup, step_in_name
 from weft.checkpoint.load import Found, list_checkpoints, load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.object_store import Location
 from weft.checkpoint.peer_copies import CopyHome
 from weft.checkpoint.prune import prune_checkpoints, set_aside, set_unfinished_aside
 from weft.checkpoint.safetensors_files import RawArray
-from weft.checkpoint.save import SavedPiece, save_pieces
+from weft.checkpoint.save import SavedSlice, save_slices
 from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, CommError, UnfitError
-from weft.train.batching_by_cost import StepPlaces
+from weft.train.batching_by_cost import StepBorders
 from weft.train.engine import GROUPS, Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import Progress, SaveEnd
@@ -157,18 +157,18 @@ class Keeper:
     ):
         self._elsewhere = elsewhere
         self._folder, self._config, self._engine = folder, config, engine
-        self._background, self._talk = config.checkpoint.background, engine.talk()
+        self._background, self._talk = config.checkpoint.background, engine.store_channel()
         self._save: Save | None = None
         self._ends = deque[SaveEnd]()  # the thread of a save adds to it
         self._num_told = 0
-        self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
+        self._joint_parts = RankGroup(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
         self._resumed = 0
         self._digests: DigestsBehind | None = None
         self._good_step = 0
         self._copies: Copies | None = None
         self._notes: list[str] = []
         if every := config.checkpoint.peer_every:
-            self._copies, self._notes = Copies.open(home, self._together, every, engine.checkpoint_bytes)
+            self._copies, self._notes = Copies.open(home, self._joint_parts, every, engine.checkpoint_bytes)
 
     def resume(self) -> tuple[Progress, list[str]]:
         """Load the newest valid checkpoint, or that of `resume.step`: the first rank looks, the others follow.
@@ -215,22 +215,24 @@ class Keeper:
 
     def _find(self) -> tuple[int | None, list[str]]:
         """The step to resume from, or None, and what was found on the way; all ranks, each verifies its share."""
-        notes = self._engine.on_first(lambda: _told_unfinished(set_unfinished_aside(self._folder.checkpoints)))
+        notes = self._engine.on_first(lambda: _unfinished_message(set_unfinished_aside(self._folder.checkpoints)))
         if step := self._config.resume.step:
             # What is wrong with it the first rank says, before newer ones are set aside.
             self._engine.on_first(lambda: _check_saved(self._folder, step))
-            problems = verify_checkpoint(self._folder.checkpoint(step), together=self._together)
+            problems = verify_checkpoint(self._folder.checkpoint(step), together=self._joint_parts)
             notes += self._engine.on_first(lambda: go_back(self._folder, step, problems))
-        verify, number = self._config.checkpoint.verify, self._together.number
-        found = newest_checkpoint(self._folder.checkpoints, verify=verify == "start", together=self._together)
+        verify, number = self._config.checkpoint.verify, self._joint_parts.number
+        found = newest_checkpoint(self._folder.checkpoints, verify=verify == "start", together=self._joint_parts)
         if found is None:
             return None, notes
         path = found.path
         if verify == "auto" and self._engine.on_first(lambda: DigestsBehind.are_quick(path, number)):
-            found = newest_checkpoint(self._folder.checkpoints, together=self._together)
+            found = newest_checkpoint(self._folder.checkpoints, together=self._joint_parts)
             assert found is not None
         elif verify != "start" and not self._config.resume.step:
-            self._digests = DigestsBehind(path, self._together.rank, number, functools.partial(self._stop, found.step))
+            self._digests = DigestsBehind(
+                path, self._joint_parts.rank, number, functools.partial(self._stop, found.step)
+            )
         newest = found
         return found.step, [*notes, *self._engine.on_first(lambda: _set_skipped_aside(self._folder, newest))]
 
@@ -250,7 +252,7 @@ class Keeper:
         best = progress.best_step if self._config.checkpoint.keep_best else None
 
         def write() -> Location:
-            path = save_pieces(self._folder.checkpoints, step, pieces, state, self._talk, GROUPS, refuse_unfit)
+            path = save_slices(self._folder.checkpoints, step, pieces, state, self._talk, GROUPS, refuse_unfit)
             if is_good:
                 self.confirm(step)
             if self._talk.rank == 0:
@@ -274,7 +276,7 @@ class Keeper:
         step, state, pieces = progress.step, self._state(progress, False), self._pieces()
 
         def write() -> Location:
-            path = save_pieces(copies.root, step, pieces, state, self._talk, GROUPS, refuse_unfit)
+            path = save_slices(copies.root, step, pieces, state, self._talk, GROUPS, refuse_unfit)
             if self._talk.rank == 0:
                 copies.keep_only(step)
             return path
@@ -334,7 +336,7 @@ class Keeper:
             return
         with self._engine.pulse.doing("waits for the digests of its checkpoint"):
             found = json.dumps(digests.wait()).encode()
-        answers = self._together.gather(found)
+        answers = self._joint_parts.gather(found)
         self._engine.on_first(lambda: self._refuse_start([one for text in answers for one in json.loads(text)]))
 
     def _refuse_start(self, problems: list[str]) -> None:
@@ -359,7 +361,7 @@ class Keeper:
                 save.wait()
             self._ends.append(save.end())
 
-    def _pieces(self) -> list[SavedPiece]:
+    def _pieces(self) -> list[SavedSlice]:
         """What this rank writes, as a copy where training goes on meanwhile."""
         if self._background:
             try:
@@ -371,7 +373,7 @@ class Keeper:
 
     def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
         """All but arrays."""
-        position = StepPlaces.of(self._engine.batches, self._config.train.global_batch).first(progress.step)
+        position = StepBorders.of(self._engine.batches, self._config.train.global_batch).first(progress.step)
         return {
             "progress": asdict(progress),
             "plan": str(self._engine.plan),
@@ -411,9 +413,9 @@ class Keeper:
         The checkpoint of the step just before may hold what spoilt it: where there is an older one it is set aside,
         unless an evaluation gave a finite loss.
         """
-        return self._engine.on_first(lambda: self._told_halt(first_bad))
+        return self._engine.on_first(lambda: self._halt_message(first_bad))
 
-    def _told_halt(self, first_bad: int) -> str:
+    def _halt_message(self, first_bad: int) -> str:
         if self._copies is not None:
             self._copies.clear()
         doubtful = self._set_doubtful_aside(first_bad)
@@ -485,7 +487,7 @@ def _set_skipped_aside(folder: RunFolder, found: Found) -> list[str]:
     return lines
 
 
-def _told_unfinished(moved: list[Location]) -> list[str]:
+def _unfinished_message(moved: list[Location]) -> list[str]:
     if not moved:
         return []
     count = counted(len(moved), "unfinished checkpoint")

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import SavedPiece
-from weft.comm.heartbeat import Pulse
+from weft.checkpoint.save import SavedSlice
+from weft.comm.heartbeat import Heartbeat
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.env import RankEnv
-from weft.monitor.metrics import OwnBoard, ReportBoard
+from weft.monitor.metrics import LocalReports, ReportChannel
 from weft.monitor.step_times import Meter, TimeBook
 from weft.train.folder import RunFolder
 from weft.train.tasks.base import Task
@@ -87,7 +87,7 @@ class Measures:
     UUID of its GPU, None on other devices.
     """
 
-    board: ReportBoard = field(default_factory=OwnBoard)
+    board: ReportChannel = field(default_factory=LocalReports)
     traffic: Callable[[], Mapping[str, float]] = _nothing
     memory: Callable[[], Mapping[str, float]] = _nothing
     gpu: str | None = None
@@ -153,7 +153,7 @@ class Engine(Protocol):
     #: Kind and number of the device, as torch writes it: "cpu", "cuda:0".
     device: str
     #: Where this rank stands, for those who wait for it.
-    pulse: Pulse
+    pulse: Heartbeat
     meter: Meter
     #: Set: the ranks stop together after the next step, whose result says so.
     wants_stop: bool
@@ -222,7 +222,7 @@ class Engine(Protocol):
         """Compute loss and metrics over the task's evaluation set."""
         ...
 
-    def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
+    def save(self, *, aside: bool = False) -> Iterable[SavedSlice]:
         """Return what this rank writes of weights and optimizer states, to be written before the next step.
 
         aside: as copies in host memory, which last until the next such call.
@@ -252,7 +252,7 @@ class Engine(Protocol):
         """Return the bytes of every rank in their order, on the first rank; others may get none."""
         ...
 
-    def talk(self) -> Together:
+    def store_channel(self) -> RankGroup:
         """Return the ranks as a thread beside training asks them, which leaves the collectives of training alone."""
         ...
 

@@ -229,7 +229,7 @@ def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
             continue
         try:
             _lock(descriptor, folder)
-            if _is_there(descriptor, folder / _NAME):
+            if _exists(descriptor, folder / _NAME):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
                 return descriptor, made
@@ -250,7 +250,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         )
 
 
-def _is_there(descriptor: int, path: Path) -> bool:
+def _exists(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

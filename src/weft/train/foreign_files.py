@@ -287,7 +287,7 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors by name."""
     if lines.stage == 3:
-        yield from _equal_pieces(lines, {name: shape for group in shapes for name, shape in group.items()})
+        yield from _equal_chunks(lines, {name: shape for group in shapes for name, shape in group.items()})
         return
     if len(lines.groups[0]) != len(shapes):
         raise NotTaken(f"{len(lines.groups[0])} partitions for {len(shapes)} groups of parameters")
@@ -296,11 +296,11 @@ def _tensors(
         gaps = paddings[number] if isinstance(paddings, list) and number < len(paddings) else [0] * len(group)
         start = 0
         for (name, shape), gap in zip(group.items(), gaps, strict=True):
-            yield name, _cut(line, name, start, shape)
+            yield name, _split_part(line, name, start, shape)
             start += numel(shape) + int(gap)
 
 
-def _equal_pieces(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _equal_chunks(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
     ranks = [torch.cat(groups) for groups in lines.groups]
     start = 0
     for name, shape in shapes.items():
@@ -308,11 +308,11 @@ def _equal_pieces(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator
         if any(start + each > rank.numel() for rank in ranks):
             raise NotTaken(f"{name}: the partitions end before this parameter")
         line = torch.cat([rank[start : start + each] for rank in ranks])
-        yield name, _cut(line, name, 0, shape)
+        yield name, _split_part(line, name, 0, shape)
         start += each
 
 
-def _cut(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+def _split_part(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
     if start + numel(shape) > line.numel():
         raise NotTaken(f"{name}: the partitions end before this parameter")
     return line[start : start + numel(shape)].view(shape)
@@ -352,7 +352,7 @@ def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]
     for name, shape in frozen.items():
         pieces = [(one.get("frozen_param_fragments") or {})[name].reshape(-1) for one in models]
         line = torch.cat(pieces) if stage == 3 else pieces[0]
-        taken.tensor(("model", name), _cut(line, name, 0, tuple(shape)))
+        taken.tensor(("model", name), _split_part(line, name, 0, tuple(shape)))
     for name in first.get("buffer_names") or []:
         if name in module and name not in trained:
             taken.tensor(("model", name), module[name])

@@ -79,9 +79,9 @@ class GpuKernels:
             self._before.callback(restore_flash_attention_impl)
         self._before.enter_context(sdpa_kernel(_ORDERS.get(name, _ORDERS["flash"]), set_priority=True))
         if self._plan.compile:
-            self._compile_anew()
+            self._separate_compile_cache()
 
-    def _compile_anew(self) -> None:
+    def _separate_compile_cache(self) -> None:
         """Keep code apart that was compiled with other kernels: torch's caches, here and on disk, do not know which."""
         known = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weft.checkpoint.object_store import Location
 from weft.errors import ConfigError
-from weft.monitor.alerts import Wish
+from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
 from weft.train.engine import Evaluation
 from weft.train.folder import RunFolder
@@ -61,7 +61,7 @@ class Hook:
     def on_trace(self, event: Mapping[str, object]) -> None:
         """Hear where a step went wrong: an event of kind "trace"."""
 
-    def on_action(self, step: int, wish: Wish) -> None:
+    def on_action(self, step: int, wish: RunRequest) -> None:
         """Hear that the ranks do what the run was asked for, after `step` steps."""
 
     def on_moved(self, before: int, step: int) -> None:

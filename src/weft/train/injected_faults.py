@@ -189,7 +189,7 @@ def _jump(hook: FaultHook, seconds: float) -> None:
     time.time = lambda: now() + seconds
 
 
-def _cut(hook: FaultHook) -> None:
+def _split_part(hook: FaultHook) -> None:
     """Shut every TCP connection of this process, as a network that breaks does."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
@@ -242,7 +242,7 @@ ACTS: dict[str, Callable[[FaultHook], None]] = {
     "stop_rank": lambda hook: _kill(hook, signal.SIGSTOP),
     "hang": lambda hook: time.sleep(1e6),
     "slow_rank": lambda hook: time.sleep(_SLOW_S * _SLOW_STEPS),
-    "cut_link": _cut,
+    "cut_link": _split_part,
     "nan_weight": _spoil_weight,
     "full_disk": _full_disk,
     "read_only": _read_only,

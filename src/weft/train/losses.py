@@ -36,7 +36,7 @@ Compare = Callable[[Features, Features, torch.Tensor], tuple[torch.Tensor, torch
 Score = Callable[[Features, Features, torch.Tensor], Mapping[str, torch.Tensor]]
 
 
-class WholeBatchLoss:
+class GlobalBatchLoss:
     """A loss of features, which `TrainStep` gives those of the whole global batch. As a function: of one batch alone.
 
     Args:
@@ -68,7 +68,7 @@ class WholeBatchLoss:
         return lambda output, microbatch, index: batch.of(output, index, counts=counts[index])
 
 
-def expect_whole_batches(plan: Plan) -> None:
+def expect_global_batch(plan: Plan) -> None:
     """Refuse plans under which no rank has the features of whole samples before backward.
 
     Raises:
@@ -138,7 +138,7 @@ class GatheredFeatures:
 
     def compared(self, act: Callable[[Features, Features, torch.Tensor], Any]) -> Any:
         """Return what a function of own features, all features and own places gives."""
-        every, places = [_wide(one) for one in self.every], self.own_places()
+        every, places = [_wide(one) for one in self.every], self.own_positions()
         return act([one[places] for one in every], every, places)
 
     @property
@@ -151,7 +151,7 @@ class GatheredFeatures:
         own = self._own[index]
         return torch.arange(own.start, own.stop, device=self._every[0][0].device)
 
-    def own_places(self) -> torch.Tensor:
+    def own_positions(self) -> torch.Tensor:
         """Return where all of this rank's samples stand, int64."""
         return torch.cat([self.places(index) for index in range(len(self._own))])
 
@@ -165,7 +165,7 @@ class BatchGradient:
         num_microbatches: of a step; with one, `of` gathers what it is given.
     """
 
-    def __init__(self, loss: WholeBatchLoss, mesh: Mesh, num_microbatches: int):
+    def __init__(self, loss: GlobalBatchLoss, mesh: Mesh, num_microbatches: int):
         self._loss, self._axis = loss, mesh.data
         self._features = GatheredFeatures(mesh.data)
         self._is_single = num_microbatches == 1
@@ -198,7 +198,7 @@ class BatchGradient:
         if self._is_single:
             self._features.add(features, counts=counts)
         if self._sum is None:
-            self._settle()
+            self._finalize()
         assert self._sum is not None
         places = self._features.places(index)
         pulled = features[0].new_zeros(())
@@ -210,10 +210,10 @@ class BatchGradient:
         value = self._sum if is_first else torch.zeros_like(self._sum)
         return pulled - pulled.detach() + value, self._count if is_first else 0
 
-    def _settle(self) -> None:
+    def _finalize(self) -> None:
         """This rank's losses, and the gradients of all features from all ranks' losses."""
         every = [_wide(one).requires_grad_(one.is_floating_point()) for one in self._features.every]
-        places = self._features.own_places()
+        places = self._features.own_positions()
         with torch.enable_grad():
             loss_sum, self._count = self._loss.compare([one[places] for one in every], every, places)
             leaves = [one for one in every if one.requires_grad]

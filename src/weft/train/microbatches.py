@@ -130,7 +130,7 @@ def _keywords(known: Iterable[str], batch: Mapping[str, Any]) -> str:
 # A batch and its microbatches: cut by samples and collated after, or, where each row is a sample, along dim 0.
 
 
-class AmongReaders(Protocol):
+class DataRank(Protocol):
     """A rank among those that read different samples: number `rank` of `size`, as an axis or a mesh's reader says."""
 
     @property
@@ -327,7 +327,7 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     return [one for one, _ in batch.counted()]
 
 
-def samples_of(batch: Any, num_microbatches: int, data: AmongReaders) -> list[SampleNumbers]:
+def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[SampleNumbers]:
     """Return which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
 
     A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large.
@@ -395,7 +395,7 @@ def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
     return first.shape[0] // parts, first.numel() // parts
 
 
-def cut_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
+def split_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
     """Return a batch's parts by samples, which are its rows. runs: the samples of each part, from 0.
 
     Raises:

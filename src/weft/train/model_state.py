@@ -18,7 +18,7 @@ from torch import nn
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.read import Part
 from weft.checkpoint.safetensors_files import torch_formats
-from weft.checkpoint.save import SavedPiece
+from weft.checkpoint.save import SavedSlice
 from weft.comm.collectives import all_reduce
 from weft.config.sections import OptimizerSection
 from weft.errors import CheckpointError
@@ -28,12 +28,12 @@ from weft.models.quantized_linear import BASE_FORMATS, BaseFormat
 from weft.optim.build import build_optimizer, freeze
 from weft.optim.rounded_adamw import exact_moment
 from weft.parallel.local_sgd import rare_sync
-from weft.parallel.quantized_weights import seen_stretches, take_seen
-from weft.parallel.state.flat_slices import SavedTensor, StateSource, Stretch
+from weft.parallel.quantized_weights import load_quantized_weights, quantized_slices
+from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
-from weft.parallel.state.materialize import pieces_allowed
-from weft.parallel.zero.states import carried_here, load_carried
-from weft.train.state_io import SavedReplicas, counts_here, replica_stretches, resume_replicas
+from weft.parallel.state.materialize import allow_sharded_state
+from weft.parallel.zero.states import load_carried, local_wire_state
+from weft.train.state_io import SavedReplicas, local_counts, replica_slices, resume_replicas
 
 #: Elements of one weight that its digest looks at.
 SAMPLES = 2**14
@@ -72,7 +72,7 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
     """
     record = adapted(model)
     if record is None or saved is None:
-        _refuse_one_alone(record, saved, path)
+        _refuse_single(record, saved, path)
         return
     now = adapter_state(model) or {}
     for key in ("kind", "rank", "alpha"):
@@ -119,7 +119,7 @@ def _as_text(digest: int | torch.Tensor) -> str:
     return f"{int(digest) & (2**64 - 1):016x}"
 
 
-def _refuse_one_alone(record: Adapted | None, saved: Mapping[str, Any] | None, path: object) -> None:
+def _refuse_single(record: Adapted | None, saved: Mapping[str, Any] | None, path: object) -> None:
     if saved is not None:
         raise CheckpointError(
             f"{path}: it holds an adapter alone (kind={saved['kind']}, rank={saved['rank']}), and the model has none. "
@@ -241,7 +241,7 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
 
 def pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
-) -> Iterator[SavedPiece]:
+) -> Iterator[SavedSlice]:
     """Yield what this rank writes of a checkpoint: its share of weights and states, no collective.
 
     Args:
@@ -254,30 +254,30 @@ def pieces(
     return found if copies is None else iter(copied(list(found), copies))
 
 
-def copied(found: Sequence[SavedPiece], copies: HostCopies) -> list[SavedPiece]:
+def copied(found: Sequence[SavedSlice], copies: HostCopies) -> list[SavedSlice]:
     """Copy the tensors of pieces as they are now. CheckpointError where the host has no room for it."""
     taken = copies.take([cast(torch.Tensor, one.data) for one in found])
     return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
 
 
-def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
+def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedSlice]:
     engine, left_out, sync = data_parallel(model), names_left_out(model), rare_sync(model)
     if sync is not None:
-        found = replica_stretches(sync, engine, optimizer)
+        found = replica_slices(sync, engine, optimizer)
         for group, one in found:
             if group != "model" or one.name not in left_out:
                 yield from written(group, [one], engine)
-        yield from counts_here(sync)
-        yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
+        yield from local_counts(sync)
+        yield from (SavedSlice.whole(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
         return
     yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
-    yield from written("optimizer", engine.state_stretches(optimizer), engine)
-    yield from written("seen", seen_stretches(engine), engine)
-    yield from written("owed", engine.debts.stretches(), engine)
-    yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
+    yield from written("optimizer", engine.state_slices(optimizer), engine)
+    yield from written("seen", quantized_slices(engine), engine)
+    yield from written("owed", engine.error_feedback.stretches(), engine)
+    yield from (SavedSlice.whole(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
 
 
-def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
+def written(group: str, stretches: Iterable[FlatSlice], engine: DataParallel) -> Iterator[SavedSlice]:
     """Yield what of the stretches this rank writes, as pieces of a group.
 
     Args:
@@ -295,7 +295,7 @@ def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> I
             local = data.view([part.local_shape[dim] for dim in order])
             data = local.permute([order.index(dim) for dim in range(len(order))]).contiguous()
             part = replace(part, order=())
-        yield SavedPiece(f"{group}/{one.name}", part, one.deal, start, data.detach())
+        yield SavedSlice(f"{group}/{one.name}", part, one.deal, start, data.detach())
 
 
 class GroupSource:
@@ -368,9 +368,9 @@ def resume(
     told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
     engine.load_states(optimizer, states)
     _match_formats(optimizer)
-    take_seen(engine, GroupSource(checkpoint, "seen"))
+    load_quantized_weights(engine, GroupSource(checkpoint, "seen"))
     told += load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
-    return [*told, *engine.debts.take(GroupSource(checkpoint, "owed"))]
+    return [*told, *engine.error_feedback.take(GroupSource(checkpoint, "owed"))]
 
 
 #: Formats of moments that only the rounded AdamW takes.
@@ -417,7 +417,7 @@ def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Save
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name, each storage once."""
-    with pieces_allowed(model):
+    with allow_sharded_state(model):
         names = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, tensor in names.items():

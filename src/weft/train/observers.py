@@ -16,7 +16,7 @@ from weft.checkpoint.prune import set_aside
 from weft.comm.mesh import members_of
 from weft.config.metrics import series
 from weft.env import RankEnv
-from weft.monitor.alerts import Wish, WishBox, action_line
+from weft.monitor.alerts import RequestQueue, RunRequest, action_line
 from weft.monitor.events import EventLog, StepRecord, read_events
 from weft.monitor.live import Display
 from weft.monitor.machine_metrics import GpuSource, HostSource, host_name
@@ -25,7 +25,7 @@ from weft.monitor.plots import Artist, plot_loss
 from weft.train.engine import Engine, Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook, SaveEnd, leave_out
-from weft.train.reporting import seen_digests
+from weft.train.reporting import sample_digests
 from weft.train.tasks.base import Task
 
 #: The class of a rank's memory that is its peak, and what of the peak no other class has.
@@ -109,7 +109,7 @@ _COUNTS = "rolled_back.json"
 _MOST = {"roll_back": 1, "skip_data": 3}
 
 
-def roll_back(folder: RunFolder, wish: Wish, step: int) -> int | None:
+def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
     """Set checkpoints since the trouble aside, and for skip_data leave its data out. On the first rank, after saves.
 
     Returns the step that the next start goes on from; None where there is no older checkpoint, or the run went back to
@@ -147,7 +147,7 @@ def _counts(folder: RunFolder) -> dict[str, int]:
 _LOOK_S = 0.25
 
 
-class WishWatch(threading.Thread):
+class RequestWatch(threading.Thread):
     """Looks for wishes four times a second; `take` gives them to the loop.
 
     Args:
@@ -158,11 +158,11 @@ class WishWatch(threading.Thread):
 
     def __init__(self, folder: Path, since: float, engine: Engine):
         super().__init__(name="weft-wishes", daemon=True)
-        self._box, self._engine = WishBox(folder, since), weakref.ref(engine)
-        self._heard: deque[Wish] = deque()
+        self._box, self._engine = RequestQueue(folder, since), weakref.ref(engine)
+        self._heard: deque[RunRequest] = deque()
         self._end = threading.Event()
 
-    def take(self) -> list[Wish]:
+    def take(self) -> list[RunRequest]:
         """Return what was asked since the last call."""
         return [self._heard.popleft() for _ in range(len(self._heard))]
 
@@ -213,7 +213,7 @@ class RunRecorder(Hook):
 
     def on_step(self, record: StepRecord) -> str | None:
         self._log.write(record.to_event())
-        self._tell_of_room()
+        self._report_disk_space()
         self._display.step(record)
         if (usual := record.usual_loss) is not None:
             back = f", or go back with resume.step={self._saved}" if self._saved else ""
@@ -225,7 +225,7 @@ class RunRecorder(Hook):
         self._artist.draw_when_late()
         return None
 
-    def _tell_of_room(self) -> None:
+    def _report_disk_space(self) -> None:
         """Say once that the disk is full, and once that it is not any more."""
         if (is_full := self._log.num_waiting > 0) != self._is_full:
             self._is_full = is_full
@@ -250,11 +250,11 @@ class RunRecorder(Hook):
         self._display.note(text)
 
     def on_trace(self, event: Mapping[str, object]) -> None:
-        self._log.write({**event, "seen": seen_digests(self._task, event)})
+        self._log.write({**event, "seen": sample_digests(self._task, event)})
         self._display.note(f"step {event['step']}: {event['text']}.")
         self._display.note(f"weft explain {self._folder.path} --step {event['step']} shows the samples.")
 
-    def on_action(self, step: int, wish: Wish) -> None:
+    def on_action(self, step: int, wish: RunRequest) -> None:
         if wish.action != "tell":
             told = {"action": wish.action, "why": wish.why, "by": wish.by, "since": wish.since}
             self._log.write({"event": "action", "step": step, **{key: one for key, one in told.items() if one}})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath
 from weft.checkpoint.open_target import target_at
@@ -28,24 +28,24 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 class Copies:
     """The copies of one run. All ranks make it with `open`. root: where checkpoints are saved to."""
 
-    def __init__(self, root: StorePath, together: Together):
-        self.root, self._together = root, together
+    def __init__(self, root: StorePath, together: RankGroup):
+        self.root, self._joint_parts = root, together
 
     def newest(self, saved: int | None) -> tuple[Location | None, list[str]]:
         """Return the newest copy, where it is later than the step `saved` and whole, and what is wrong with others.
 
         Where there is none all copies go: what is on disk counts. All ranks call it.
         """
-        steps = self._together.on_first(lambda: self._steps())
+        steps = self._joint_parts.on_first(lambda: self._steps())
         notes: list[str] = []
         if steps and steps[-1] > (saved or 0):
             try:
-                found = newest_checkpoint(self.root, together=self._together)
+                found = newest_checkpoint(self.root, together=self._joint_parts)
             except CheckpointError as error:
                 found, notes = None, [f"copies in memory are not used: {error}"]
             if found is not None and found.step > (saved or 0):
                 return found.path, [f"skipped copy in memory: {one}" for one in found.passed_over if steps]
-        self._together.on_first(self.clear)
+        self._joint_parts.on_first(self.clear)
         return None, notes
 
     def keep_only(self, step: int) -> None:
@@ -62,7 +62,7 @@ class Copies:
 
     @staticmethod
     def open(
-        home: CopyHome | None, together: Together, every: int, num_bytes: Callable[[], int]
+        home: CopyHome | None, together: RankGroup, every: int, num_bytes: Callable[[], int]
     ) -> tuple[Copies | None, list[str]]:
         """Join the hosts of all ranks; None and why where one has nothing that outlives its ranks. All ranks call it.
 

@@ -45,7 +45,7 @@ _CORE_FLOPS = 2.5e9 * 16
 CHOSEN = "planned.json"
 
 
-def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
+def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
     """Return the config with a plan in the place of "auto", and what is expected of it; any other config as it is.
 
     A run that was begun keeps the plan that was chosen then, as long as it has the same ranks.
@@ -242,7 +242,11 @@ def drifts(
     if abs(took / step - 1) > (BACK if "step" in before else BEYOND):
         longer = took > step
         culprit = max(off, key=lambda part: off[part] if longer else -off[part])
-        found.append(Drift("step", took / step, f"a step {_beside(took, step)}: {_part(culprit, planned, measured)}"))
+        found.append(
+            Drift(
+                "step", took / step, f"a step {_incompatible_setting(took, step)}: {_part(culprit, planned, measured)}"
+            )
+        )
     for part, more in off.items():
         limit = BACK if part in before else BEYOND
         if not any(one.what == "step" for one in found) and abs(more) > limit * step:
@@ -260,7 +264,7 @@ def drifts(
     return found
 
 
-def _beside(took: float, planned: float) -> str:
+def _incompatible_setting(took: float, planned: float) -> str:
     ratio, wanted = took / planned, format_seconds(planned)
     if ratio >= 3:
         return f"takes {format_seconds(took)}, {ratio:.1f} times what was planned ({wanted})"
@@ -340,7 +344,7 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
     """The machines of this run, their profile, and in words what is known of them; no machines where nothing is."""
     path, kind = default_path(), device.partition(":")[0]
     if path.exists():
-        profile = here.profile_here(path)
+        profile = here.local_profile(path)
         if profile.machine.kind == kind:
             return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
     if kind != "cuda":

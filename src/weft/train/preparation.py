@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location, located
 from weft.config.config_rules import config_problems
@@ -60,7 +60,7 @@ def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
 # A run that is one replica of several, each a world of its own: where it begins, and how it ends among the others.
 
 
-class AmongReplicas:
+class ReplicaCoordinator:
     """What a replica's run asks of the others, through its engine and through their folders; all ranks together.
 
     is_unsaved: whether no checkpoint of this replica has the weights that it begins with. Of a run that has no others
@@ -76,7 +76,7 @@ class AmongReplicas:
     def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine, *, is_alone: bool = False):
         self.is_unsaved, self._is_alone = False, is_alone
         self._folder, self._config, self._engine = folder, config, engine
-        self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
+        self._joint_parts = RankGroup(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
 
     def elsewhere(self, own: int | None) -> Location | None:
         """Return the checkpoint to go on from in the place of this replica's own; None: from its own.
@@ -148,7 +148,7 @@ class AmongReplicas:
         return True
 
     def _newest(self, root: str | None) -> Location | None:
-        found = None if root is None else newest_checkpoint(located(root), together=self._together)
+        found = None if root is None else newest_checkpoint(located(root), together=self._joint_parts)
         return None if found is None else found.path
 
 

@@ -23,20 +23,20 @@ from weft.checkpoint.save import require_space
 from weft.config.run_config import RunConfig
 from weft.errors import ActionAsked, ConfigError
 from weft.lazy import named_object
-from weft.monitor.alerts import Wish
+from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord, tail_events
 from weft.monitor.live import make_display
 from weft.monitor.step_times import TimeBook
 from weft.monitor.terminal import busy, tell
-from weft.train.batching_by_cost import StepPlaces
+from weft.train.batching_by_cost import StepBorders
 from weft.train.checkpointer import Keeper
 from weft.train.engine import Engine, EngineJob, Evaluation, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, SaveEnd, steps_left_out
 from weft.train.injected_faults import FaultHook, asked_fault
-from weft.train.observers import FigureHook, RunRecorder, WishWatch, roll_back
-from weft.train.preparation import AmongReplicas
-from weft.train.reporting import Ending, Voice, already_done, closing_lines, opening_lines
+from weft.train.observers import FigureHook, RequestWatch, RunRecorder, roll_back
+from weft.train.preparation import ReplicaCoordinator
+from weft.train.reporting import Ending, RunLogger, already_done, closing_lines, opening_lines
 from weft.train.signals import stop_on_signal
 from weft.train.tasks.registry import find_task
 from weft.train.time_report import PlanWatch
@@ -120,7 +120,7 @@ class TimeLimit(Hook):
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def circumstances(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
+def context(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     """Return JSON values: "config" as tables, "data" by source, versions and machine of this process. No torch."""
     return {
         **_versions(),
@@ -179,7 +179,7 @@ class RunResult:
 
     step: int
     reason: str
-    parting: Wish | None = None
+    parting: RunRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def run_rank(
         if is_first and not start.locked:
             until_left.enter_context(run_lock(folder.path, folder.config().run.mode))
         config = folder.config()
-        voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
+        voice = RunLogger((terminal if is_first else start.alarm) or sys.stdout)
         job = EngineJob(
             folder,
             config,
@@ -257,7 +257,7 @@ def run_rank(
     return result
 
 
-def _asked(folder: RunFolder, wish: Wish, step: int) -> ActionAsked:
+def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
     """What ends this process after an orderly end of training, for the launcher to act on."""
     why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
     if wish.action == "hold":
@@ -268,7 +268,7 @@ def _asked(folder: RunFolder, wish: Wish, step: int) -> ActionAsked:
 class _RankRun:
     """Joins the pieces of one rank's run."""
 
-    def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: Voice, start: Start):
+    def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: RunLogger, start: Start):
         self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
         self.terminal, self.voice, self.command, self.home = terminal, voice, start.command, start.copies
         self.place, self.is_one_of_several = job.place, job.world is not None
@@ -279,7 +279,7 @@ class _RankRun:
         began: when the command did (s of time.monotonic). hooks: further ones.
         """
         is_first = self.engine.rank == 0
-        others = AmongReplicas(self.folder, self.config, self.engine, is_alone=not self.is_one_of_several)
+        others = ReplicaCoordinator(self.folder, self.config, self.engine, is_alone=not self.is_one_of_several)
         keeper = Keeper(self.folder, self.config, self.engine, self.home, others.elsewhere)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = keeper.resume()
@@ -289,7 +289,7 @@ class _RankRun:
             return self._done_before(progress, notes)
         start_step, recorder, limit, watch = progress.step, None, None, None
         if is_first:
-            watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
+            watch = RequestWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
             limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
         figures, book = self._figures(recorder), TimeBook()
         beside = self._plan_watch(recorder, book)
@@ -366,7 +366,7 @@ class _RankRun:
         engine.pulse.planned_s = engine.on_first(lambda: found.step_s if found else 0.0)
         return found
 
-    def _parting(self, keeper: Keeper, trainer: Trainer) -> Wish | None:
+    def _parting(self, keeper: Keeper, trainer: Trainer) -> RunRequest | None:
         """The wish that the launcher is to act on; all ranks. What cannot be gone back from is held."""
         wish, step = trainer.parting, trainer.progress.step
         if wish is None or wish.action == "stop":
@@ -402,7 +402,7 @@ class _RankRun:
     def _recorder(self, progress: Progress, notes: list[str]) -> RunRecorder:
         config, engine = self.config, self.engine
         tell(self.terminal, [*opening_lines(self.folder, self.task, engine), *notes])
-        epoch, places = engine.batches.samples_per_epoch, StepPlaces.of(engine.batches, config.train.global_batch)
+        epoch, places = engine.batches.samples_per_epoch, StepBorders.of(engine.batches, config.train.global_batch)
         display = make_display(
             self.terminal,
             total_steps=config.train.steps,
@@ -419,7 +419,7 @@ class _RankRun:
             "plan": str(engine.plan),
             "world_size": engine.plan.world_size,
             "device": engine.device.partition(":")[0],
-            **circumstances(self.folder, config),
+            **context(self.folder, config),
             **engine.versions(),
         }
         recorder = RunRecorder(self.folder, self.task, display, start)

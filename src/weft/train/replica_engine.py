@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from weft.comm.mesh import Mesh
-from weft.comm.replica_client import Party
+from weft.comm.replica_client import ReplicaGroup
 from weft.comm.replica_rendezvous import address_towards
 from weft.config.plan import Plan
-from weft.parallel.elastic_local_sgd import meet_apart
+from weft.parallel.elastic_local_sgd import attach_elastic_diloco
 from weft.parallel.state.gradients import data_parallel
 from weft.train.engine import EngineJob, ReplicaWorld, StepResult
 from weft.units import counted, parse_seconds
@@ -53,12 +53,12 @@ class OtherWorlds:
     ):
         self._job, self.world = job, world
         timeout_s = parse_seconds(job.config.launch.meeting_timeout)
-        self.party = Party(
+        self.party = ReplicaGroup(
             mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, world.key, on_first, gather,
             self._say if mesh.rank == 0 else lambda line: None,
         )  # fmt: skip
         self.party.wants_out = stops
-        self.sync = meet_apart(model, data_parallel(model), mesh, job.plan, self.party)
+        self.sync = attach_elastic_diloco(model, data_parallel(model), mesh, job.plan, self.party)
         train = job.config.train
         most = "" if train.global_cost is None else f" train.global_cost={train.global_cost:g}"
         self.sync.terms = f" seed={job.config.seed} train.global_batch={train.global_batch}{most}"

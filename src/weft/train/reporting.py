@@ -80,7 +80,7 @@ def stretched(config: RunConfig, old: float, new: float) -> str:
 # How a rank tells people that it waits for another one.
 
 
-class Voice:
+class RunLogger:
     """Where this rank tells people that it waits: above the display where it has one; and in its log."""
 
     def __init__(self, stream: TextIO):
@@ -111,7 +111,7 @@ _MOST_STEPS = 10
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError)
 
 
-def seen_digests(task: Task, event: Mapping[str, Any]) -> list[str]:
+def sample_digests(task: Task, event: Mapping[str, Any]) -> list[str]:
     """Return digests of the samples of a trace, by which a later reader knows whether they are the same.
 
     An empty name: the task cannot show the sample.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.state.flat_slices import Original, StateSource, Stretch, flat_of, originals_of
+from weft.parallel.state.flat_slices import FlatSlice, Original, StateSource, flat_of, originals_of
 from weft.parallel.state.gradients import data_parallel
 from weft.private_torch import foreach_lerp_
 
@@ -37,7 +37,7 @@ class Ema:
         self.num_updates = 0
         self._engine = data_parallel(model)
         self._is_swapped = False
-        self._average = {name: weight.clone() for name, weight in self._engine.held_weights().items()}
+        self._average = {name: weight.clone() for name, weight in self._engine.local_weights().items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -48,7 +48,7 @@ class Ema:
         """
         if self._is_swapped:
             raise ModelError("ema.update(): the averages are in the model now. Call it outside of ema.swapped().")
-        weights = self._engine.held_weights()
+        weights = self._engine.local_weights()
         if self.num_updates == 0:
             self._average = {name: weight.clone() for name, weight in weights.items()}
         else:
@@ -83,7 +83,7 @@ class Ema:
                 "weights. Load the last checkpoint, and call the step outside of ema.swapped()."
             )
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield what this rank holds of the averages, for checkpoints; no collective.
 
         Raises:
@@ -91,7 +91,7 @@ class Ema:
         """
         if self._is_swapped:
             raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
-        averages, weights = self._paired(self._engine.held_weights())
+        averages, weights = self._paired(self._engine.local_weights())
         by_memory = {one.data_ptr(): average for average, one in zip(averages, weights, strict=True) if one.numel()}
         for one in self._engine.stretches():
             if one.flat.numel() and one.flat.data_ptr() in by_memory:
@@ -105,11 +105,11 @@ class Ema:
 
     def _sums(self) -> list[str]:
         """The sum of each weight that this rank holds, in words: NaN equals itself."""
-        return [str(float(weight.sum(dtype=torch.float64))) for weight in self._engine.held_weights().values()]
+        return [str(float(weight.sum(dtype=torch.float64))) for weight in self._engine.local_weights().values()]
 
     @torch.no_grad()
     def _swap(self) -> None:
-        averages, live = self._paired(self._engine.held_weights())
+        averages, live = self._paired(self._engine.local_weights())
         for average, weight in zip(averages, live, strict=True):
             before = weight.clone()
             weight.copy_(average)
@@ -156,7 +156,7 @@ def write_pretrained(
             config.save_pretrained(str(folder))
 
 
-def pretrained_from_whole(
+def pretrained_from_full(
     model: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, dtype: torch.dtype | None
 ) -> None:
     """Write whole tensors as the Hugging Face folder of a model without numbers, such as one on the meta device.

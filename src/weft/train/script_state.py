@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.folders import Together, folder_name
+from weft.checkpoint.folders import RankGroup, folder_name
 from weft.checkpoint.load import Checkpoint, Found, load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.object_store import Location, located
 from weft.checkpoint.prune import prune_checkpoints
-from weft.checkpoint.save import SavedPiece, save_pieces
+from weft.checkpoint.save import SavedSlice, save_slices
 from weft.comm.mesh import Mesh
-from weft.comm.store import StoreTalk
+from weft.comm.store import StoreChannel
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.memory.offload import HostCopies
 from weft.models.adapters import adapted, merged_tensors
@@ -34,7 +34,7 @@ from weft.train.microbatches import call_model
 from weft.train.model_state import adapter_state, capture_model, copied, pieces, resume, written
 from weft.train.script_export import Ema, write_pretrained
 from weft.train.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
-from weft.train.state_io import on_each, on_first, together
+from weft.train.state_io import on_each, on_first, rank_group
 from weft.train.step.evaluation import mean_loss
 from weft.train.step.train_step import ForwardFn, TrainStep
 
@@ -44,14 +44,14 @@ class SavesBehind:
 
     def __init__(self, mesh: Mesh):
         self._copies = HostCopies(mesh.device)
-        self._together = Together()
+        self._joint_parts = RankGroup()
         if mesh.world_size > 1:
-            talk = StoreTalk(mesh.rank, mesh.world_size)
-            self._together = Together(mesh.rank, mesh.world_size, talk.on_first, talk.gather)
+            talk = StoreChannel(mesh.rank, mesh.world_size)
+            self._joint_parts = RankGroup(mesh.rank, mesh.world_size, talk.on_first, talk.gather)
         self._save: Save | None = None
 
     def begin(
-        self, step: int, own: Iterable[SavedPiece], write: Callable[[Iterable[SavedPiece], Together], Location]
+        self, step: int, own: Iterable[SavedSlice], write: Callable[[Iterable[SavedSlice], RankGroup], Location]
     ) -> None:
         """Copy what this rank writes, and write it in a thread; without room for a copy, write it now and say so."""
         found = list(own)
@@ -61,7 +61,7 @@ class SavesBehind:
             has_room = False
             said = str(error).replace("checkpoint.background=true", "background=True").partition(". Use")[0]
             warnings.warn(f"{said}. This rank waits until it has written its part.", WeftWarning, stacklevel=3)
-        self._save = Save(step, lambda: write(found, self._together))
+        self._save = Save(step, lambda: write(found, self._joint_parts))
         if has_room:
             self._save.start()
         else:
@@ -157,14 +157,14 @@ class ScriptState:
             groups.append("ema")
         root = located(folder)
 
-        def write(own: Iterable[SavedPiece], ranks: Together) -> Location:
-            path = save_pieces(root, step, own, state, ranks, groups)
+        def write(own: Iterable[SavedSlice], ranks: RankGroup) -> Location:
+            path = save_slices(root, step, own, state, ranks, groups)
             if keep is not None:
                 ranks.on_first(functools.partial(_prune, root, keep, step))
             return path
 
         if not background:
-            return write(own, together(self.mesh))
+            return write(own, rank_group(self.mesh))
         state = copy.deepcopy(state)
         self._behind = self._behind or SavesBehind(self.mesh)
         self._behind.begin(step, own, write)
@@ -205,7 +205,7 @@ class ScriptState:
         """
         self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        found = _find(located(folder), step, together(self.mesh))
+        found = _find(located(folder), step, rank_group(self.mesh))
         if found is None:
             return None
         path = found.path
@@ -384,7 +384,7 @@ def _prune(root: Location, keep: int, step: int) -> None:
     prune_checkpoints(root, keep, whole=step)
 
 
-def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
+def _find(folder: Location, step: int | None, ranks: RankGroup) -> Found | None:
     """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
     if step is None:
         return newest_checkpoint(folder, together=ranks)

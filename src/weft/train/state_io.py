@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint, load_checkpoint, verify_checkpoint
 from weft.checkpoint.object_store import Location
-from weft.checkpoint.save import SavedPiece
+from weft.checkpoint.save import SavedSlice
 from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.mesh import Mesh
 from weft.errors import CheckpointError, WeftError
-from weft.parallel.elastic_local_sgd import ApartSync
+from weft.parallel.elastic_local_sgd import ElasticDiLoCo
 from weft.parallel.local_sgd import RareSync, StreamedSync, rare_sync
-from weft.parallel.state.flat_slices import StateSource, Stretch, read_whole
+from weft.parallel.state.flat_slices import FlatSlice, StateSource, read_full
 from weft.parallel.state.gradients import DataParallel, data_parallel
 
 
@@ -39,7 +39,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
             failure = error
             told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
             said = {"error": told}
-    said = _tell(mesh, said)
+    said = _notify_all(mesh, said)
     if failure is not None:
         raise failure
     if "error" in said:
@@ -58,10 +58,10 @@ def gather(mesh: Mesh, record: bytes) -> list[bytes]:
     return [row.tobytes().rstrip(b" ")[:-1] for row in rows]
 
 
-def together(mesh: Mesh) -> Together:
+def rank_group(mesh: Mesh) -> RankGroup:
     """Return this rank among all, for what checkpoints ask of the others."""
     act: Callable[[Callable[[], Any]], Any] = functools.partial(on_first, mesh)
-    return Together(mesh.rank, mesh.world_size, act, functools.partial(gather, mesh))
+    return RankGroup(mesh.rank, mesh.world_size, act, functools.partial(gather, mesh))
 
 
 def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
@@ -86,7 +86,7 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
     return value
 
 
-def _tell(mesh: Mesh, value: Any) -> Any:
+def _notify_all(mesh: Mesh, value: Any) -> Any:
     """A JSON value of the first rank, on all."""
     text = json.dumps(value).encode()
     if mesh.world_size == 1:
@@ -117,7 +117,7 @@ class DigestsBehind:
     def __init__(self, path: Location, rank: int, number: int, found: Callable[[list[str]], None]):
         self.path, self.problems, self._found = path, list[str](), found
         # Nothing is asked of the other ranks in the thread: each looks at its share.
-        self._share = Together(rank, number)
+        self._share = RankGroup(rank, number)
         self._thread = threading.Thread(target=self._run, name="weft-digests", daemon=True)
         self._thread.start()
 
@@ -148,9 +148,9 @@ class OpensGroup(Protocol):
     def __call__(self, checkpoint: Checkpoint, group: str, start: str = "") -> StateSource: ...
 
 
-def replica_stretches(
+def replica_slices(
     sync: RareSync, engine: DataParallel, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Stretch]]:
+) -> Iterator[tuple[str, FlatSlice]]:
     """Yield what this rank holds for a checkpoint, each with its group; no collective.
 
     Args:
@@ -162,9 +162,9 @@ def replica_stretches(
         anchors = {one.name: one for one in sync.anchors()}
         yield from (("model", anchors.get(one.name, one)) for one in engine.stretches())
         yield from (("outer", one) for one in sync.momenta())
-        yield from (("optimizer", one) for one in engine.state_stretches(optimizer))
+        yield from (("optimizer", one) for one in engine.state_slices(optimizer))
     else:
-        yield from ((_OWN, _within(f"{sync.place}/optimizer", one)) for one in engine.state_stretches(optimizer))
+        yield from ((_OWN, _within(f"{sync.place}/optimizer", one)) for one in engine.state_slices(optimizer))
     if sync.differs:
         yield from ((_OWN, _within(f"{sync.place}/model", one)) for one in sync.held())
     yield from ((_OWN, _within(f"{sync.place}/owed", one)) for one in sync.owed())
@@ -172,14 +172,14 @@ def replica_stretches(
         yield from ((_OWN, _within(f"{sync.place}/sent", one)) for one in sync.sent())
 
 
-def counts_here(sync: RareSync) -> Iterator[SavedPiece]:
+def local_counts(sync: RareSync) -> Iterator[SavedSlice]:
     """Yield the counts that a checkpoint keeps, on the first rank."""
     if sync.mesh.rank == 0:
         counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
-        yield SavedPiece.whole(f"sync/{_COUNTS}", counts)
+        yield SavedSlice.whole(f"sync/{_COUNTS}", counts)
 
 
-def _within(group: str, one: Stretch) -> Stretch:
+def _within(group: str, one: FlatSlice) -> FlatSlice:
     return replace(one, name=f"{group}/{one.name}")
 
 
@@ -204,7 +204,7 @@ class SavedReplicas:
         """Return steps since the last meeting, meetings, and replicas; of a checkpoint without any one replica."""
         if not self.checkpoint.entries("sync"):
             return 0, 0, 1
-        since, meetings, replicas = read_whole(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
+        since, meetings, replicas = read_full(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
         return since, meetings, replicas
 
     def has_own_weights(self, place: int) -> bool:
@@ -246,12 +246,12 @@ def resume_replicas(
     # A checkpoint of replicas that met in every step: the meetings fall on multiples of H all the same.
     sync.since = since if replicas > 1 else checkpoint.step % sync.every
     sync.meetings = meetings
-    if isinstance(sync, ApartSync):
+    if isinstance(sync, ElasticDiLoCo):
         sync.owes_meeting = saved.by_one is not None and bool(saved.by_one["owes_meeting"])
         sync.began_with(checkpoint.step, sync.token_of_anchor() if saved.by_one is None else saved.by_one["token"])
     is_whole = saved.has_all_of(sync)
     whose = [f"{place}/owed/" for place in ([sync.place] if is_whole else range(replicas))]
-    sync.take_owed(saved.opens(checkpoint, _OWN), whose, 1 if is_whole else replicas)
+    sync.load_residual(saved.opens(checkpoint, _OWN), whose, 1 if is_whole else replicas)
     if not is_whole:
         return ([] if replicas == 1 else [_lost(saved)]), states
     if saved.has_own_weights(sync.place):

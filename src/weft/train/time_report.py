@@ -165,7 +165,7 @@ _FAR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _ReportedTimes:
     """What all ranks said of the steps of one start."""
 
     num_steps: int
@@ -211,7 +211,7 @@ def report_times(
     if mesh.rank:
         return []
     try:
-        return _written(folder, task, mesh, pipeline_of(model), _Said(book.num_steps, start_step, ranks))
+        return _written(folder, task, mesh, pipeline_of(model), _ReportedTimes(book.num_steps, start_step, ranks))
     except Exception as error:  # The run is done and saved: a report must not fail it.
         traceback.print_exc()
         return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
@@ -222,7 +222,7 @@ def _written(
     task: Task,
     mesh: Mesh,
     pipeline: Pipeline | None,
-    said: _Said,
+    said: _ReportedTimes,
 ) -> list[str]:
     """The pictures, on disk, and the lines."""
     ranks, num_steps, start_step = said.ranks, said.num_steps, said.start_step
@@ -261,12 +261,12 @@ def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
         axis = names.get(one.ranks, f"ranks {', '.join(map(str, one.ranks))}")
         words = f"{one.transport}, since {one.reason}"
         if one.planned_s:
-            words += _beside(one.planned_s, waited.get(one.ranks, 0.0))
+            words += _incompatible_setting(one.planned_s, waited.get(one.ranks, 0.0))
         alike.setdefault(words, []).append(axis)
     return [f"        {', '.join(dict.fromkeys(axes))}: by {words}" for words, axes in alike.items()]
 
 
-def _beside(planned_s: float, waited_s: float) -> str:
+def _incompatible_setting(planned_s: float, waited_s: float) -> str:
     """Seconds of an axis's calls as links were measured, and what computation waited for them."""
     told = f"; by measurement its calls take {format_seconds(planned_s)}, steps waited {format_seconds(waited_s)}"
     if waited_s < _FAR * planned_s:

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.folders import Together
+from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint, list_checkpoints
-from weft.checkpoint.save import SavedPiece
+from weft.checkpoint.save import SavedSlice
 from weft.comm.collectives import barrier
 from weft.comm.gpu_settings import CoreChoice, Topology, bind, choose_cores, pick_device, said
 from weft.comm.hang_watch import Watch, hang_event
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import Mesh, build_mesh, join_ranks, leave_ranks
 from weft.comm.signed_store import share_store_key
-from weft.comm.store import StoreBoard, StoreTalk
+from weft.comm.store import StoreChannel, StoreReports
 from weft.config.cluster import device_by_torch_name
 from weft.config.layout import Layout
 from weft.config.metrics import series
@@ -37,10 +37,10 @@ from weft.errors import ModelError
 from weft.memory.offload import HostCopies, offload_lines
 from weft.memory.recompute import recompute_of
 from weft.models.adapters import adapted
-from weft.monitor.metrics import OwnBoard
+from weft.monitor.metrics import LocalReports
 from weft.monitor.step_times import Meter, TimeBook
 from weft.optim.build import build_optimizer, freeze
-from weft.parallel.context.context import cut_sequence, sequence_in_use
+from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.local_sgd import anchored, rare_sync
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.flat_slices import StateSource
@@ -148,7 +148,7 @@ def _pci_id(index: int) -> str:
 # What all chance of a step comes from: seeds of torch's generators, one for each microbatch of a rank.
 
 
-def seeds_by_place(config: RunConfig, mesh: Mesh, number: int) -> list[int]:
+def seeds_by_position(config: RunConfig, mesh: Mesh, number: int) -> list[int]:
     """Return the seeds of microbatches of equally many samples.
 
     Args:
@@ -368,7 +368,7 @@ class TorchEngine:
 
     def _result(self, done: StepMetrics) -> StepResult:
         """What the loop is told of a step. All ranks ask at the same place."""
-        self._step.settle(done)
+        self._step.finalize(done)
         numbers = done.loss, done.grad_norm, done.num_tokens, done.loss_scale
         result = StepResult(*numbers, done.skipped, done.wants_stop, done.update_ratio)
         return result if self._others is None else self._others.after_step(result)
@@ -376,7 +376,7 @@ class TorchEngine:
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
         """Compute again what a step went wrong with, and return where: an event; None where it is long past."""
         is_late = self._step.is_unread
-        self._step.settle()
+        self._step.finalize()
         step = next((one for one in self._traceable if one.number == number), None)
         if step is None:
             return None
@@ -392,7 +392,7 @@ class TorchEngine:
         seeds = (
             seeds_by_sample(self._config, self.mesh, number, whole)
             if by_cost
-            else seeds_by_place(self._config, self.mesh, number)
+            else seeds_by_position(self._config, self.mesh, number)
         )
         return whole, seeds, derive_seed(self._config.seed, number)
 
@@ -413,7 +413,7 @@ class TorchEngine:
         with anchored(self.model):
             return evaluate(self.model, batches, self.mesh, self._task)
 
-    def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
+    def save(self, *, aside: bool = False) -> Iterable[SavedSlice]:
         """Return what this rank writes; aside: as copies in host memory."""
         return pieces(self.model, self._step.optimizer, self._copies if aside else None)
 
@@ -437,21 +437,21 @@ class TorchEngine:
         """Return the bytes of every rank in their order, on all ranks."""
         return gather(self.mesh, record)
 
-    def talk(self) -> Together:
+    def store_channel(self) -> RankGroup:
         """Return the ranks as a thread beside training asks them: over the store where they met."""
         rank, number = self.mesh.rank, self.mesh.world_size
         if number == 1:
-            return Together()
-        found = StoreTalk(rank, number)
-        return Together(rank, number, found.on_first, found.gather)
+            return RankGroup()
+        found = StoreChannel(rank, number)
+        return RankGroup(rank, number, found.on_first, found.gather)
 
     def measures(self) -> Measures:
         """Return the board in the ranks' store, bytes by axis, memory by class, and the GPU."""
         rank, number, device = self.mesh.rank, self.mesh.world_size, self.mesh.device
         return Measures(
-            board=StoreBoard(rank, number) if number > 1 else OwnBoard(),
+            board=StoreReports(rank, number) if number > 1 else LocalReports(),
             traffic=lambda: {series("sent_bytes", axis): total for axis, total in self._ledger.sent().items()},
-            memory=lambda: memory_by_class(self._model, self._step.optimizer, self._step.held_gradients()),
+            memory=lambda: memory_by_class(self._model, self._step.optimizer, self._step.local_gradients()),
             gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
         )
 
@@ -525,7 +525,7 @@ class TorchEngine:
         recompute = recompute_of(self._model)
         if recompute is None or recompute.is_chosen:
             return
-        batch = cut_sequence(self.model, move_batch(self._batches.batches(0)[0], self.mesh.device))
+        batch = shard_sequence(self.model, move_batch(self._batches.batches(0)[0], self.mesh.device))
 
         def example() -> None:
             with sequence_in_use(self.model):

@@ -11,12 +11,12 @@ from typing import Any
 
 from weft.config.run_config import RunConfig
 from weft.errors import TrainingHalted
-from weft.monitor.alerts import Wish
+from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
 from weft.monitor.guards import GarbageTurns, NonFiniteGuard, SpikeWatch, mfu
 from weft.monitor.step_times import StepTimes, TimeBook, busy_seconds, memory_bytes, own_seconds
 from weft.optim.build import lr_factor
-from weft.train.batching_by_cost import StepPlaces
+from weft.train.batching_by_cost import StepBorders
 from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.hooks import Hook, Progress, SaveEnd, stretches
 from weft.train.tasks.base import Task
@@ -65,13 +65,13 @@ class Trainer:
     halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
     hooks: Sequence[Hook] = ()
     left_out: Collection[int] = ()
-    wishes: Callable[[], Sequence[Wish]] | None = None
+    wishes: Callable[[], Sequence[RunRequest]] | None = None
     moved: Callable[[int, int], None] = lambda before, step: None
     is_unsaved: bool = False
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
     garbage: GarbageTurns = field(init=False)
-    parting: Wish | None = field(default=None, init=False)
+    parting: RunRequest | None = field(default=None, init=False)
     _spikes: SpikeWatch = field(default_factory=SpikeWatch, init=False)
     _flops: float | None = None
     _peak_flops: float | None = None
@@ -118,12 +118,12 @@ class Trainer:
             self._has_moved, stop = False, None
             for first, end in stretches(self.progress.step, num_steps, self.left_out):
                 self.progress.step = first
-                if (stop := self._train_stretch(end, guard)) or self._has_moved:
+                if (stop := self._train_up_to(end, guard)) or self._has_moved:
                     break
             if stop or not self._has_moved:
                 return stop
 
-    def _train_stretch(self, end: int, guard: NonFiniteGuard) -> str | None:
+    def _train_up_to(self, end: int, guard: NonFiniteGuard) -> str | None:
         """All steps up to `end`; a reason to stop before, or None."""
         with self.engine.batches.iterate(self.progress.step, end) as steps:
             for batches in self._awaited(steps):
@@ -147,7 +147,7 @@ class Trainer:
         if stop or self._save_asked or not isinstance(launched, LateResult) or self._is_something_due():
             stop = self._see_last(guard) or stop
         self._follow(launched)
-        self._tell_ended(self.ended(False))
+        self._report_saves(self.ended(False))
         stop = stop or self._evaluate_if_due()
         self._copy_waits = self._copy_waits or self._due(self.config.checkpoint.peer_every)
         if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now() or self._save_asked):
@@ -204,14 +204,14 @@ class Trainer:
         engine.asks = False  # before the wishes are taken: one that comes now is heard after the next step
         said = engine.gather(b"stop" if engine.wants_stop else b"")
         found = engine.on_first(lambda: [b"stop" in said, [wish.as_json() for wish in wishes()]])
-        for wish in map(Wish.from_json, found[1]):
+        for wish in map(RunRequest.from_json, found[1]):
             self._do(wish)
         if found[0]:
             self.parting = None
             return ASKED_TO_STOP
         return None if self.parting is None else f"asked to {self.parting.action} by {self.parting.by}"
 
-    def _do(self, wish: Wish) -> None:
+    def _do(self, wish: RunRequest) -> None:
         """What the run is asked for; all ranks, after the same step."""
         for hook in self.hooks:
             hook.on_action(self.progress.step, wish)
@@ -272,9 +272,9 @@ class Trainer:
     def _wait_for_saves(self) -> str | None:
         """Until the save under way is over; why this step's was not committed, or None."""
         with self._phase("saving", "checkpoint", "saves a checkpoint"):
-            return self._tell_ended(self.ended(True))
+            return self._report_saves(self.ended(True))
 
-    def _tell_ended(self, ends: Sequence[SaveEnd]) -> str | None:
+    def _report_saves(self, ends: Sequence[SaveEnd]) -> str | None:
         """Tell the hooks what became of saves; why this step's was not committed, or None."""
         failed = None
         for end in ends:
@@ -295,7 +295,7 @@ class Trainer:
         else:
             with self._phase("saving", "checkpoint", "saves a checkpoint"):
                 why = self.save(self.progress, is_good, last)
-                self._tell_ended(self.ended(False))
+                self._report_saves(self.ended(False))
         if why is None:
             self._saved_step = self.progress.step
         else:
@@ -322,7 +322,7 @@ class Trainer:
         meter.count(times, result.count)
         self.engine.pulse.step_took(times.total_s)
         self.book.add_step(times, launched.data_s)
-        first = StepPlaces.of(self.engine.batches, self.config.train.global_batch).first
+        first = StepBorders.of(self.engine.batches, self.config.train.global_batch).first
         speed, samples = meter.count_per_s, (first(launched.number) - first(launched.number - 1)) * result.share
         busy_s, exposed = busy_seconds(times)
         return StepRecord(

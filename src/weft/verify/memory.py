@@ -147,7 +147,7 @@ def _states(step: TrainStep) -> Iterator[torch.Tensor]:
             yield param.grad.detach()
     for state in step.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    yield from step.held_gradients()
+    yield from step.local_gradients()
 
 
 # The fullest moment of a step with an adapter, measured and planned.

@@ -175,7 +175,7 @@ class WireOracle:
         """Each rank's part of the sum of all ranks' flat tensors."""
         if (added_in := self._wire.added_in(flats[0].dtype)) is not None:
             return list(_add(flats, added_in).chunk(len(flats)))
-        parts = [self._travelled(flat.view(len(flats), -1), (key, rank), "summands") for rank, flat in enumerate(flats)]
+        parts = [self._as_sent(flat.view(len(flats), -1), (key, rank), "summands") for rank, flat in enumerate(flats)]
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -187,13 +187,13 @@ class WireOracle:
             return _add(flats, added_in)
         numel, size = flats[0].numel(), len(flats)
         if size == 2:
-            one, other = (self._travelled(flat[None], (key, rank), "summands") for rank, flat in enumerate(flats))
+            one, other = (self._as_sent(flat[None], (key, rank), "summands") for rank, flat in enumerate(flats))
             return (one + other).view(-1)
         sums = self.reduce_scatter([pad(flat, (0, -numel % size)) for flat in flats], key)
-        gathered = [self._travelled(part[None], (key, rank), "sums") for rank, part in enumerate(sums)]
+        gathered = [self._as_sent(part[None], (key, rank), "sums") for rank, part in enumerate(sums)]
         return torch.cat(gathered, 1).view(-1)[:numel]
 
-    def _travelled(self, rows_RN: torch.Tensor, key: tuple[object, int], role: str) -> torch.Tensor:
+    def _as_sent(self, rows_RN: torch.Tensor, key: tuple[object, int], role: str) -> torch.Tensor:
         name, rank = key
         calls = self._calls.get((name, rank), 0)
         wire = self._wire.at(chance_key(self.turn, self.calls + calls, str(name), role, rank))

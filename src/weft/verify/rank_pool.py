@@ -162,7 +162,7 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    _send_tensors_whole()
+    _send_tensors_inline()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     while True:
         try:
@@ -186,7 +186,7 @@ def _serve(
         os._exit(0)
 
 
-def _send_tensors_whole() -> None:
+def _send_tensors_inline() -> None:
     """Let results hold the bytes of tensors. torch opens a file and a socket for each: 1 ms a tensor and rank."""
     import torch
     from torch import nn

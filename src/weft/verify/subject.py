@@ -42,7 +42,7 @@ from weft.train.tasks.base import Task
 from weft.train.tasks.data_share import Share
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.tasks.indexed import with_adapter
-from weft.train.tasks.published_weights import fill_whole
+from weft.train.tasks.published_weights import fill_full
 from weft.train.tasks.registry import find_task
 from weft.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
 from weft.verify.matrix import covering, row_of, sample
@@ -265,7 +265,7 @@ class Subject:
         weights = task.initial_weights(model)
         if weights is not None:  # each rank would read its slices into shapes; here one process has all
             model = task.build()
-            fill_whole(model, weights)
+            fill_full(model, weights)
         model = with_adapter(model, self.config).to(dtype)
         return BuiltCase(self, model, forward=task.forward, task=task, loss_fn=task.loss)
 

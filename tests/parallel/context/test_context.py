@@ -21,7 +21,7 @@ from weft.models.registry import build_decoder
 from weft.models.sampling import generate
 from weft.parallel.context.apply import Context
 from weft.parallel.context.attention import PREFIX, refuse_chunks
-from weft.parallel.context.context import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.context.context import apply_context, context_of, sequence_in_use, shard_sequence
 from weft.parallel.parallelize import parallelize
 from weft.train.step.evaluation import evaluate
 from weft.train.tasks.decoder import DecoderTask
@@ -48,7 +48,7 @@ def outside_of_steps(text):
     parallelize(model, mesh)
     batch = case.batch(0)
     with sequence_in_use(model), torch.no_grad():
-        model_forward(model, cut_sequence(model, batch))
+        model_forward(model, shard_sequence(model, batch))
     found = []
     for one in (plain, model, copy.deepcopy(model)):
         one.eval()
@@ -140,7 +140,7 @@ def counted(mode, seq_len):
         return x
 
     with sequence_in_use(model):
-        batch = cut_sequence(model, whole)
+        batch = shard_sequence(model, whole)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss, _ = token_cross_entropy(model_forward(model, batch), batch)
         loss.backward()
@@ -235,7 +235,7 @@ def misuse(kind):
     batch = misused_batch(kind, case.batch(0))
     apply_context(model, mesh)
     with sequence_in_use(model):
-        batch = cut_sequence(model, batch)
+        batch = shard_sequence(model, batch)
         if isinstance(model, type(case.model())):
             model_forward(model, batch)
         else:
@@ -297,7 +297,7 @@ def test_without_cp_nothing_happens():
     batch = {"input_ids": torch.zeros(1, 3)}
     assert apply_context(model, build_mesh(Plan())) == {}
     assert context_of(model) is None
-    assert cut_sequence(model, batch) is batch
+    assert shard_sequence(model, batch) is batch
     assert choose_cp_mode("auto", 1, 4, 4, 3) == "gather"
     with sequence_in_use(model):
         pass

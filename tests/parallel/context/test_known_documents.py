@@ -12,10 +12,10 @@ from tests.parity.cases import LLAMA
 from weft.comm.collectives import all_gather
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.parallel.compile_blocks import compile_blocks, hold_as_operators
+from weft.parallel.compile_blocks import compile_blocks, register_operators
 from weft.parallel.context import modes as document_borders
 from weft.parallel.context.apply import Context
-from weft.parallel.context.context import cut_sequence, sequence_in_use
+from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.parallelize import parallelize
 from weft.train.tasks.decoder_loss import model_forward
 from weft.verify.parity import DecoderCase
@@ -40,7 +40,7 @@ def borders_found(kind, compiled, known):
         model, batch = hf_llama(), _hugging_face_batch(kind)
     parallelize(model, build_mesh(plan))
     if compiled:
-        hold_as_operators(model, plan)
+        register_operators(model, plan)
         compile_blocks(model, backend="aot_eager")
     gathers, missed, looks_inside, attending, views = [], [], [], [], []
     divide, attend = Context.divide, Context.attend
@@ -71,7 +71,7 @@ def borders_found(kind, compiled, known):
         sequence_in_use(model),
     ):
         for _ in range(2):
-            part = cut_sequence(model, {name: one.clone() for name, one in batch.items()})
+            part = shard_sequence(model, {name: one.clone() for name, one in batch.items()})
             if not known:
                 part = {name: one.clone() for name, one in part.items()}
             out = model_forward(model, part) if kind == "decoder" else model(**part, use_cache=False).logits

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.parallel.context import kernels as kernel
-from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, Piece, Scoring, Sight, pieces
+from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, AttentionBlock, AttentionWindow, Scoring, pieces
 from weft.parallel.context.sequence_order import SequenceOrder
 
 MODES = ("gather", "ring", "ulysses")
 
 
-SIGHTS = st.builds(Sight, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
+SIGHTS = st.builds(AttentionWindow, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
 
 
 @settings(max_examples=150, deadline=None)
@@ -45,7 +45,7 @@ def test_each_visible_pair_is_in_one_piece(data, mode, cp, length, rows, has_doc
         np.testing.assert_array_equal(seen, wanted.astype(int))
 
 
-def mask_of(piece: Piece) -> np.ndarray:
+def mask_of(piece: AttentionBlock) -> np.ndarray:
     """Which pairs a piece holds, (queries, keys)."""
     shape = ((piece.q1 - piece.q0) // piece.tiles, (piece.k1 - piece.k0) // piece.tiles)
     triangle = np.tri(*shape, dtype=int)
@@ -54,13 +54,15 @@ def mask_of(piece: Piece) -> np.ndarray:
 
 
 def test_a_window_is_few_pieces_and_no_more_work_than_it_holds():
-    found = pieces((3,), (2,), 4096, None, Sight(127, 0)) + pieces((3,), (3,), 4096, None, Sight(127, 0))
+    found = pieces((3,), (2,), 4096, None, AttentionWindow(127, 0)) + pieces(
+        (3,), (3,), 4096, None, AttentionWindow(127, 0)
+    )
     assert len(found) <= 8
     assert sum(mask_of(piece).sum() if piece.tiles == 1 else tiled_work(piece) for piece in found) == 4096 * 128
-    assert not pieces((3,), (1,), 4096, None, Sight(127, 0))
+    assert not pieces((3,), (1,), 4096, None, AttentionWindow(127, 0))
 
 
-def tiled_work(piece: Piece) -> int:
+def tiled_work(piece: AttentionBlock) -> int:
     length = (piece.q1 - piece.q0) // piece.tiles
     return piece.tiles * length * (length + 1) // 2
 

@@ -9,8 +9,8 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.partitioning import sent_bytes
 from weft.config.plan import Plan
-from weft.parallel.context.kernels import BOTH_WAYS, Scoring, Sight
-from weft.parallel.context.modes import View, attend_cut
+from weft.parallel.context.kernels import BOTH_WAYS, AttentionWindow, Scoring
+from weft.parallel.context.modes import View, attend_sharded
 from weft.parallel.context.sequence_order import SequenceOrder
 
 BATCH, WIDTH = 2, 8
@@ -26,13 +26,13 @@ DOCUMENTS = {
 #: How layers of attention differ: windows shorter and longer than a chunk, to one side and to both, and soft caps.
 PLAIN = Scoring(0.3)
 SCORINGS = {
-    "window": Scoring(0.3, Sight(3, 0)),
-    "long window": Scoring(0.3, Sight(20, 0)),
-    "itself": Scoring(0.3, Sight(0, 0)),
+    "window": Scoring(0.3, AttentionWindow(3, 0)),
+    "long window": Scoring(0.3, AttentionWindow(20, 0)),
+    "itself": Scoring(0.3, AttentionWindow(0, 0)),
     "both ways": Scoring(0.3, BOTH_WAYS),
-    "window both ways": Scoring(0.3, Sight(4, 4)),
+    "window both ways": Scoring(0.3, AttentionWindow(4, 4)),
     "softcap": Scoring(0.3, softcap=0.5),
-    "window, softcap": Scoring(0.3, Sight(7, 0), softcap=0.5),
+    "window, softcap": Scoring(0.3, AttentionWindow(7, 0), softcap=0.5),
 }
 
 
@@ -93,7 +93,7 @@ def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders, scoring=PLAI
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = attend_cut(*qkv, scoring, View(axis, order, borders))
+        out = attend_sharded(*qkv, scoring, View(axis, order, borders))
     counts = [sum(entry.num_bytes for _, _, entry in ledger.rows())]
     out.backward(grad)
     counts.append(sum(entry.num_bytes for _, _, entry in ledger.rows()) - counts[0])
@@ -175,7 +175,7 @@ def sinks_on_ranks(mode, scoring, borders):
     *qkv, grad = (order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(8, 4, 48, torch.float64))
     qkv = [x.clone().requires_grad_() for x in qkv]
     sink_H = torch.linspace(-1, 2, 8, dtype=torch.float64).requires_grad_()
-    out = attend_cut(*qkv, scoring, View(axis, order, borders), sink_H)
+    out = attend_sharded(*qkv, scoring, View(axis, order, borders), sink_H)
     out.backward(grad)
     torch.distributed.all_reduce(sink_H.grad)
     return [out.detach(), *(x.grad for x in qkv)], sink_H.grad, None

@@ -13,7 +13,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError, WeftWarning
 from weft.parallel.context.context import check_sequences
-from weft.parallel.context.full_mixers import WholeMixers
+from weft.parallel.context.full_mixers import FullSequenceMixers
 from weft.train.microbatches import call_model
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.verify.parity import DecoderCase, train_case
@@ -117,7 +117,7 @@ def test_what_cannot_be_cut_is_refused():
     import transformers
 
     mesh = build_mesh(Plan())
-    context = WholeMixers(Plan(cp=2), dataclasses.replace(mesh["cp"], size=2), (), ())
+    context = FullSequenceMixers(Plan(cp=2), dataclasses.replace(mesh["cp"], size=2), (), ())
     with pytest.raises(ModelError, match=r"cp=2: a sequence is cut into 2 equal stretches of at least 2 tokens, and"):
         context.order(2)
     with pytest.raises(ModelError, match=r"the batch has no tokens that could be cut \(it has pixel_values\). Use cp"):

@@ -11,7 +11,7 @@ from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.models.inspect.chain import find_chain
 from weft.models.registry import build_decoder
-from weft.parallel.pipeline.boundary import Absent, Carried, without_tensors
+from weft.parallel.pipeline.boundary import Carried, RemoteModule, without_tensors
 from weft.parallel.pipeline.stage import Stage, _cost, stage_counts
 from weft.parallel.pipeline.survey import ValueSurvey
 from weft.verify.parity import DecoderCase
@@ -112,6 +112,6 @@ def test_what_is_no_chain_is_refused():
 def test_a_stand_in_has_no_tensors_and_all_attributes():
     block = nn.Linear(3, 4)
     weight = block.weight
-    absent = Absent(without_tensors(block), "blocks.0")
+    absent = RemoteModule(without_tensors(block), "blocks.0")
     assert (absent.in_features, absent.weight.device.type, list(absent.parameters())) == (3, "meta", [])
     assert weight.device.type == "cpu"

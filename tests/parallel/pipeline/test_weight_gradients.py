@@ -13,9 +13,9 @@ from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.models.registry import build_decoder
-from weft.parallel.layers.deferred_gradients import HeldGradients
+from weft.parallel.layers.deferred_gradients import DeferredWeightGrad
 from weft.parallel.parallelize import cut
-from weft.parallel.pipeline.runtime import deliver, hold_weight_gradients
+from weft.parallel.pipeline.runtime import defer_weight_gradients, deliver
 from weft.verify.memory import LiveTensors
 
 
@@ -45,8 +45,8 @@ def grads(model):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_split_backward_gives_the_same_gradients(recompute):
     plain, split = build(), build()
-    held = HeldGradients()
-    assert hold_weight_gradients(split, held) == 4
+    held = DeferredWeightGrad()
+    assert defer_weight_gradients(split, held) == 4
     x = torch.randn(2, 7, 4, dtype=torch.float64)
     plain_x, split_x = x.clone().requires_grad_(), x.clone().requires_grad_()
     plain(plain_x).square().sum().backward()
@@ -62,7 +62,7 @@ def test_split_backward_gives_the_same_gradients(recompute):
 
 def test_a_whole_backward_holds_nothing():
     plain, split = build(), build()
-    hold_weight_gradients(split, HeldGradients())
+    defer_weight_gradients(split, DeferredWeightGrad())
     x = torch.randn(3, 4, dtype=torch.float64)
     for model in (plain, split):
         model(x).square().sum().backward()
@@ -75,8 +75,8 @@ def test_gradients_are_delivered_as_autograd_delivers_them():
 
     autograd calls them in the first half too, with the gradient as it was.
     """
-    layer, held = nn.Linear(2, 2, bias=False), HeldGradients()
-    hold_weight_gradients(nn.Sequential(layer), held)
+    layer, held = nn.Linear(2, 2, bias=False), DeferredWeightGrad()
+    defer_weight_gradients(nn.Sequential(layer), held)
     seen = []
     layer.weight.register_post_accumulate_grad_hook(
         lambda param: seen.append(0.0 if param.grad is None else param.grad.sum().item())
@@ -89,9 +89,9 @@ def test_gradients_are_delivered_as_autograd_delivers_them():
 
 
 def test_a_weight_that_is_used_twice_gets_its_gradient_once():
-    layer, plain, held = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), HeldGradients()
+    layer, plain, held = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), DeferredWeightGrad()
     plain.load_state_dict(layer.state_dict())
-    hold_weight_gradients(nn.Sequential(layer), held)
+    defer_weight_gradients(nn.Sequential(layer), held)
     x, seen = torch.randn(2, 3), []
     waiting = held.during(lambda: layer(layer(x)).sum().backward())
     layer.weight.register_post_accumulate_grad_hook(seen.append)
@@ -102,8 +102,8 @@ def test_a_weight_that_is_used_twice_gets_its_gradient_once():
 
 
 def test_delivering_never_makes_all_gradients_at_once():
-    model, held = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), HeldGradients()
-    hold_weight_gradients(model, held)
+    model, held = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), DeferredWeightGrad()
+    defer_weight_gradients(model, held)
     x = torch.randn(4, 64)
     deliver(held.during(lambda: model(x).sum().backward()))
     waiting = held.during(lambda: model(x).sum().backward())
@@ -114,8 +114,8 @@ def test_delivering_never_makes_all_gradients_at_once():
 
 
 def test_frozen_weights_hold_nothing():
-    model, held = build().requires_grad_(False), HeldGradients()
-    hold_weight_gradients(model, held)
+    model, held = build().requires_grad_(False), DeferredWeightGrad()
+    defer_weight_gradients(model, held)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert held.during(lambda: model(x).sum().backward()) == []
     assert x.grad is not None
@@ -129,13 +129,13 @@ def test_layers_with_a_forward_of_their_own_stay_as_they_are():
     patched = nn.Linear(2, 2)
     patched.forward = lambda x: x
     model = nn.Sequential(Doubled(2, 2), patched)
-    assert hold_weight_gradients(model, HeldGradients()) == 0
+    assert defer_weight_gradients(model, DeferredWeightGrad()) == 0
 
 
 def test_names_and_states_stay():
     model = build()
     before = list(model.state_dict())
-    hold_weight_gradients(model, HeldGradients())
+    defer_weight_gradients(model, DeferredWeightGrad())
     assert list(model.state_dict()) == before
     assert isinstance(model[0], nn.Linear)
 
@@ -151,9 +151,9 @@ def cut_gradients(plan_text, kind):
     for splits in (False, True):
         model = build_decoder(dataclasses.replace(SPEC, family=kind), dtype=torch.float64, seed=0)
         cut(model, mesh)
-        held = HeldGradients()
+        held = DeferredWeightGrad()
         if splits:
-            hold_weight_gradients(model, held)
+            defer_weight_gradients(model, held)
         loss = model(ids).square().sum()
         waiting = held.during(loss.backward)
         num_waiting, early = len(waiting), {name for name, grad in grads(model).items() if grad is not None}

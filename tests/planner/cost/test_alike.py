@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.planner.cost.row_dedupe import Alike
+from weft.planner.cost.row_dedupe import RowDeduplicator
 from weft.planner.space.columns import Columns
 
 
@@ -24,7 +24,7 @@ def many(num_rows: int) -> Columns:
 def test_every_row_is_of_the_kind_that_has_its_values(num_rows):
     columns, names = many(num_rows), ("tp", "sp", "microbatch", "offload_params", "zero")
     beside = np.arange(num_rows) % 2
-    found = Alike.of(columns, names, [beside])
+    found = RowDeduplicator.of(columns, names, [beside])
     for name in names:
         np.testing.assert_array_equal(getattr(found.rows, name)[found.index], getattr(columns, name))
     np.testing.assert_array_equal(beside[found.first][found.index], beside)
@@ -33,14 +33,14 @@ def test_every_row_is_of_the_kind_that_has_its_values(num_rows):
 
 def test_a_part_of_the_rows_has_the_same_kinds():
     columns = many(5000)
-    found = Alike.of(columns, ("tp", "sp"))
+    found = RowDeduplicator.of(columns, ("tp", "sp"))
     part = found[slice(1000, 1100)]
     np.testing.assert_array_equal(part.rows.tp[part.index], columns.tp[1000:1100])
 
 
 def test_changes_stand_in_for_columns_and_what_is_not_named_is_not_there():
     columns = many(5000)
-    found = Alike.of(columns, ("tp", "microbatch"), microbatch=np.minimum(2, columns.microbatch))
+    found = RowDeduplicator.of(columns, ("tp", "microbatch"), microbatch=np.minimum(2, columns.microbatch))
     assert set(found.rows.microbatch.tolist()) == {1, 2}
     with pytest.raises(AttributeError):
         _ = found.rows.sp

@@ -59,7 +59,7 @@ def test_pieces_do_the_same_arithmetic_as_the_whole():
     flat = TABLES.changed(attn_s0=0.0, flash2_gain=1.0, launch_s=0.0)
     columns = Columns.make(3, cp=[2, 4, 8], cp_mode=CP_MODES.index("ring"))
     width = np.full(3, 4096.0)
-    found = context_cost.pieces_s(JOB, columns, flat, width, backward=False, peak=TABLES.flops["bf16"])
+    found = context_cost.blocks_s(JOB, columns, flat, width, backward=False, peak=TABLES.flops["bf16"])
     flops = 4.0 * (8192 / columns.cp) * (8192 + 128) / 2 * 4096
     whole = flash_s(flat, flops, 8192, SHAPE.head_dim, False, TABLES.flops["bf16"])
     assert found == pytest.approx(whole)

@@ -11,7 +11,7 @@ from weft.config.plan import Plan
 from weft.config.plan_rules import check
 from weft.config.rule import Facts
 from weft.planner.cost.machine import Tables
-from weft.planner.cost.memory_terms import passes_held
+from weft.planner.cost.memory_terms import passes_in_flight
 from weft.planner.estimator import Estimates, estimate
 from weft.planner.measured.profile_tables import cluster_of
 from weft.planner.report.comparison import compare
@@ -102,7 +102,7 @@ def test_an_eager_pass_lies_beside_a_recorded_one_where_those_between_are_seen_o
     for count in range(1, 12):
         # In step WARM_UPS + 1 the last pass is recorded; those between were seen so often before.
         beside = (count - 2) * WARM_UPS >= WARM_UPS + 1
-        assert passes_held(Columns.make(1, num_micro=count, graphs=True))[0] == (2 if beside else 1)
+        assert passes_in_flight(Columns.make(1, num_micro=count, graphs=True))[0] == (2 if beside else 1)
 
 
 def question(text: str = "", **options) -> Question:

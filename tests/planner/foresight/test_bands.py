@@ -14,8 +14,8 @@ from weft.planner.space.columns import Job
 from weft.planner.space.shape import Shape
 from weft.planner.uncertainty import (
     LEVELS,
-    Circumstances,
-    circumstances_of,
+    ErrorContext,
+    error_context,
     fits_chance,
     generation,
     shipped,
@@ -23,7 +23,7 @@ from weft.planner.uncertainty import (
     unmeasured,
 )
 
-KNOWN = Circumstances(generation="hopper", experts=False, narrow=False, seq_len=4096, nodes=4, stages=1)
+KNOWN = ErrorContext(generation="hopper", experts=False, narrow=False, seq_len=4096, nodes=4, stages=1)
 
 
 def test_what_is_shipped_was_learnt_from_many_sources():
@@ -94,6 +94,6 @@ def test_what_was_never_measured_is_said():
 def test_circumstances_of_a_job():
     shape = Shape(vocab=1000, hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn=128, gated=True)
     job = Job(shape=shape, seq_len=32_768, global_batch=8)
-    one = circumstances_of(job, ClusterSpec.parse("4x8xb200"), "fp8", 4, 32)
+    one = error_context(job, ClusterSpec.parse("4x8xb200"), "fp8", 4, 32)
     assert (one.generation, one.narrow, one.experts, one.nodes, one.stages) == ("blackwell", True, False, 4, 4)
-    assert one.doubts["long"] == 2.0
+    assert one.uncertainty_terms["long"] == 2.0

@@ -11,7 +11,7 @@ from weft.config.plan import Plan
 from weft.errors import ConfigError
 from weft.planner.cost.step import TERMS
 from weft.planner.estimator import estimate
-from weft.planner.measured.host_layer import crowd_of, ranks_of
+from weft.planner.measured.host_layer import contention_of, ranks_of
 from weft.planner.measured.machine_profile import Lesson, Profile
 from weft.planner.measured.profile_tables import cluster_of, measured_tables
 from weft.planner.space.columns import Columns, Job
@@ -156,7 +156,7 @@ def test_stages_are_divided_as_the_runtime_divides_them() -> None:
     layers = [float(values[0]) for _, values, _, _ in ranks_of(JOB, columns)]
     layer, head = float(SHAPE.dense_layer_params), float(SHAPE.vocab * SHAPE.hidden)
     assert layers == list(divide_layers([layer] * 8, 4, after=head))
-    assert crowd_of(JOB, columns).layers[0] in layers
+    assert contention_of(JOB, columns).layers[0] in layers
 
 
 def test_what_runs_taught_scales_its_part() -> None:

@@ -16,7 +16,7 @@ def test_a_law_gives_back_what_made_its_samples() -> None:
     product = laws.seconds("linear_f", 300.0, 200.0, 100.0, active=1)
     assert float(product) == pytest.approx(CALL + 12e6 / FLOPS, rel=1e-6)
     assert float(laws.seconds("norm_b", 300.0, 200.0, active=2)) == pytest.approx(CALL + 6e4 / VALUES, rel=1e-6)
-    found = laws.travel("all_reduce", np.array([4e6]), group=2, active=2)
+    found = laws.transfer_s("all_reduce", np.array([4e6]), group=2, active=2)
     assert found == pytest.approx([CALL + 4e6 / BYTES], rel=1e-6)
 
 
@@ -49,7 +49,7 @@ def test_who_computes_for_longer_waits_for_longer() -> None:
 
 def test_what_was_not_measured_is_said() -> None:
     with pytest.raises(ConfigError, match="no all_reduce between ranks"):
-        Laws.of(profile((1,))).travel("all_reduce", 100.0, group=2, active=2)
+        Laws.of(profile((1,))).transfer_s("all_reduce", 100.0, group=2, active=2)
     made = profile((1, 2))
     alone = tuple(replace(each, dtype="bf16") for each in made.samples if each.ranks == 1)
     laws = Laws.of(replace(made, samples=(*made.samples, *alone)))

@@ -9,7 +9,7 @@ import pytest
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
 from weft.planner.measured.machine_profile import Lesson, load_profile
-from weft.planner.measured.profile_tables import cluster_of, profile_here, stale
+from weft.planner.measured.profile_tables import cluster_of, local_profile, stale
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_a_profile_of_another_machine_is_stale(tmp_path: Path) -> None:
     assert any(told.startswith("device loom, here ") for told in stale(found))
     found.save(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=r"device loom, here .*Measure again: weft calibrate"):
-        profile_here(tmp_path / "p.json")
+        local_profile(tmp_path / "p.json")
 
 
 def test_without_a_profile_nothing_is_guessed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"this machine has not been measured: .* Measure it first: weft calibrate"):
-        profile_here(tmp_path / "none.json")
+        local_profile(tmp_path / "none.json")
 
 
 def test_ranks_share_the_machine() -> None:

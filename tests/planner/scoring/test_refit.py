@@ -11,7 +11,7 @@ import pytest
 from weft.planner.scoring.metrics import Residual, coverage, experience, experience_text
 from weft.planner.scoring.published_runs import read_runs
 from weft.planner.scoring.scores import predict_run, refit
-from weft.planner.uncertainty import Circumstances
+from weft.planner.uncertainty import ErrorContext
 
 SAMPLE = Path(__file__).with_name("sample_runs.csv")
 
@@ -67,7 +67,7 @@ def drawn(seed: int, wide: float = 1.0) -> list[Residual]:
     found: list[Residual] = []
     for source in range(40):
         experts = source % 4 == 0
-        of = Circumstances(generation="hopper", experts=experts, narrow=False, seq_len=4096, nodes=8, stages=1)
+        of = ErrorContext(generation="hopper", experts=experts, narrow=False, seq_len=4096, nodes=8, stages=1)
         bias = draw.normal(0, 0.06)
         found += [
             Residual(f"s{source}", (wide if experts else 1.0) * (bias + draw.normal(0, 0.06)), of) for _ in range(10)

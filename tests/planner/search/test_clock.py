@@ -7,7 +7,7 @@ import pytest
 from weft.planner.report.verdict import read_plan
 from weft.planner.search.pipeline_clock import clocked
 from weft.planner.search.question import Question
-from weft.planner.search.ranks import best_split, drawn_schedule, memory_by_rank, passes, stage_layers
+from weft.planner.search.ranks import best_split, memory_by_rank, passes, stage_layers, timed_schedule
 from weft.planner.search.refine import estimated
 
 QUESTION = Question.of("llama3-70b", "8x8xh100", seq_len=8192, global_batch=512, built_only=False)
@@ -59,7 +59,7 @@ def test_early_ranks_hold_more_and_all_ranks_are_told():
 
 
 def test_the_schedule_that_is_drawn_is_the_plan_s():
-    schedule, seconds = drawn_schedule(candidate(PLANS[3]))
+    schedule, seconds = timed_schedule(candidate(PLANS[3]))
     assert (schedule.name, schedule.num_ranks, schedule.virtual_stages) == ("interleaved", 4, 5)
     assert len(seconds.forward_s) == 20
 

@@ -9,7 +9,7 @@ import pytest
 
 from weft.cli.app import run
 from weft.errors import ConfigError
-from weft.planner.report.full_run import goodput, read_run, whole_runs
+from weft.planner.report.full_run import full_runs, goodput, read_run
 
 FIXED = "dp_shard=8 zero=3 precision=bf16 compile=on recompute=full"
 
@@ -33,10 +33,10 @@ def test_goodput_is_that_of_drawn_failures(failure_s: float, save_s: float, stal
 
 def test_a_budget_buys_what_its_tokens_cost() -> None:
     """Tokens of a budget cost the budget; the loss of these tokens asks for the same tokens."""
-    ((_, bought),) = whole_runs("llama3-8b", "8xh100", "budget=5000usd,grid=400", fixed=FIXED)
+    ((_, bought),) = full_runs("llama3-8b", "8xh100", "budget=5000usd,grid=400", fixed=FIXED)
     assert bought is not None
-    ((_, paid),) = whole_runs("llama3-8b", "8xh100", f"tokens={round(bought.tokens)}", fixed=FIXED)
-    ((_, aimed),) = whole_runs("llama3-8b", "8xh100", f"loss={bought.loss}", fixed=FIXED)
+    ((_, paid),) = full_runs("llama3-8b", "8xh100", f"tokens={round(bought.tokens)}", fixed=FIXED)
+    ((_, aimed),) = full_runs("llama3-8b", "8xh100", f"loss={bought.loss}", fixed=FIXED)
     assert paid is not None
     assert aimed is not None
     assert paid.dollars == pytest.approx(5000)
@@ -54,9 +54,9 @@ def test_a_region_has_its_grid() -> None:
 
 def test_a_slow_store_sets_the_interval_of_checkpoints() -> None:
     """8.03 B weights and their means are 96 GB in fp32: at 10 MB/s 160 minutes, more than the best interval."""
-    ((_, free),) = whole_runs("llama3-8b", "8xh100", "tokens=1T", fixed=FIXED)
-    ((_, fast),) = whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10GB/s", fixed=FIXED)
-    ((_, slow),) = whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s", fixed=FIXED)
+    ((_, free),) = full_runs("llama3-8b", "8xh100", "tokens=1T", fixed=FIXED)
+    ((_, fast),) = full_runs("llama3-8b", "8xh100", "tokens=1T,store=10GB/s", fixed=FIXED)
+    ((_, slow),) = full_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s", fixed=FIXED)
     assert free is not None
     assert fast is not None
     assert slow is not None
@@ -67,13 +67,13 @@ def test_a_slow_store_sets_the_interval_of_checkpoints() -> None:
     with pytest.raises(
         ConfigError, match=r"save=5:00: the store takes .* for the 89\.7 GiB of a checkpoint\. Save less"
     ):
-        whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s,save=5m", fixed=FIXED)
+        full_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s,save=5m", fixed=FIXED)
 
 
 def test_clusters_are_listed_by_what_a_token_costs() -> None:
     """What holds the model comes first, the cheapest before the others."""
     fixed = "zero=3 precision=bf16 recompute=full"
-    found = whole_runs("llama3-8b", "1xrtx4090,8xa100,8xh100", "budget=1000usd", fixed=fixed)
+    found = full_runs("llama3-8b", "1xrtx4090,8xa100,8xh100", "budget=1000usd", fixed=fixed)
     assert [str(reply.question.cluster) for reply, _ in found] == ["8xh100", "8xa100", "1xrtx4090"]
     assert found[-1][1] is None
 

@@ -63,7 +63,7 @@ class ForkServer:
         if not self._is_fit():
             return self._instead.start(ranks)
         self._say({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
-        said = self._hear()
+        said = self._receive_message()
         if "pids" not in said:
             if said.get("error"):
                 raise OSError(said["error"])
@@ -77,7 +77,7 @@ class ForkServer:
             return self._instead.prepare(asked)
         self._say({"prepare": asked.written()})
         answer = None
-        while "code" not in (said := self._hear()):
+        while "code" not in (said := self._receive_message()):
             if "answer" not in said:  # it could not fork, or was killed
                 self._loaded = {"fit": "error" in said}
                 return self._instead.prepare(asked)
@@ -98,14 +98,14 @@ class ForkServer:
         """Whether it can fork; waits until all is loaded."""
         if self._loaded is None:
             with busy(sys.stderr, "starting: loading torch"):
-                self._loaded = self._hear()
+                self._loaded = self._receive_message()
         return bool(self._loaded.get("fit"))
 
     def _say(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # it is gone, which the answer tells
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive_message(self) -> dict[str, Any]:
         """The next message; empty where the server is gone."""
         try:
             return json.loads(self._messages.readline() or "{}")
@@ -120,13 +120,13 @@ class _Forks:
         self.pids = pids
         self._server = server
         self._codes: dict[int, int] = {}
-        self._told = threading.Condition()
+        self._in_one_sentence = threading.Condition()
         self._listening = threading.Thread(target=self._listen, name="weft-ends-of-ranks", daemon=True)
         self._listening.start()
 
     def wait(self, rank: int) -> int:
-        with self._told:
-            self._told.wait_for(lambda: rank in self._codes)
+        with self._in_one_sentence:
+            self._in_one_sentence.wait_for(lambda: rank in self._codes)
             return self._codes[rank]
 
     def close(self) -> None:
@@ -135,13 +135,13 @@ class _Forks:
 
     def _listen(self) -> None:
         while len(self._codes) < len(self.pids):
-            said = self._server._hear()
+            said = self._server._receive_message()
             if not said:  # the server was killed, and its ranks with it
                 _wait_for_end([pid for rank, pid in self.pids.items() if rank not in self._codes])
             ended = {said["rank"]: said["code"]} if said else dict.fromkeys(self.pids.keys() - self._codes, _KILLED)
-            with self._told:
+            with self._in_one_sentence:
                 self._codes |= ended
-                self._told.notify_all()
+                self._in_one_sentence.notify_all()
 
 
 def _wait_for_end(pids: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class _Server:
             ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]
             for descriptor in ready:
                 if isinstance(descriptor, int):
-                    self._tell_end(descriptor)
+                    self._report_end(descriptor)
             if read or self._line in ready:
                 order = self._order()
                 if order is None:
@@ -283,7 +283,7 @@ class _Server:
             raise OSError("the loopback interface gives no port")
         return int(port)
 
-    def _tell_end(self, descriptor: int) -> None:
+    def _report_end(self, descriptor: int) -> None:
         rank, pid = self._ranks.pop(descriptor)
         os.close(descriptor)
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

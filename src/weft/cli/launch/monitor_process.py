@@ -1,7 +1,7 @@
 """Monitor process of a run: alerts and sinks run here, so that they never delay training.
 
-Run as `python -m weft.cli.launch.monitor_process RUN_DIR`. The config arrives over standard input, which stays open until
-the command ends. Secrets arrive through the environment.
+Run as `python -m weft.cli.launch.monitor_process RUN_DIR`. The config arrives over standard input, which stays open
+until the command ends. Secrets arrive through the environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOK_S = 0.5
 
 
 @contextmanager
-def process_beside(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
+def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
     """Keep a process beside the ranks within the block, where the config has alerts or sinks.
 
     Args:
@@ -35,7 +35,7 @@ def process_beside(folder: Path, config: RunConfig, say: Callable[[str], None]) 
         config: of the run.
         say: shows the user a line.
     """
-    if not Companion.is_wanted(config):
+    if not Companion.is_needed(config):
         yield
         return
     logs = folder / "logs"

@@ -110,7 +110,7 @@ def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherL
         line.tell(failure)
     with contextlib.suppress(OSError):
         if outcry is not None:
-            _tell(outcry, failure, log_path(logs, failure.rank))
+            _notify_all(outcry, failure, log_path(logs, failure.rank))
     if failure.action:
         print(failure.message, file=sys.stderr)  # all is well: no trace, and no record of a failure
         return
@@ -143,7 +143,7 @@ def second_handle(descriptor: int) -> TextIO:
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 
-def _tell(outcry: TextIO, failure: Failure, log: Path) -> None:
+def _notify_all(outcry: TextIO, failure: Failure, log: Path) -> None:
     if failure.lost_peer:
         text = f"rank {failure.rank} lost its connection to another rank; see that rank's error.\n"
     else:

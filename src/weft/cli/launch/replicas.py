@@ -22,7 +22,7 @@ from typing import IO
 from weft import env
 from weft.cli.launch.launch import Stopped, threads_variables
 from weft.cli.launch.rank import die_with
-from weft.comm.replica_rendezvous import MeetingPlace
+from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.train.engine import ReplicaWorld
@@ -32,7 +32,7 @@ from weft.units import parse_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ReplicaInputs:
     """config: of the run. world: which replica, and where all leave word. command: what the user typed.
 
     parent: the process that gives it. prepared: descriptor that hears once the run is checked; None: it is not asked.
@@ -50,26 +50,26 @@ class Given:
         config = self.config.model_dump(mode="json", by_alias=True)
         return json.dumps(own).encode() + b"\n" + json.dumps(config).encode() + b"\n"
 
-    def tell_prepared(self) -> None:
+    def report_prepared(self) -> None:
         """Tell who waits that the run is checked and its data is ready. To be called once."""
         if self.prepared is not None:
             os.write(self.prepared, b"1")
             os.close(self.prepared)
 
 
-def given_replica() -> Given:
+def read_replica_inputs() -> ReplicaInputs:
     """Return what this process was given. From here on it does not outlive the one that gave it."""
     world, command, parent, prepared = json.loads(sys.stdin.buffer.readline())
     die_with(parent)
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline(), strict=False)
-    return Given(config, ReplicaWorld(**world), command, parent, prepared)
+    return ReplicaInputs(config, ReplicaWorld(**world), command, parent, prepared)
 
 
 # The meeting place of replicas on several machines, where this one starts the first of them.
 
 
 @contextmanager
-def meeting_place(config: RunConfig, world: ReplicaWorld, say: Callable[[str], None]) -> Generator[None]:
+def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str], None]) -> Generator[None]:
     """Answer replicas on other machines within the block, where this one starts replica 0 of them.
 
     After it, the place stays until the others have ended too, or were not heard for `launch.meeting_timeout`.
@@ -88,7 +88,7 @@ def meeting_place(config: RunConfig, world: ReplicaWorld, say: Callable[[str], N
     host, _, port = world.meet_at.rpartition(":")
     replicas = Plan.parse(config.plan).dp_replicate
     timeout_s = parse_seconds(config.launch.meeting_timeout)
-    place = MeetingPlace(host.strip("[]"), int(port), replicas, timeout_s, world.key)
+    place = RendezvousServer(host.strip("[]"), int(port), replicas, timeout_s, world.key)
     try:
         yield
         if not place.is_over():
@@ -143,7 +143,7 @@ class Replicas:
         """
         timeout_s = parse_seconds(self._config.launch.meeting_timeout)
         with ExitStack() as until_over:
-            place = MeetingPlace(env.LOOPBACK, 0, len(self._replicas), timeout_s, self._key)
+            place = RendezvousServer(env.LOOPBACK, 0, len(self._replicas), timeout_s, self._key)
             until_over.callback(place.close)
             self._meet_at = place.address
             until_over.callback(self._kill)
@@ -198,7 +198,7 @@ class Replicas:
                 log.close()
         one.process = process
         world = ReplicaWorld(one.number, self._meet_at, self._key)
-        given = Given(self._config, world, self._command, os.getpid(), writes)
+        given = ReplicaInputs(self._config, world, self._command, os.getpid(), writes)
         assert process.stdin is not None
         with suppress(OSError):  # it is gone, and its exit code says so
             process.stdin.write(given.lines())

@@ -18,7 +18,7 @@ from weft.config.plan import Plan
 from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, PlanError, TrainingHalted
-from weft.monitor.alerts import HoldPlace, with_settings
+from weft.monitor.alerts import PauseFiles, with_settings
 from weft.monitor.events import EventLog
 from weft.train.folder import RunFolder
 from weft.train.hooks import leave_out
@@ -160,7 +160,7 @@ class Restarts:
 
     def _hold(self, told: str, step: int | None, config: RunConfig) -> RunConfig:
         """Wait, without ranks, for the word of a person; the settings that the run then goes on with."""
-        place = HoldPlace(self.folder.path)
+        place = PauseFiles(self.folder.path)
         self.say(told)
         self._log({"event": "held", "why": told, **({} if step is None else {"step": step})})
         place.begin(told, step)
@@ -194,7 +194,7 @@ def cause_of(failure: Failure) -> str:
     return "refused" if again else "failed"
 
 
-def for_those_there(config: RunConfig, num_ranks: int) -> RunConfig:
+def config_for_world_size(config: RunConfig, num_ranks: int) -> RunConfig:
     """Return the config that torchrun's ranks train with: as `for_ranks` where a machine is gone (launch.min_ranks)."""
     least = config.launch.min_ranks
     if least is None or num_ranks < least or is_auto(config.plan):

@@ -167,10 +167,10 @@ class Preparation:
         Raises:
             WeftError: the one of what is wrong.
         """
-        from weft.train.planned import chosen_line, record_choice, settle_plan
+        from weft.train.planned import chosen_line, record_choice, resolve_plan
         from weft.train.preparation import prepare_run
 
-        config, chosen = settle_plan(self.config, self.num_ranks, self.num_local)
+        config, chosen = resolve_plan(self.config, self.num_ranks, self.num_local)
         if chosen is not None:
             say(chosen_line(chosen))
         with progress_report(sys.stdout) as report:

@@ -185,7 +185,7 @@ class Link(Protocol):
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-class Patience:
+class SpinBackoff:
     """Waiting that leaves the core to others: ranks may be more than cores.
 
     Yields the core at first (the next word of the others is near), then sleeps, longer as time goes by. Measured on 2
@@ -235,7 +235,7 @@ def finish(operation: Operation, link: Link, links: list[Link]) -> None:
     """
     if link.self_driven:
         link.block(operation)
-    patience = Patience()
+    patience = SpinBackoff()
     while not operation.finished:
         moved = False
         others = False
@@ -246,7 +246,7 @@ def finish(operation: Operation, link: Link, links: list[Link]) -> None:
         if operation.finished or (not others and link.block(operation)):
             break
         if moved:
-            patience = Patience()
+            patience = SpinBackoff()
             continue
         waited_s = patience.rest()
         if waited_s is not None:

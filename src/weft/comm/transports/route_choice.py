@@ -11,12 +11,12 @@ from weft.comm.transports.routes import (
     AllToAll,
     Barrier,
     Broadcast,
+    DirectReduce,
     ReduceScatter,
     Route,
     SplitReduce,
-    WholeReduce,
 )
-from weft.comm.transports.scattered_routes import PartsReduceScatter, PartsSplitReduce, PartsWholeReduce
+from weft.comm.transports.scattered_routes import PartsReduceScatter, PartsSplitReduce, ScatteredDirectReduce
 from weft.comm.transports.scattered_tensor import Parts
 
 _KINDS: dict[str, type[Route[torch.Tensor]]] = {
@@ -35,7 +35,7 @@ def route(operation: Operation, rank: int, size: int, combine: Combiner) -> Rout
     if isinstance(source, Parts):
         if operation.kind == "reduce_scatter":
             return PartsReduceScatter(operation, source, rank, size, combine)
-        return (PartsWholeReduce if whole else PartsSplitReduce)(operation, source, rank, size, combine)
+        return (ScatteredDirectReduce if whole else PartsSplitReduce)(operation, source, rank, size, combine)
     if operation.kind == "all_reduce":
-        return (WholeReduce if whole else SplitReduce)(operation, source, rank, size, combine)
+        return (DirectReduce if whole else SplitReduce)(operation, source, rank, size, combine)
     return _KINDS[operation.kind](operation, source, rank, size, combine)

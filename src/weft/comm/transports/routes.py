@@ -71,7 +71,7 @@ class FlatRoute(Route[torch.Tensor]):
         mine[: last - first].copy_(self.source[first:last])
 
 
-class WholeReduce(FlatRoute):
+class DirectReduce(FlatRoute):
     """all_reduce, each rank adding everything: for two ranks, and for little."""
 
     def reduce(self, span: Span, slots: Slots) -> None:

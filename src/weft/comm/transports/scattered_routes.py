@@ -11,7 +11,7 @@ from weft.comm.transports.routes import Route, ScatterRoute, Slots, Span, SplitR
 from weft.comm.transports.scattered_tensor import Parts
 
 
-class PartsWholeReduce(Route[Parts]):
+class ScatteredDirectReduce(Route[Parts]):
     """all_reduce of parts, each rank adding everything."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:

@@ -36,9 +36,9 @@ class Parts:
 
     def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield what lies in [first, last): where from `first` on, and the elements (n,) in the flat tensor's dtype."""
-        return ((place, piece.to(self.dtype)) for place, piece in self._cut(first, last))
+        return ((place, piece.to(self.dtype)) for place, piece in self._split_part(first, last))
 
-    def _cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _split_part(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
         index = max(bisect.bisect_right(self._starts, first) - 1, 0)
         for start, tensor in zip(self._starts[index:], self._tensors[index:], strict=True):
             if start >= last:
@@ -50,7 +50,7 @@ class Parts:
 
     def copy_to(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Write what lies from `first` on into a flat tensor (n,) of any dtype, zeros between, and return it."""
-        pieces = list(self._cut(first, first + flat.numel()))
+        pieces = list(self._split_part(first, first + flat.numel()))
         if sum(piece.numel() for _, piece in pieces) < flat.numel():
             flat.zero_()
         for dtype in dict.fromkeys(piece.dtype for _, piece in pieces):  # a kernel on a GPU takes one format

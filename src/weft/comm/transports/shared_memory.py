@@ -226,7 +226,7 @@ class SharedLink:
         way.operation.sent_bytes += way.published(span) * way.source.itemsize
         self._segment.tell(SIGNATURES + slot, signature)
         self._published += 1
-        self._tell(PUBLISHED, self._published)
+        self._notify_all(PUBLISHED, self._published)
         return True
 
     def _reduce(self) -> bool:
@@ -238,7 +238,7 @@ class SharedLink:
         self._compare(way.operation, slot, signature)
         way.reduce(span, self._segment.slots(way.source.dtype)[slot])
         self._reduced += 1
-        self._tell(REDUCED, self._reduced)
+        self._notify_all(REDUCED, self._reduced)
         return True
 
     def _collect(self) -> bool:
@@ -252,12 +252,12 @@ class SharedLink:
             way.collect(span, self._segment.slots(way.source.dtype)[number % NUM_SLOTS])
         del self._pieces[number]
         self._consumed += 1
-        self._tell(CONSUMED, self._consumed)
+        self._notify_all(CONSUMED, self._consumed)
         if last:
             way.operation.finished = True
         return True
 
-    def _tell(self, which: int, value: int) -> None:
+    def _notify_all(self, which: int, value: int) -> None:
         with self._fence:
             self._segment.tell(which, value)
 

@@ -23,7 +23,7 @@ from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.transports.shared_memory import Segment, host_mark
 from weft.errors import ConfigError
 from weft.planner.measured import profile_tables as here
-from weft.planner.measured.links import LinkProfile, Ways
+from weft.planner.measured.links import LinkProfile, RouteChoices
 
 _MARK_BYTES = 16
 
@@ -63,7 +63,7 @@ class Hosts:
         return found if alike and found & (found - 1) == 0 else 1
 
 
-def meet_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
+def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
     """Let the ranks tell each other where they are; the axis keeps it for all of its mesh. A collective.
 
     Args:
@@ -362,7 +362,7 @@ class ChosenLink:
 
     self_driven = False
 
-    def __init__(self, links: Mapping[str, Link], fixed: str, size: int, ways: Ways, reason: str):
+    def __init__(self, links: Mapping[str, Link], fixed: str, size: int, ways: RouteChoices, reason: str):
         self.reason = reason
         #: The transports that calls take, that of the fixed rule first.
         self.transport = " or ".join(dict.fromkeys([fixed, *(name for way in ways.best.values() for _, name in way)]))
@@ -413,9 +413,9 @@ class ChosenLink:
 AUTO = "auto"
 
 
-def measured_ways(
+def measured_routes(
     axis: Axis, group: dist.ProcessGroup, hosts: Hosts, fixed: str, usable: tuple[str, ...]
-) -> tuple[Ways | None, str]:
+) -> tuple[RouteChoices | None, str]:
     """Return what to take by measurement, and why; or None, and why not (empty: there is no file of measurements).
 
     All ranks of the axis call this together: the first one reads its file and tells the others, so all hold the same.
@@ -439,7 +439,7 @@ def measured_ways(
     told = _from_first(axis, group, told)
     if "error" in told:
         raise ConfigError(told["error"])
-    return (Ways(**told["ways"]) if "ways" in told else None), str(told.get("why", ""))
+    return (RouteChoices(**told["ways"]) if "ways" in told else None), str(told.get("why", ""))
 
 
 def _look_up(axis: Axis, hosts: Hosts, fixed: str, usable: tuple[str, ...]) -> dict[str, Any]:
@@ -450,7 +450,7 @@ def _look_up(axis: Axis, hosts: Hosts, fixed: str, usable: tuple[str, ...]) -> d
     if changes := profile.machine.differences(here.this_host()):
         return {"why": f"{path} was measured with {'; '.join(changes)}: measure again with weft calibrate --hosts"}
     layout = hosts.layout
-    ways = profile.ways(*layout, fixed, usable) if layout else None
+    ways = profile.route_choices(*layout, fixed, usable) if layout else None
     if ways is None:
         words = "ranks spread unevenly" if layout is None else f"{layout[0]} hosts of {layout[1]} ranks"
         return {"why": f"{path} has no measurement of {words}"}

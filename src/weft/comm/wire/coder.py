@@ -48,20 +48,20 @@ class Coder:
             self.calls += 1
         kept = self._next.get(key, self._kept.get(key))
         if wire.feeds_back:
-            return self._encode_with_debt(key, x_RN, kept)
+            return self._encode_with_residual(key, x_RN, kept)
         codes, state = wire.encode(x_RN, kept)
         if state is not None:
             self._next[key] = state
         return codes
 
-    def _encode_with_debt(self, key: str, x_RN: torch.Tensor, kept: State | None) -> torch.Tensor:
+    def _encode_with_residual(self, key: str, x_RN: torch.Tensor, kept: State | None) -> torch.Tensor:
         """Encode what is there and what is owed; what is rounded off is owed from here, if the step is taken."""
         owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
         codes, _ = self.wire.encode(owing_RN, None)
         self.owe(key, owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype))
         return codes
 
-    def owing(self, key: str, x_RN: torch.Tensor) -> torch.Tensor:
+    def with_residual(self, key: str, x_RN: torch.Tensor) -> torch.Tensor:
         """Return what is there and what is owed, a new tensor."""
         kept = self._next.get(key, self._kept.get(key))
         return x_RN.clone() if kept is None else x_RN + kept["residual"] * self.unit
@@ -176,10 +176,10 @@ class Coders:
     @property
     def needs_host(self) -> bool:
         """Whether the host must know if this step is taken: it clips debts, and a first state follows no other."""
-        return self.owes or any(coder.begins for coder in self._coders.values())
+        return self.has_residual or any(coder.begins for coder in self._coders.values())
 
     @property
-    def owes(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether anything of what is rounded off goes with the next step, or went with an earlier one and is owed."""
         return self.outer_wire.feeds_back or bool(self.owed)
 

@@ -142,7 +142,7 @@ _LARGEST, _SMALLEST, _POWER_BITS = 448.0, 1e-12, -(1 << 23)
 _ALIGNED = 16
 
 
-class RowStretch(NamedTuple):
+class RowSlice(NamedTuple):
     """A weight's part on a rank: so many rows of so many values; is_exact: they travel as they are."""
 
     rows: int
@@ -150,7 +150,7 @@ class RowStretch(NamedTuple):
     is_exact: bool
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> RowStretch:
+    def of(cls, shape: Sequence[int]) -> RowSlice:
         """Return that of a part of this shape: all dimensions after the first are a row."""
         return cls(shape[0] if shape else 1, math.prod(shape[1:]), len(shape) < 2 or not math.prod(shape))
 
@@ -164,26 +164,26 @@ class RowCodes:
         dtype: of that tensor.
     """
 
-    def __init__(self, spec: WireSpec, stretches: Sequence[RowStretch], dtype: torch.dtype):
-        self._stretches, self._dtype, self._is_float = tuple(stretches), dtype, spec.name == "fp8"
+    def __init__(self, spec: WireSpec, stretches: Sequence[RowSlice], dtype: torch.dtype):
+        self._flat_slices, self._dtype, self._is_float = tuple(stretches), dtype, spec.name == "fp8"
         self._block = spec.block
-        self.numel = sum(one.rows * one.columns for one in self._stretches)
-        self._sizes = [self._num_bytes(one) for one in self._stretches]
+        self.numel = sum(one.rows * one.columns for one in self._flat_slices)
+        self._sizes = [self._num_bytes(one) for one in self._flat_slices]
         self.num_bytes = sum(self._sizes)
 
-    def _num_bytes(self, one: RowStretch) -> int:
+    def _num_bytes(self, one: RowSlice) -> int:
         numel = one.rows * one.columns
         exact = numel * self._dtype.itemsize
         size = exact if one.is_exact else numel + 2 * one.rows * self._blocks_in(one)
         return -(-size // _ALIGNED) * _ALIGNED
 
-    def _blocks_in(self, one: RowStretch) -> int:
+    def _blocks_in(self, one: RowSlice) -> int:
         return 1 if self._is_float else math.ceil(one.columns / self._block)
 
-    def _places(self) -> Iterator[tuple[RowStretch, slice, slice]]:
+    def _places(self) -> Iterator[tuple[RowSlice, slice, slice]]:
         """Each part, with its place among the values and among the bytes."""
         at = first = 0
-        for one, size in zip(self._stretches, self._sizes, strict=True):
+        for one, size in zip(self._flat_slices, self._sizes, strict=True):
             numel = one.rows * one.columns
             yield one, slice(at, at + numel), slice(first, first + size)
             at, first = at + numel, first + size

@@ -31,7 +31,7 @@ class LowRankSum(Pending):
         self._thin: list[torch.Tensor] = []
         self._done = False
         with torch.no_grad(), unobserved():
-            self._owing = coder.owing(self._key(flat), flat[None])[0]
+            self._owing = coder.with_residual(self._key(flat), flat[None])[0]
             self._bases = self._first_bases()
             products = [one.of(self._owing) @ basis for one, basis in zip(self._matrices, self._bases, strict=True)]
             self._gaps = _gaps_of(self._matrices, flat.numel())

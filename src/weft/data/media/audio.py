@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.images import Encoded
-from weft.data.media.records import drawn_from
+from weft.data.media.records import generator_of
 from weft.errors import DataError, MissingExtra, WeftError
 
 #: A page is at most so long.
@@ -146,7 +146,7 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
         return plain
     with _opened(encoded) as sound:
         frames, rate, channels = sound.frames, sound.samplerate, sound.channels
-        if _is_cut_off(encoded, sound):
+        if _is_truncated(encoded, sound):
             raise DataError(f"{encoded.name}: it is cut off. Copy it again, or delete it.")
         if frames <= 0:
             raise DataError(f"{encoded.name}: it has no samples. Delete it.")
@@ -267,7 +267,7 @@ def _refuse_silence(sound: Any, frames: int, name: str) -> None:
     raise DataError(f"{name}: it is silent, {which} is 0. Delete it.")
 
 
-def _is_cut_off(encoded: Encoded, sound: Any) -> bool:
+def _is_truncated(encoded: Encoded, sound: Any) -> bool:
     """Whether the file ends before its own tables say, in the formats that have some."""
     if sound.format in ("WAV", "WAVEX"):
         return _chunk_end(encoded, "<", b"data") > encoded.size()
@@ -333,7 +333,7 @@ _TIME_SHARE, _BAND_SHARE = 0.125, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Hearing:
+class AudioTransform:
     """How a recording is heard.
 
     rate: samples a second. seconds: heard of it at most. crops: a random part is taken of a longer one, in place of its
@@ -369,7 +369,7 @@ def soxr() -> Any:
 
 
 def hear(
-    encoded: Encoded, size: tuple[int, ...], hearing: Hearing, key: tuple[int | str, ...] = ()
+    encoded: Encoded, size: tuple[int, ...], hearing: AudioTransform, key: tuple[int | str, ...] = ()
 ) -> NDArray[np.float32]:
     """Return samples of a recording, full scale as 1: the mean of its channels, resampled. No more of it is decoded.
 
@@ -384,7 +384,7 @@ def hear(
         MissingExtra: where its rate differs, and soxr is not installed.
     """
     frames, rate, _ = size
-    rng = drawn_from(key)
+    rng = generator_of(key)
     wanted = min(frames, round(hearing.seconds * rate))
     place = rng.random() if hearing.crops else 0.5
     found = read_frames(encoded, round(place * (frames - wanted)), wanted)
@@ -411,7 +411,7 @@ def masked(
         num_frames: of the recording; those after are filled up.
         key: where they lie follows from it.
     """
-    rng = drawn_from((*key, "masks"))
+    rng = generator_of((*key, "masks"))
     heard = features_MT[:, :num_frames]
     mean = heard.mean(dtype=np.float64).astype(np.float32)
     for _ in range(count):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.audio import Hearing, hear, masked
+from weft.data.media.audio import AudioTransform, hear, masked
 from weft.data.media.audio_features import Features, parse_features
 from weft.data.media.media_records import MediaRecords
 
@@ -28,7 +28,7 @@ class Sounds:
     #: The option that makes what is decoded smaller.
     smaller = "seconds"
 
-    def __init__(self, source: MediaRecords, hearing: Hearing, features: Features, seed: int):
+    def __init__(self, source: MediaRecords, hearing: AudioTransform, features: Features, seed: int):
         self.source, self.hearing, self.features, self.seed = source, hearing, features, seed
         #: The largest shape of a sample.
         self.shape = features.shape(hearing.most_samples)
@@ -78,4 +78,4 @@ class Sounds:
     def of(cls, told: dict[str, Any]) -> Sounds:
         """Return what `told` described."""
         source, features = MediaRecords.parse(told["source"]), parse_features(told["features"])
-        return cls(source, Hearing(**told["hearing"]), features, told["seed"])
+        return cls(source, AudioTransform(**told["hearing"]), features, told["seed"])

@@ -66,7 +66,7 @@ class DecodePool:
         self._faults: dict[Key, str] = {}
         self._deaths: Counter[Key] = Counter()
         self._selector = selectors.DefaultSelector()
-        self._told = described(samples)
+        self._in_one_sentence = described(samples)
         self._workers: list[_Worker] = []
         for _ in range(workers):
             self._start()
@@ -118,7 +118,7 @@ class DecodePool:
             self._fd = -1
 
     def _start(self) -> None:
-        worker = _Worker(self._fd, len(self._ring), self._told)
+        worker = _Worker(self._fd, len(self._ring), self._in_one_sentence)
         self._workers.append(worker)
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
 
@@ -142,7 +142,7 @@ class DecodePool:
             if not alive:
                 self._replace(worker)
         for worker in list(self._workers) if not ready else ():
-            if worker.is_stuck():
+            if worker.is_hung():
                 worker.process.kill()  # its end is seen as an answer
 
     def _take(self, key: Key, slot: int, status: int, text: str) -> None:
@@ -231,7 +231,7 @@ class _Worker:
         self._since = time.monotonic()
         return key
 
-    def is_stuck(self) -> bool:
+    def is_hung(self) -> bool:
         """Whether it has had a job for longer than any sample takes."""
         return bool(self.jobs) and time.monotonic() - self._since > _LONGEST_JOB_S
 

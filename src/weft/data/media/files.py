@@ -182,7 +182,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
             for member in tar:
                 vars(tar)["members"].clear()  # it would remember every member
                 if tar.offset <= before or member.size < 0:  # it would be read again and again
-                    raise _cut_off(path, f"the size of {member.name[:200]!r} is {member.size}")
+                    raise _truncated(path, f"the size of {member.name[:200]!r} is {member.size}")
                 before = tar.offset
                 if not member.isreg():
                     continue
@@ -191,7 +191,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
                         f"{path}: {member.name[:200]!r} is stored with holes. Pack the archive again, without --sparse."
                     )
                 if member.offset_data + member.size > size:
-                    raise _cut_off(path, "unexpected end of data")
+                    raise _truncated(path, "unexpected end of data")
                 folder, slash, file = member.name.rpartition("/")
                 first, _, suffix = file.partition(".")
                 if folder + slash + first != stem and sample:
@@ -203,11 +203,11 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
                 yield tar, stem, sample
             _check_end(path, tar.offset)
     except (tarfile.TarError, struct.error, RecursionError, MemoryError) as error:
-        raise _cut_off(path, str(error) or type(error).__name__) from error
+        raise _truncated(path, str(error) or type(error).__name__) from error
     except (ValueError, OverflowError, TypeError, IndexError) as error:  # of tarfile, for numbers in headers
         if isinstance(error, WeftError):
             raise
-        raise _cut_off(path, str(error)) from error
+        raise _truncated(path, str(error)) from error
 
 
 def _check_end(path: Path, end: int) -> None:
@@ -217,13 +217,13 @@ def _check_end(path: Path, end: int) -> None:
         file.seek(end)
         ends = file.read(tarfile.BLOCKSIZE)
         if size < end or len(ends) < tarfile.BLOCKSIZE or ends.count(0) < tarfile.BLOCKSIZE:
-            raise _cut_off(path, "its end is missing")
+            raise _truncated(path, "its end is missing")
         while block := file.read(2**20):
             if block.count(0) < len(block):
                 raise DataError(f"{path}: another archive follows its end. Give the archives as files of their own.")
 
 
-def _cut_off(path: Path, why: str) -> DataError:
+def _truncated(path: Path, why: str) -> DataError:
     return DataError(f"{path}: the archive is damaged or cut off ({why}). Copy it again, or leave it out.")
 
 

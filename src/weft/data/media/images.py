@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.records import drawn_from
+from weft.data.media.records import generator_of
 from weft.errors import DataError, MissingExtra, WeftError
 from weft.files import open_regular
 from weft.units import format_bytes
@@ -221,7 +221,7 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
         DataError: if the pixels cannot be decoded.
     """
     image, encoded = pillow(), _encoded(source)
-    rng = drawn_from(key)
+    rng = generator_of(key)
     with _open_image(encoded.whole(), encoded.name) as picture:
         width, height = picture.size
         left, top, right, bottom = _random_box(width, height, rng) if look.crops else _middle(width, height)

@@ -320,7 +320,7 @@ class _Writer:
     """Looks at every record once, and writes a row for each that can be used."""
 
     def __init__(self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None, survey: Survey):
-        self._path, self._files, self._columns, self._told, self._survey = path, files, columns, told, survey
+        self._path, self._files, self._columns, self._in_one_sentence, self._survey = path, files, columns, told, survey
         self._size = picture_size if columns.kind is PICTURE else sound_size
         self._labels: dict[int | str, int] = {}
 
@@ -342,8 +342,8 @@ class _Writer:
                     reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
                     if record.path and len(missing) < _MOST_REASONS:
                         missing.append((record.path, file_state(record.path)))
-                if self._told is not None and not count % _TOLD_EVERY:
-                    self._told(done + max(0, record.offset), sum(sizes))
+                if self._in_one_sentence is not None and not count % _TOLD_EVERY:
+                    self._in_one_sentence(done + max(0, record.offset), sum(sizes))
             done += sizes[number]
         refuse_unusable(self._path, words, count, num_bad, reasons)
         return {"labels": list(self._labels), "reasons": reasons, "num_bad": num_bad, "missing": missing}

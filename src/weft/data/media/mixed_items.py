@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.audio import Hearing, hear, masked
+from weft.data.media.audio import AudioTransform, hear, masked
 from weft.data.media.audio_features import LogMel, parse_features
 from weft.data.media.decode_workers import DecodedAhead, Key
 from weft.data.media.images import Look, read_picture
@@ -60,7 +60,7 @@ class MixedItems:
     #: The option that makes what is decoded smaller.
     smaller = "seconds"
 
-    def __init__(self, records: MixedRecords, look: Look, hearing: Hearing, features: LogMel, seed: int):
+    def __init__(self, records: MixedRecords, look: Look, hearing: AudioTransform, features: LogMel, seed: int):
         self.records, self.look, self.hearing, self.features, self.seed = records, look, hearing, features, seed
         self._starts = np.concatenate(([0], np.cumsum(records.num_media())))
         self.bands_shape = features.shape(hearing.most_samples)
@@ -124,8 +124,8 @@ class MixedItems:
         """Return what `told` described."""
         features = parse_features(told["features"])
         assert isinstance(features, LogMel)
-        return cls(MixedRecords.parse(told["source"]), Look(**told["look"]), Hearing(**told["hearing"]), features,
-                   told["seed"])  # fmt: skip
+        source, look, hearing = MixedRecords.parse(told["source"]), Look(**told["look"]), told["hearing"]
+        return cls(source, look, AudioTransform(**hearing), features, told["seed"])
 
 
 class MixedAhead:

@@ -385,7 +385,7 @@ class _Writer:
     """Looks at every record once, and writes a row for each that can be used."""
 
     def __init__(self, path: str, files: Sequence[Path], survey: MixedSurvey, told: Told | None):
-        self._path, self._files, self._survey, self._told = path, files, survey, told
+        self._path, self._files, self._survey, self._in_one_sentence = path, files, survey, told
 
     def write(self, writer: RowWriter) -> dict[str, Any]:
         reasons: list[str] = []
@@ -403,8 +403,8 @@ class _Writer:
                     reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
                     if sample.missing and len(missing) < _MOST_REASONS:
                         missing.append((sample.missing, file_state(sample.missing)))
-                if self._told is not None and not count % _TOLD_EVERY:
-                    self._told(done + sample.offset, sum(sizes))
+                if self._in_one_sentence is not None and not count % _TOLD_EVERY:
+                    self._in_one_sentence(done + sample.offset, sum(sizes))
             done += sizes[number]
         refuse_unusable(self._path, SAMPLE, count, num_bad, reasons)
         return {"reasons": reasons, "num_bad": num_bad, "missing": missing}

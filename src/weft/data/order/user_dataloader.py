@@ -52,17 +52,17 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
             "samples of the global batch, or a batch_sampler that lists their indices."
         )
     if loader.batch_size is None:
-        return _Drawn("batch_sampler", loader.batch_sampler, None, False, seed)
+        return _SampledIndices("batch_sampler", loader.batch_sampler, None, False, seed)
     sampler, batch_size = loader.sampler, loader.batch_size
     # The sampler says how many: it may be of fewer than the dataset has, and a dataset need not know its length.
     if type(sampler) is SequentialSampler:
         return _Computed(len(sampler), batch_size, loader.drop_last, None)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return _Computed(len(sampler), batch_size, loader.drop_last, seed)
-    return _Drawn("sampler", sampler, batch_size, loader.drop_last, seed)
+    return _SampledIndices("sampler", sampler, batch_size, loader.drop_last, seed)
 
 
-class _Cut(Sequence[Any]):
+class _BatchSplit(Sequence[Any]):
     """A row of indices as batches of `batch_size`, the last one shorter."""
 
     def __init__(self, row: Any, batch_size: int, drop_last: bool):
@@ -83,20 +83,20 @@ class _Computed:
         self._num_samples, self._batch_size, self._drop_last, self._seed = num_samples, batch_size, drop_last, seed
 
     def count(self, epoch: int) -> int:
-        return len(_Cut(range(self._num_samples), self._batch_size, self._drop_last))
+        return len(_BatchSplit(range(self._num_samples), self._batch_size, self._drop_last))
 
     def of(self, epoch: int) -> Sequence[Sequence[int]]:
         if self._seed is None:
-            return _Cut(range(self._num_samples), self._batch_size, self._drop_last)
+            return _BatchSplit(range(self._num_samples), self._batch_size, self._drop_last)
         generator = torch.Generator().manual_seed(_epoch_seed(self._seed, epoch))
         order = torch.randperm(self._num_samples, generator=generator)
-        return _Cut(order, self._batch_size, self._drop_last)
+        return _BatchSplit(order, self._batch_size, self._drop_last)
 
     def check(self, epoch: int, dp_size: int) -> None:
         _check_last(self._num_samples, self._batch_size, self._drop_last, dp_size)
 
 
-class _Drawn:
+class _SampledIndices:
     """What a sampler of the user's gives, drawn anew for each epoch. batch_size: None where it gives whole batches."""
 
     def __init__(self, field: str, sampler: Any, batch_size: int | None, drop_last: bool, seed: int):
@@ -114,21 +114,21 @@ class _Drawn:
                 f"batch, and a resumed run could not continue. Let it draw from torch's, numpy's or Python's global "
                 f"generator, or from one that set_epoch(epoch) seeds."
             )
-        self._epoch, self._drawn = 0, first
+        self._epoch, self._generator_offset = 0, first
 
     def count(self, epoch: int) -> int:
         return len(self.of(epoch))
 
     def of(self, epoch: int) -> Sequence[Sequence[Any]]:
         if epoch != self._epoch:
-            self._epoch, self._drawn = epoch, self._draw(epoch)
-        drawn = self._drawn
-        return drawn if self._batch_size is None else _Cut(drawn, self._batch_size, self._drop_last)
+            self._epoch, self._generator_offset = epoch, self._draw(epoch)
+        drawn = self._generator_offset
+        return drawn if self._batch_size is None else _BatchSplit(drawn, self._batch_size, self._drop_last)
 
     def check(self, epoch: int, dp_size: int) -> None:
         batches = self.of(epoch)
         if self._batch_size is not None:
-            _check_last(len(self._drawn), self._batch_size, self._drop_last, dp_size)
+            _check_last(len(self._generator_offset), self._batch_size, self._drop_last, dp_size)
         elif batches and (least := min(map(len, batches))) < dp_size:
             raise DataError(
                 f"{self._name}: a batch has {least} samples, fewer than the {dp_size} data-parallel ranks. "

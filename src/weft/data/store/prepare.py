@@ -20,7 +20,7 @@ from weft.data.store.prepared import (
     CachedSource,
     PreparedData,
     PreparedSource,
-    WantedSource,
+    RequestedSource,
     ready_source,
     ready_tokenizer,
 )
@@ -53,7 +53,7 @@ class _Look:
         return self.num_kept + self.num_trained
 
 
-def settle_holdout(wanted: Sequence[WantedSource]) -> tuple[list[WantedSource], list[str]]:
+def resolve_holdout(wanted: Sequence[RequestedSource]) -> tuple[list[RequestedSource], list[str]]:
     """The sources with the share that is kept aside, and what to tell of it.
 
     The share stays as it was asked for where it takes a part of the documents. Where it takes none of ten or more, it
@@ -72,7 +72,7 @@ def settle_holdout(wanted: Sequence[WantedSource]) -> tuple[list[WantedSource], 
     return settled, notes
 
 
-def _look(source: WantedSource) -> _Look:
+def _look(source: RequestedSource) -> _Look:
     look, num_chars = _Look(), 0
     for document in source.documents():
         num_chars += len(document.text or "") + sum(len(turn.content) for turn in document.turns or ())
@@ -91,7 +91,7 @@ def _look(source: WantedSource) -> _Look:
     return look
 
 
-def _share(source: WantedSource, look: _Look) -> tuple[float, str]:
+def _share(source: RequestedSource, look: _Look) -> tuple[float, str]:
     asked, number = source.limits.holdout, look.num_documents
     if not look.is_all or number == 0 or (look.num_kept and asked >= 0.5):
         return asked, ""
@@ -275,9 +275,9 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
     data, cache = config.data, cache_folder(config.data)
     holdout = data.holdout if not data.eval else 0.0
 
-    def wanted(sections: Sequence[SourceSection], key: str, holdout: float) -> list[WantedSource]:
+    def wanted(sections: Sequence[SourceSection], key: str, holdout: float) -> list[RequestedSource]:
         return [
-            WantedSource.of(section, f"{key}.{number}", data, holdout, preferences=preferences)
+            RequestedSource.of(section, f"{key}.{number}", data, holdout, preferences=preferences)
             for number, section in enumerate(sections)
         ]
 
@@ -285,7 +285,7 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
     _check_weights(train)
     notes: list[str] = []
     if holdout > 0:
-        train, notes = settle_holdout(train)
+        train, notes = resolve_holdout(train)
     try:
         return _prepare(config, cache, train, evaluation, notes, report)
     except OSError as error:
@@ -298,8 +298,8 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
 def _prepare(
     config: RunConfig,
     cache: Path,
-    train: list[WantedSource],
-    evaluation: list[WantedSource],
+    train: list[RequestedSource],
+    evaluation: list[RequestedSource],
     notes: list[str],
     report: Report | None,
 ) -> PreparedData:
@@ -307,7 +307,7 @@ def _prepare(
     tokenizer_dir, tokenizer = ready_tokenizer(cache, config, train, report)
     summary = [f"tokenizer: {config.tokenizer.kind}, {tokenizer.vocab_size} entries"]
 
-    def ready(wanted: WantedSource) -> tuple[WantedSource, CachedSource]:
+    def ready(wanted: RequestedSource) -> tuple[RequestedSource, CachedSource]:
         seq_len = config.train.seq_len
         stored = ready_source(cache, wanted, tokenizer, config.data.packing, seq_len, report)
         if stored.manifest.splits["train"].num_documents == 0:
@@ -338,7 +338,7 @@ def cache_folder(data: DataSection) -> Path:
     return (Path(data.cache_dir).expanduser() if data.cache_dir else env.cache_dir() / "data").absolute()
 
 
-def _check_weights(train: Sequence[WantedSource]) -> None:
+def _check_weights(train: Sequence[RequestedSource]) -> None:
     without = [wanted.files for wanted in train if wanted.section.weight is None]
     if without and len(without) < len(train):
         raise DataError(
@@ -347,7 +347,7 @@ def _check_weights(train: Sequence[WantedSource]) -> None:
         )
 
 
-def _prepared(wanted: WantedSource, stored: CachedSource, split: str) -> PreparedSource:
+def _prepared(wanted: RequestedSource, stored: CachedSource, split: str) -> PreparedSource:
     manifest = stored.manifest
     return PreparedSource(
         wanted.files.path, stored.folder / split, wanted.section.weight, manifest.pad_id, manifest.end_id,
@@ -355,7 +355,7 @@ def _prepared(wanted: WantedSource, stored: CachedSource, split: str) -> Prepare
     )  # fmt: skip
 
 
-def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Iterator[str]:
+def _describe(wanted: RequestedSource, stored: CachedSource, seq_len: int) -> Iterator[str]:
     files, manifest, schema = wanted.files, stored.manifest, Schema(**stored.manifest.schema)
     train, kept = manifest.splits["train"], manifest.splits.get("eval")
     counts = _counts(train, schema)
@@ -429,7 +429,7 @@ def _num_longer(stored: CachedSource, seq_len: int) -> int:
     return int((np.diff(offsets) > seq_len + 1).sum())
 
 
-def _nothing_left(wanted: WantedSource, stored: CachedSource) -> str:
+def _nothing_left(wanted: RequestedSource, stored: CachedSource) -> str:
     field, path = wanted.files.field, wanted.files.path
     if stored.manifest.num_records == 0:
         return f"{field}.path={path}: the files hold no records. Give files with data in them."

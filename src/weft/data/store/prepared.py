@@ -172,7 +172,7 @@ _TOLD_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class WantedSource:
+class RequestedSource:
     """A source of the config with its files. preferences: whether the task learns from preferred answers alone."""
 
     section: SourceSection
@@ -183,7 +183,7 @@ class WantedSource:
     @classmethod
     def of(
         cls, section: SourceSection, field: str, data: DataSection, holdout: float, *, preferences: bool = False
-    ) -> WantedSource:
+    ) -> RequestedSource:
         """field: dotted key, such as "data.train.0". Raises DataError where there are no such files."""
         files = find_files(section.path, field)
         pieces = piece_bytes(files, holdout)
@@ -286,7 +286,7 @@ class CachedSource:
 
 
 def ready_tokenizer(
-    cache: Path, config: RunConfig, train: Sequence[WantedSource], report: Report | None
+    cache: Path, config: RunConfig, train: Sequence[RequestedSource], report: Report | None
 ) -> tuple[Path, Tokenizer]:
     """The tokenizer of the config, made where it is not there yet, and its folder."""
     section = config.tokenizer
@@ -327,7 +327,7 @@ def ready_tokenizer(
         return folder, Tokenizer.load(folder)
 
 
-def _training_text(train: Sequence[WantedSource], limit: int, report: Report | None) -> Iterator[str]:
+def _training_text(train: Sequence[RequestedSource], limit: int, report: Report | None) -> Iterator[str]:
     """Text of the train split, at most `limit` bytes in equal parts; a small source leaves its rest to the others."""
     sources = [wanted for wanted in sorted(train, key=lambda w: w.files.size_bytes) if wanted.schema.kind != "ids"]
     if not sources:
@@ -351,7 +351,7 @@ def _training_text(train: Sequence[WantedSource], limit: int, report: Report | N
                 break
 
 
-def _source_text(wanted: WantedSource) -> Iterator[str]:
+def _source_text(wanted: RequestedSource) -> Iterator[str]:
     # Files in an order that their names scatter: the first ones of a folder need not be like the rest.
     files = sorted(wanted.files.files, key=lambda file: hashlib.blake2b(file.path.name.encode()).digest())
     for document in wanted.documents(replace(wanted.files, files=tuple(files))):
@@ -361,7 +361,7 @@ def _source_text(wanted: WantedSource) -> Iterator[str]:
 
 
 def ready_source(
-    cache: Path, wanted: WantedSource, tokenizer: Tokenizer, packing: str | None, seq_len: int, report: Report | None
+    cache: Path, wanted: RequestedSource, tokenizer: Tokenizer, packing: str | None, seq_len: int, report: Report | None
 ) -> CachedSource:
     """The tokens of a source, made where they are not there yet or are damaged. packing None: what suits the schema."""
     key = wanted.key(content_digests(cache, wanted.files, report))
@@ -386,7 +386,7 @@ def ready_source(
     return CachedSource(folder, manifest, packing or schema.packing, damage)
 
 
-def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
+def _stored(folder: Path, wanted: RequestedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
     """The manifest of a folder whose files are as they were written, or None with what is wrong with it."""
     if not folder.is_dir():
         return None, ""

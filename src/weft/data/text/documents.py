@@ -236,7 +236,7 @@ def _plain_turns(turns: tuple[Turn, ...]) -> list[tuple[str, str, str]]:
 def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
     """Both without a prompt of their own: it is what they begin with alike."""
     if isinstance(chosen, _Plain) and isinstance(rejected, _Plain):
-        cut = _word_border(chosen.text, rejected.text)
+        cut = _shared_prefix(chosen.text, rejected.text)
         found = [_Plain(one.text[:cut], one.text[cut:]) for one in (chosen, rejected)]
         if not all(one.text.strip() for one in found):
             raise Unusable("one answer is the beginning of the other, and there is no prompt")
@@ -248,7 +248,7 @@ def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
     return [(*(turn.as_context() for turn in one[:number]), *one[number:]) for one in (chosen, rejected)]
 
 
-def _word_border(first: str, second: str) -> int:
+def _shared_prefix(first: str, second: str) -> int:
     """Characters that two texts begin with alike, up to the end of a line or the border of a word."""
     alike = min(len(first), len(second))
     same = next((place for place in range(alike) if first[place] != second[place]), alike)

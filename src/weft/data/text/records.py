@@ -255,12 +255,12 @@ class RecordReader:
         self._piece_bytes = max(8, piece_bytes)
         self._columns = list(columns) if columns is not None else None
         self._on_progress = on_progress
-        self._tell: Callable[[], int] = lambda: 0
+        self._notify_all: Callable[[], int] = lambda: 0
         self.delimiter = ""
 
     def position(self) -> int:
         """Return the bytes of the file that were read, for the progress; about right for parquet."""
-        return min(self._tell(), self._file.size_bytes)
+        return min(self._notify_all(), self._file.size_bytes)
 
     def __iter__(self) -> Iterator[Record | Broken]:
         if self._file.format == "parquet":
@@ -269,9 +269,9 @@ class RecordReader:
         readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
         try:
             with self._file.path.open("rb") as raw:
-                self._tell = raw.tell
+                self._notify_all = raw.tell
                 yield from readers[self._file.format](_decompressed(raw, self._file.compression))
-                self._tell = lambda: self._file.size_bytes
+                self._notify_all = lambda: self._file.size_bytes
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(error) from error
         except OSError as error:
@@ -410,7 +410,7 @@ class RecordReader:
             # A stream buffer instead of whole column chunks: one row group may be larger than memory.
             with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
                 num_rows = max(1, parquet.metadata.num_rows)
-                self._tell = lambda: size_bytes * number // num_rows
+                self._notify_all = lambda: size_bytes * number // num_rows
                 known = set(parquet.schema_arrow.names)
                 columns = [column for column in self._columns if column in known] if self._columns is not None else None
                 for batch in parquet.iter_batches(batch_size=128, columns=columns, use_threads=False):

@@ -333,19 +333,19 @@ def _detect_preference(first: Any, names: list[str], columns: Mapping[str, str],
     rejected = columns.get("rejected") or _pick(names, ("rejected",))
     if not chosen or not rejected:
         return None
-    return Schema("preference", chosen=chosen, rejected=rejected, **_beside_answers(first, names, columns, [chosen]))
+    return Schema("preference", chosen=chosen, rejected=rejected, **_prompt_columns(first, names, columns, [chosen]))
 
 
 def _detect_feedback(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
     completion = columns.get("completion") or _pick(names, ("completion",))
     label = columns.get("label") or _pick(names, ("label",))
-    beside = _beside_answers(first, names, columns, [completion])
+    beside = _prompt_columns(first, names, columns, [completion])
     if not completion or not label or not beside["prompt"]:
         return None
     return Schema("feedback", completion=completion, label=label, **beside)
 
 
-def _beside_answers(first: Any, names: list[str], columns: Mapping[str, str], answers: list[str]) -> dict[str, Any]:
+def _prompt_columns(first: Any, names: list[str], columns: Mapping[str, str], answers: list[str]) -> dict[str, Any]:
     """Prompt, tools, and the keys of messages where an answer is a list of them."""
     prompt = columns.get("prompt") or _pick(names, (*_QUESTION_COLUMNS, "messages"))
     lists = [value for name in (prompt, *answers) for value in _values(first, name) if isinstance(value, list)]

@@ -180,7 +180,7 @@ def join_path(path: str, name: str) -> str:
 Body = Callable[[type], dict[str, Any]]
 
 
-def become(module: nn.Module, kind: type, body: Body | None = None, **state: Any) -> None:
+def replace_class(module: nn.Module, kind: type, body: Body | None = None, **state: Any) -> None:
     """Give the module the behaviour of `kind`, on top of its own class, in place.
 
     Args:

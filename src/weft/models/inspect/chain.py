@@ -172,7 +172,7 @@ def _arranged(
     after: list[Site] = []
     everywhere: list[str] = []
     passed = 0
-    for found in _beside(model, set(numbers)):
+    for found in _incompatible_setting(model, set(numbers)):
         if isinstance(found, int):
             passed += found
             continue
@@ -213,7 +213,7 @@ def _position(
     return positions[0] if len(positions) == 1 or is_table else None
 
 
-def _beside(model: nn.Module, units: set[str]) -> Iterator[Site | str | int]:
+def _incompatible_setting(model: nn.Module, units: set[str]) -> Iterator[Site | str | int]:
     """The topmost modules beside the blocks, names of parameters in no such module, and 1 for each block passed."""
 
     def look_into(module: nn.Module, path: str) -> Iterator[Site | str | int]:

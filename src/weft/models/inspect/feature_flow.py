@@ -77,7 +77,7 @@ class FeatureFlow(TorchFunctionMode):
         self.broken: dict[str, str] = {}
         self.alone: set[str] = set()
         self.segments: dict[str, set[tuple[int, int]]] = {}
-        self.together: list[frozenset[str]] = []
+        self.rank_group: list[frozenset[str]] = []
         self.counts: dict[str, int] = {}
         self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # the tensors are kept, so that ids stay theirs
         self._fresh: dict[int, tuple[torch.Tensor, set[int]]] = {}  # made to be filled; dims that say nothing so far
@@ -174,7 +174,7 @@ class FeatureFlow(TorchFunctionMode):
         made = list(step.marks(marked))
         alone = len({mark.sources for mark in marks}) == 1
         if not alone:
-            self.together.append(frozenset[str]().union(*(mark.sources for mark in marks)))
+            self.rank_group.append(frozenset[str]().union(*(mark.sources for mark in marks)))
         if not made:
             for mark in marks:
                 self.end(mark, step.reason or f"its features meet in `{step.name}`", alone)
@@ -209,7 +209,7 @@ class FeatureFlow(TorchFunctionMode):
         if whole and known is None and fresh is not None and mark.dim in fresh[1]:
             self.mark(target, replace(mark, segment=None))
         elif whole and known is not None and known.dim == mark.dim:
-            self.together.append(mark.sources | known.sources)
+            self.rank_group.append(mark.sources | known.sources)
             self.mark(target, replace(known, sources=mark.sources | known.sources, segment=None))
         else:
             for each in (mark, known):
@@ -348,7 +348,7 @@ class FlowStep:
     _rms_norm = _layer_norm
 
     def _view(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        yield from self._keep(follow_reshape(tuple(self.args[0].shape), tuple(self.outputs[0].shape), self.first.dim))
+        yield from self._keep(track_reshape(tuple(self.args[0].shape), tuple(self.outputs[0].shape), self.first.dim))
 
     _reshape = _view_as = _flatten = _unflatten = _reshape_as = _view
 
@@ -440,11 +440,11 @@ class FlowStep:
                 continue
             if old == self.first.dim:
                 if _is_slice(part):
-                    yield from self._cut_out(part, old, new)
+                    yield from self._narrowed(part, old, new)
                 return
             old, new = old + 1, new + (not isinstance(part, int))
 
-    def _cut_out(self, part: slice[Any, Any, Any], old: int, new: int) -> Iterator[tuple[torch.Tensor, Mark]]:
+    def _narrowed(self, part: slice[Any, Any, Any], old: int, new: int) -> Iterator[tuple[torch.Tensor, Mark]]:
         """A part of the marked dim. old, new: its place before and after."""
         whole = self.args[0].shape[old]
         start, stop, stride = part.indices(whole)
@@ -479,7 +479,7 @@ class FlowStep:
             yield from self._keep(place)
 
 
-def follow_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
+def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
     """Where pieces of `dim` are after a reshape; None where they do not stay one after another in one dim.
 
     They do where nothing but ones stands before `dim` among the dims that it is joined with.

@@ -156,15 +156,15 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     found = _from_tp_plan(model)
     if found is None:
         found = trace_layout(model, example)
-    elif _whole_attention(model, found.layout):
+    elif _replicated_attention(model, found.layout):
         found = _with_attention(model, example, found)
-    whole = _whole_attention(model, found.layout)
+    whole = _replicated_attention(model, found.layout)
     if any("norm" in type(child).__name__.lower() for module in whole for child in module.children()):
         found = _with_attention(model, example, found, across_norms=True)
     return found
 
 
-def _whole_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
+def _replicated_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
     """Attention of blocks that a layout leaves whole on every rank, as plans published for latent attention do."""
     cut = [path for path, _ in named_modules(model) if layout.match(path) in ("colwise", "rowwise")]
     return [

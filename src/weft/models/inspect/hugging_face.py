@@ -267,7 +267,7 @@ class Capture:
     hook: Any
 
 
-def wanted_captures() -> frozenset[str]:
+def requested_captures() -> frozenset[str]:
     """Keys of what the model of transformers that is being called shall keep of its layers; mostly none."""
     collector: Any = getattr(sys.modules.get(_CAPTURES), "_active_collector", None)
     return frozenset((collector and collector.get()) or ())

@@ -35,7 +35,7 @@ _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm
 _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
-def is_worth_keeping(op: Any, made: float, read: float) -> bool:
+def is_worth_saving(op: Any, made: float, read: float) -> bool:
     """Return whether a product is rather kept than made again: batched ones only where they are not the larger side.
 
     Those are attention scores where they are larger than what they are made of: dear to keep, cheap to make again.
@@ -71,7 +71,7 @@ class Row:
         """Whether selective recompute keeps what it makes."""
         if self.kind == "pass" or self.backward:
             return False
-        return is_worth_keeping(self.op, sum(self.writes.values()), sum(self.reads.values()))
+        return is_worth_saving(self.op, sum(self.writes.values()), sum(self.reads.values()))
 
 
 @dataclass(slots=True)

@@ -315,7 +315,7 @@ class _Trace:
     def _families(self) -> dict[str, frozenset[str]]:
         """Layers whose features meet each other piece by piece: they are cut alike or not at all."""
         families = {path: frozenset((path,)) for path in (*self.order, *self.own)}
-        for group in self.flow.together:
+        for group in self.flow.rank_group:
             joined = frozenset[str]().union(*(families[path] for path in group))
             for path in joined:
                 families[path] = joined

@@ -56,12 +56,12 @@ def rms_form(module: nn.Module) -> RmsForm | None:
     try:
         with without_modes(), torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of formats that do not suit a fused kernel
-            return _told_by(module, eps)
+            return _attributes_of(module, eps)
     except (RuntimeError, TypeError, ValueError, AttributeError):  # a norm of another kind
         return None
 
 
-def _told_by(module: nn.Module, eps: float) -> RmsForm | None:
+def _attributes_of(module: nn.Module, eps: float) -> RmsForm | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_ROWS, _FEATURES, generator=generator).to(torch.bfloat16)
     weight = torch.randn(_FEATURES, generator=generator)

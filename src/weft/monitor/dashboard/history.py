@@ -299,7 +299,7 @@ class StepColumns:
             self.append(new[:at].tolist(), times[:at], {name: column[:at] for name, column in values.items()})
             self.append(new[at:].tolist(), times[at:], {name: column[at:] for name, column in values.items()})
             return
-        self.cut_beyond(int(new[0]) - 1)
+        self.truncate_after(int(new[0]) - 1)
         start, end = self._count, self._count + len(new)
         self._reserve(end)
         self._step[start:end], self._time[start:end] = new, _floats(times)
@@ -312,7 +312,7 @@ class StepColumns:
                 self._values[name][start:end] = _floats(column)
         self._count = end
 
-    def cut_beyond(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Forget rows beyond this step."""
         if self._count and self._step[self._count - 1] > step:
             self._count = int(np.searchsorted(self.steps, step, side="right"))

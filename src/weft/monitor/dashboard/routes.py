@@ -23,9 +23,9 @@ from starlette.routing import Route
 
 from weft.errors import ConfigError, WeftError
 from weft.monitor.accounting import PRODUCTIVE, Price, TimeLedger
-from weft.monitor.alerts import Wish, ask
+from weft.monitor.alerts import RunRequest, ask
 from weft.monitor.dashboard.history import StepColumns, bucket_edges, thinned
-from weft.monitor.dashboard.run_index import RunIndex, Shelf
+from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 from weft.monitor.dashboard.server import COOKIE, HEADERS, AccessRules, Guard, too_many_guesses
 from weft.monitor.events import number
 from weft.monitor.redact import text_without_secrets, without_secrets
@@ -258,7 +258,7 @@ class Page:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: RunCatalog,
         access: AccessRules,
         price: Price | None = None,
         go_on: Callable[[Path], None] | None = None,
@@ -386,7 +386,7 @@ class Page:
                     raise ConfigError(f"Type weft resume {run.folder}.")
                 await _in_time(self.go_on, run.folder)
             else:
-                await _in_time(ask, run.folder, Wish(action, by="a person at the page"))
+                await _in_time(ask, run.folder, RunRequest(action, by="a person at the page"))
         except TimeoutError:
             return JSONResponse({"error": f"The folder of this run does not answer within {_ASK_S:.0f} s."}, 504)
         except (WeftError, OSError) as error:

@@ -192,8 +192,8 @@ class RunState:
             self.heat.add(self.step if step is None else step, busy)
 
     def _go_back(self, step: int) -> None:
-        self.steps.cut_beyond(step)
-        self.evals.cut_beyond(step)
+        self.steps.truncate_after(step)
+        self.evals.truncate_after(step)
         self._bad = {one for one in self._bad if one <= step}
 
     def _heard(self, when: object) -> None:
@@ -342,7 +342,7 @@ _LIMIT_S = 2.0
 _MOST_RUNS = 500
 
 
-class Shelf:
+class RunCatalog:
     """The runs of a folder: the folder itself, or those in it and in its folders.
 
     Args:
@@ -362,7 +362,7 @@ class Shelf:
                 f"{str(root)!r}: this folder does not answer within {_LIMIT_S:.0f} s. Check its file system."
             ) from None
         self._runs: dict[str, RunIndex] = {}
-        self._wanted: str | None = None
+        self._is_expected: str | None = None
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self.scan()
@@ -381,7 +381,7 @@ class Shelf:
         """Return one run, and read it before the others; None where none is called so."""
         found = self._runs.get(name)
         if found is not None:
-            self._wanted = name
+            self._is_expected = name
         return found
 
     def scan(self) -> None:
@@ -410,7 +410,7 @@ class Shelf:
     def refresh(self) -> bool:
         """Read a piece of each run's log, of the wanted one first, and return True if there was anything new."""
         runs = dict(self._runs)
-        wanted = runs.pop(self._wanted or "", None)
+        wanted = runs.pop(self._is_expected or "", None)
         changed = False
         while wanted is not None and not self._end.is_set() and self._refresh(wanted):
             changed = True

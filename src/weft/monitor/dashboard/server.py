@@ -25,7 +25,7 @@ from weft.errors import ConfigError, LaunchError
 from weft.lazy import named_object
 from weft.monitor.accounting import Price
 from weft.monitor.dashboard.connections import GuessLimit
-from weft.monitor.dashboard.run_index import Shelf
+from weft.monitor.dashboard.run_index import RunCatalog
 
 COOKIE = "weft_watch"
 CSRF_HEADER = "x-weft-csrf"
@@ -287,7 +287,7 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
         ConfigError: where there is no run, or the page would be open to others.
         LaunchError: where the port is taken, or uvicorn is missing.
     """
-    access, shelf = serving.access(), Shelf(root)
+    access, shelf = serving.access(), RunCatalog(root)
     try:
         import uvicorn
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.monitor.accounting import CAUSES, PRODUCTIVE, Price
-from weft.monitor.dashboard.run_index import RunIndex, Shelf
+from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 from weft.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
     from rich.console import Console
     from rich.live import Live
 
-    shelf = Shelf(root)
+    shelf = RunCatalog(root)
     shelf.read_all()
     console = Console(file=terminal)
     if once or not terminal.isatty():
@@ -64,7 +64,7 @@ def ledger_lines(root: Path, price: Price | None = None, as_json: bool = False) 
     Raises:
         ConfigError: where there is no run.
     """
-    shelf = Shelf(root)
+    shelf = RunCatalog(root)
     shelf.read_all()
     runs = {name: _account(run, price) for name, run in sorted(shelf.runs.items())}
     total = _added(list(runs.values()))
@@ -118,7 +118,7 @@ def _words(name: str, account: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _screen(shelf: Shelf, price: Price | None, height: int | None) -> RenderableType:
+def _screen(shelf: RunCatalog, price: Price | None, height: int | None) -> RenderableType:
     runs = list(shelf.runs.values())
     if len(runs) == 1:
         return _one(runs[0], price)

@@ -87,7 +87,7 @@ class Pump(threading.Thread):
         pause_s: float = _FIRST_PAUSE_S,
     ):
         super().__init__(name=f"weft-sink-{name}", daemon=True)
-        self._called, self._make, self._job, self._tell, self._first_pause_s = name, make, job, tell, pause_s
+        self._called, self._make, self._job, self._notify_all, self._first_pause_s = name, make, job, tell, pause_s
         self._state = job.folder / ".sinks" / f"{name}.json"
         kept = _kept(self._state)
         job.kept.update(kept.get("kept", {}))
@@ -111,11 +111,11 @@ class Pump(threading.Thread):
                 sent = self._send()
                 if self._is_away:
                     self._is_away, pause_s = False, self._first_pause_s
-                    self._tell(f"sink {self._called} is back; nothing was lost")
+                    self._notify_all(f"sink {self._called} is back; nothing was lost")
             except (SinkTrouble, WeftError) as trouble:
                 if not self._is_away:
                     self._is_away = True
-                    self._tell(f"sink {self._called}: {trouble}. Training goes on, and it is tried again")
+                    self._notify_all(f"sink {self._called}: {trouble}. Training goes on, and it is tried again")
                 self._end.wait(pause_s) if not self._end.is_set() else threading.Event().wait(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                 continue
@@ -152,7 +152,7 @@ class Pump(threading.Thread):
             if self._sink is not None:
                 self._sink.close()
         except Exception as error:
-            self._tell(f"sink {self._called}: {type(error).__name__} at its end")
+            self._notify_all(f"sink {self._called}: {type(error).__name__} at its end")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -19,8 +19,8 @@ from weft.config.partitioning import choose_cp_mode, num_chunks, ulysses_fits
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.context.kernels import Scoring
-from weft.parallel.context.modes import View, attend_cut, find_borders
-from weft.parallel.context.sequence_order import SequenceOrder, cut_batch, sequence_length
+from weft.parallel.context.modes import View, attend_sharded, find_borders
+from weft.parallel.context.sequence_order import SequenceOrder, sequence_length, shard_batch
 
 
 class Context:
@@ -86,7 +86,7 @@ class Context:
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 
     def cut(self, batch: Any) -> Any:
-        """Return this rank's part of a batch of whole sequences; see `cut_batch`.
+        """Return this rank's part of a batch of whole sequences; see `shard_batch`.
 
         Raises:
             ModelError: where no tensor of the batch is (batch, sequence), or the sequence cannot be divided evenly.
@@ -98,7 +98,7 @@ class Context:
                 f"Use cp=1 for this model."
             )
         self.check_labels(batch)
-        return cut_batch(batch, self.order(seq_len))
+        return shard_batch(batch, self.order(seq_len))
 
     def places(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
@@ -144,7 +144,7 @@ class Context:
             self._divided[ids_BT] = View(self.axis, order, find_borders(ids_BT, self.axis, order))
         return self._divided[ids_BT]
 
-    def sees_whole(self, path: str) -> bool:
+    def sees_full_sequence(self, path: str) -> bool:
         """Return whether the module of that path works on all tokens of a sequence, though it is cut."""
         del path
         return False
@@ -171,11 +171,11 @@ class Context:
 def context_attention(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """`attend_cut`, seen as one call by modes that look for attention, such as recompute=attention."""
+    """`attend_sharded`, seen as one call by modes that look for attention, such as recompute=attention."""
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
         return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)
-    return attend_cut(*given, scoring, view, sink_H)
+    return attend_sharded(*given, scoring, view, sink_H)
 
 
 #: What `weft.memory` looks for.

@@ -23,10 +23,17 @@ from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
 from weft.parallel.context.full_mixers import BESIDE_TOKENS
-from weft.parallel.context.kernels import AttentionDrop, Noise, Scoring, Sight, attend_plainly, plain_gradients
+from weft.parallel.context.kernels import (
+    AttentionDrop,
+    AttentionWindow,
+    Noise,
+    Scoring,
+    attend_plainly,
+    plain_gradients,
+)
 from weft.parallel.context.modes import PADDING
 from weft.parallel.context.positions import positions_of
-from weft.parallel.context.sequence_order import remember_whole, whole_values
+from weft.parallel.context.sequence_order import full_values, remember_full
 from weft.private_torch import uncompiled, without_modes
 
 
@@ -128,7 +135,7 @@ def replace_cores(model: nn.Module, context: Context) -> int:
     return len(found)
 
 
-def hold_cores(model: nn.Module, opaque: Opaque) -> None:
+def register_core_operators(model: nn.Module, opaque: Opaque) -> None:
     """Let compiled blocks hold attention over a cut sequence as an operator."""
     for core in [module for module in model.modules() if isinstance(module, ContextCore)]:
         core.handle = opaque.handle(_attend, core)
@@ -183,7 +190,7 @@ _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Let the model's attention, which it looks up by name, call `attend_cut` while the context is in use."""
+    """Let the model's attention, which it looks up by name, call `attend_sharded` while the context is in use."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -207,7 +214,7 @@ def replace_attention(model: Any, context: Context) -> None:
     model.register_forward_hook(_after)
 
 
-def hold_attention(model: nn.Module, opaque: Opaque) -> None:
+def register_attention_operator(model: nn.Module, opaque: Opaque) -> None:
     """Let compiled blocks hold attention over a cut sequence as an operator, where it drops nothing."""
     for module in model.modules():
         if hasattr(module, _ATTRIBUTE) and hasattr(module, _OWN):
@@ -221,7 +228,7 @@ def _attend_hugging_face(module: nn.Module, inputs: Sequence[Tensor], numbers: S
     sink_H = inputs[4] if len(inputs) > 4 else None
     asked = {"sliding_window": None if window is None else int(window), "softcap": softcap, "s_aux": sink_H}
     causal = None if is_causal is None else bool(is_causal)
-    return _attend_cut(module, getattr(module, _ATTRIBUTE), query, key, value, ids_BT, 0.0, scaling, causal, asked)
+    return _attend_sharded(module, getattr(module, _ATTRIBUTE), query, key, value, ids_BT, 0.0, scaling, causal, asked)
 
 
 def attend_by_name(
@@ -257,11 +264,11 @@ def attend_by_name(
         inputs = [query, key, value, *beside]
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return handle(shape, query.dtype, inputs, [math.nan if one is None else float(one) for one in known]), None
-    return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
+    return _attend_sharded(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
 
 
 @uncompiled
-def _attend_cut(
+def _attend_sharded(
     module: nn.Module,
     context: Context,
     query: Tensor,
@@ -284,7 +291,7 @@ def _attend_cut(
     before = None if window is None or window >= whole else window - 1  # a window holds the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     drop = getattr(module, _SITE).attention(dropout, *query.shape[:2], query.device) if dropout else None
-    scoring = Scoring(scale, Sight(before, 0 if causal else before), asked.get("softcap"), drop)
+    scoring = Scoring(scale, AttentionWindow(before, 0 if causal else before), asked.get("softcap"), drop)
     return context.attend(query, key, value, scoring, ids_BT, asked.get("s_aux")).transpose(1, 2)
 
 
@@ -348,7 +355,7 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         given["attention_mask"] = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=tokens.device)
     else:
         given["attention_mask"] = ids_B11T = ids_BT[:, None, None]
-        remember_whole(ids_B11T, whole_values(ids_BT))
+        remember_full(ids_B11T, full_values(ids_BT))
         context.divide(tokens.shape[1] * context.axis.size, ids_B11T)  # in front of the blocks, which may be compiled
     if "use_cache" in signature.parameters:
         given["use_cache"] = False  # it would hold keys and values that nobody asks for
@@ -367,8 +374,8 @@ def _document_ids(
                 f"rank) = {(batch, places_T.shape[0])}. Leave it out, or put it in the batch."
             )
         ids_BT = torch.where(mask.bool(), 0, PADDING)
-        if (whole := whole_values(mask)) is not None:
-            remember_whole(ids_BT, torch.where(whole.bool(), 0, PADDING))
+        if (whole := full_values(mask)) is not None:
+            remember_full(ids_BT, torch.where(whole.bool(), 0, PADDING))
         return ids_BT
     if positions is None:
         return None
@@ -379,8 +386,8 @@ def _document_ids(
     # Where a document begins in the sequence: constant in it, and larger in the next.
     first = getattr(context.positions, "first", 0)  # else an id could be that of padding
     ids_BT = (places_T - positions + first).expand(batch, -1)
-    if (whole := whole_values(positions)) is not None:
-        remember_whole(ids_BT, (torch.arange(whole.shape[1]) - whole + first).expand(batch, -1))
+    if (whole := full_values(positions)) is not None:
+        remember_full(ids_BT, (torch.arange(whole.shape[1]) - whole + first).expand(batch, -1))
     return ids_BT
 
 

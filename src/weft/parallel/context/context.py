@@ -16,8 +16,13 @@ from weft.memory.opaque import Opaque
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face, token_flow
 from weft.parallel.context.apply import Context
-from weft.parallel.context.attention import hold_attention, hold_cores, replace_attention, replace_cores
-from weft.parallel.context.full_mixers import WholeMixers, chains_of, check_mixers, gather_mixers, mixers_of
+from weft.parallel.context.attention import (
+    register_attention_operator,
+    register_core_operators,
+    replace_attention,
+    replace_cores,
+)
+from weft.parallel.context.full_mixers import FullSequenceMixers, chains_of, check_mixers, gather_mixers, mixers_of
 from weft.parallel.state.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
@@ -86,9 +91,11 @@ def apply_context(
     return {}
 
 
-def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[str]] | None) -> WholeMixers:
+def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[str]] | None) -> FullSequenceMixers:
     here = chains_of(model) if runs is None else runs
-    context = WholeMixers(mesh.plan, mesh["cp"], [path for run in here for path in run], mixers := mixers_of(model))
+    context = FullSequenceMixers(
+        mesh.plan, mesh["cp"], [path for run in here for path in run], mixers := mixers_of(model)
+    )
     gather_mixers(model, context, here, mixers)
     if mesh.rank == 0:
         warnings.warn(
@@ -101,12 +108,12 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
     return context
 
 
-def hold_context(model: nn.Module, recomputes: bool) -> None:
+def register_context_operators(model: nn.Module, recomputes: bool) -> None:
     """Let compiled blocks hold attention over cut sequences as one operator each. Call it before they are compiled."""
     if context_of(model) is not None:
         opaque = Opaque(is_attention=True, recomputes=recomputes)
-        hold_cores(model, opaque)
-        hold_attention(model, opaque)
+        register_core_operators(model, opaque)
+        register_attention_operator(model, opaque)
 
 
 def context_of(model: nn.Module) -> Context | None:
@@ -114,7 +121,7 @@ def context_of(model: nn.Module) -> Context | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def cut_sequence(model: nn.Module, batch: Any) -> Any:
+def shard_sequence(model: nn.Module, batch: Any) -> Any:
     """Return this rank's part of a batch of whole sequences: of each tensor whose dim 1 is the sequence, its tokens.
 
     The batch itself where the model's sequences are whole. Labels must be shifted already.
@@ -124,6 +131,6 @@ def cut_sequence(model: nn.Module, batch: Any) -> Any:
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Surround forward and backward of what `cut_sequence` gave. Outside of it the model takes whole sequences."""
+    """Surround forward and backward of what `shard_sequence` gave. Outside of it the model takes whole sequences."""
     context = context_of(model)
     return contextlib.nullcontext() if context is None else context.use()

@@ -26,8 +26,8 @@ from weft.errors import ModelError
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
-from weft.parallel.context.modes import whole_sequence
-from weft.parallel.context.sequence_order import SequenceOrder, cut_tensor
+from weft.parallel.context.modes import full_sequence
+from weft.parallel.context.sequence_order import SequenceOrder, shard_tensor
 from weft.private_torch import tree_flatten, tree_unflatten
 
 #: Inputs that are no tokens: every rank reads them whole.
@@ -39,7 +39,7 @@ _TOKEN_DIM = 1
 _Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-class WholeMixers(Context):
+class FullSequenceMixers(Context):
     """How sequences lie over cp where mixing modules get all tokens: in one stretch each, whatever `cp_mode` says.
 
     Args:
@@ -84,11 +84,11 @@ class WholeMixers(Context):
         if "decoder_input_ids" not in batch:
             self.check_labels(batch)
         return {
-            name: cut_tensor(value, self.order(value.shape[1])) if _has_tokens(name, value, lengths) else value
+            name: shard_tensor(value, self.order(value.shape[1])) if _has_tokens(name, value, lengths) else value
             for name, value in batch.items()
         }
 
-    def sees_whole(self, path: str) -> bool:
+    def sees_full_sequence(self, path: str) -> bool:
         """Return whether a module works on all tokens: outside of the blocks, and in what mixes tokens."""
         return not _is_in(path, self._blocks) or _is_in(path, self._whole)
 
@@ -142,7 +142,9 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
     token_flow.find_regions(model, chains_of(model), division)
 
 
-def gather_mixers(model: nn.Module, context: WholeMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]) -> None:
+def gather_mixers(
+    model: nn.Module, context: FullSequenceMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]
+) -> None:
     """Let blocks work on this rank's tokens, and `whole` modules in them on all, while the context is in use.
 
     runs: paths of the blocks of each chain, or of each stage of a pipeline, that are here.
@@ -173,7 +175,7 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 class _Hooks:
     """Objects, since copies of a module copy its hooks; a copy of the context is None, and the copy a plain model."""
 
-    def __init__(self, context: WholeMixers, names: tuple[str, ...]):
+    def __init__(self, context: FullSequenceMixers, names: tuple[str, ...]):
         self._context, self._names = context, names
 
     @property
@@ -299,7 +301,7 @@ class _Outer(_Hooks):
             if name != "labels" and _has_tokens(name, value, lengths.values()):
                 order = self._context.order(size * value.shape[1])
                 is_real = value.is_floating_point() and value.requires_grad
-                given[name] = self._all(value) if is_real else whole_sequence(value, self._context.axis, order)
+                given[name] = self._all(value) if is_real else full_sequence(value, self._context.axis, order)
         if "use_cache" in signature.parameters:
             given["use_cache"] = False
         return (), given

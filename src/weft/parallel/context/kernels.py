@@ -27,18 +27,18 @@ Shape: TypeAlias = Literal["all", "lower", "upper"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionWindow:
     """How far a token sees: so many tokens before itself and so many after; None: to the end. Itself it always sees."""
 
     before: int | None = None
     after: int | None = 0
 
 
-CAUSAL = Sight()
-BOTH_WAYS = Sight(None, None)
+CAUSAL = AttentionWindow()
+BOTH_WAYS = AttentionWindow(None, None)
 
 
-class Piece(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries q0..q1 see keys k0..k1, all of them or those of a triangle. Places in the parts.
 
     rows: sequences of the batch, first and behind the last; None is all. tiles: queries and keys are cut into so many
@@ -53,9 +53,9 @@ class Piece(NamedTuple):
     shape: Shape = "all"
     tiles: int = 1
 
-    def moved(self, rows: tuple[int, int] | None, q: int, k: int) -> Piece:
+    def moved(self, rows: tuple[int, int] | None, q: int, k: int) -> AttentionBlock:
         """The same piece of other rows, with its queries and keys at other places."""
-        return Piece(rows, self.q0 + q, self.q1 + q, self.k0 + k, self.k1 + k, self.shape, self.tiles)
+        return AttentionBlock(rows, self.q0 + q, self.q1 + q, self.k0 + k, self.k1 + k, self.shape, self.tiles)
 
 
 def pieces(
@@ -63,8 +63,8 @@ def pieces(
     theirs: Sequence[int],
     length: int,
     borders: Sequence[Borders] | None = None,
-    sight: Sight = CAUSAL,
-) -> list[Piece]:
+    sight: AttentionWindow = CAUSAL,
+) -> list[AttentionBlock]:
     """What queries of the chunks `mine` see of keys of the chunks `theirs`; none where nothing is seen.
 
     Chunks ascend, have `length` tokens each, and are equal or disjoint as sets. borders: documents of each sequence
@@ -74,7 +74,7 @@ def pieces(
         if sight in (CAUSAL, BOTH_WAYS):
             return list(_undivided(tuple(mine), tuple(theirs), length, sight))
         return list(_divided(None, mine, theirs, length, (0, (max(*mine, *theirs) + 1) * length), sight))
-    found: list[Piece] = []
+    found: list[AttentionBlock] = []
     start = 0
     for row_borders, rows in groupby(borders):
         end = start + len(list(rows))
@@ -83,10 +83,14 @@ def pieces(
     return found
 
 
-def _undivided(mine: tuple[int, ...], theirs: tuple[int, ...], length: int, sight: Sight) -> Iterator[Piece]:
+def _undivided(
+    mine: tuple[int, ...], theirs: tuple[int, ...], length: int, sight: AttentionWindow
+) -> Iterator[AttentionBlock]:
     if mine == theirs or sight == BOTH_WAYS:
         # Both ascend: their own order is that of the sequence.
-        yield Piece(None, 0, len(mine) * length, 0, len(theirs) * length, "all" if sight == BOTH_WAYS else "lower")
+        yield AttentionBlock(
+            None, 0, len(mine) * length, 0, len(theirs) * length, "all" if sight == BOTH_WAYS else "lower"
+        )
         return
     # Of ascending chunks, those before a query's chunk are the first few; neighbours that see the same go together.
     seen = [sum(chunk < query for chunk in theirs) for query in mine]
@@ -94,7 +98,7 @@ def _undivided(mine: tuple[int, ...], theirs: tuple[int, ...], length: int, sigh
     for count, group in groupby(seen):
         end = start + len(list(group))
         if count:
-            yield Piece(None, start * length, end * length, 0, count * length)
+            yield AttentionBlock(None, start * length, end * length, 0, count * length)
         start = end
 
 
@@ -104,8 +108,8 @@ def _divided(
     theirs: Sequence[int],
     length: int,
     borders: Borders,
-    sight: Sight,
-) -> Iterator[Piece]:
+    sight: AttentionWindow,
+) -> Iterator[AttentionBlock]:
     for i, query in enumerate(mine):
         for j, key in enumerate(theirs):
             for first, end in pairwise(borders):
@@ -116,7 +120,7 @@ def _divided(
                         yield piece.moved(rows, (i - query) * length, (j - key) * length)
 
 
-def _band(q0: int, q1: int, k0: int, k1: int, sight: Sight) -> Iterator[Piece]:
+def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterator[AttentionBlock]:
     """What queries q0..q1 see of keys k0..k1, all by their places in the sequence."""
     before = q1 - k0 if sight.before is None else sight.before
     after = k1 - q0 if sight.after is None else sight.after
@@ -129,32 +133,32 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: Sight) -> Iterator[Piece]:
         if start >= slides and end <= stops:
             yield from _window(start, end, before, after)
         elif start >= slides:
-            yield Piece(None, start, end, start - before, end - before, "upper")
+            yield AttentionBlock(None, start, end, start - before, end - before, "upper")
             yield from _rectangle(start, end, end - before, k1)
         elif end <= stops:
             yield from _rectangle(start, end, k0, start + after)
-            yield Piece(None, start, end, start + after, end + after, "lower")
+            yield AttentionBlock(None, start, end, start + after, end + after, "lower")
         else:
             yield from _rectangle(start, end, k0, k1)
 
 
-def _window(start: int, end: int, before: int, after: int) -> Iterator[Piece]:
+def _window(start: int, end: int, before: int, after: int) -> Iterator[AttentionBlock]:
     """Queries that each see a whole window: in tiles as long as the window, and one shorter one for the rest."""
     length = max(1, before + after)
     whole = (end - start) // length
     for q0, q1, tiles in ((start, start + whole * length, whole), (start + whole * length, end, 1)):
         if q0 == q1:
             continue
-        yield Piece(None, q0, q1, q0 + after, q1 + after, "lower", tiles)
+        yield AttentionBlock(None, q0, q1, q0 + after, q1 + after, "lower", tiles)
         if before + after:
-            yield Piece(None, q0, q1, q0 - before, q1 - before, "upper", tiles)
+            yield AttentionBlock(None, q0, q1, q0 - before, q1 - before, "upper", tiles)
         if tiles == 1:
             yield from _rectangle(q0, q1, q1 - before, q0 + after)
 
 
-def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[Piece]:
+def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[AttentionBlock]:
     if k0 < k1:
-        yield Piece(None, q0, q1, k0, k1)
+        yield AttentionBlock(None, q0, q1, k0, k1)
 
 
 # Attention of one piece with its log-sum-exp, and its gradients when that of the whole is known.
@@ -210,7 +214,7 @@ class Scoring:
     """
 
     scale: float
-    sight: Sight = CAUSAL
+    sight: AttentionWindow = CAUSAL
     softcap: float | None = None
     drop: AttentionDrop | None = None
 
@@ -350,7 +354,7 @@ def plain_gradients(
 KeysValues: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
-class Seen:
+class PartialAttention:
     """Output and log-sum-exp of queries over the keys met so far: of a query that has met none, zero and -inf.
 
     places_T: of the queries in the sequence.
@@ -365,14 +369,14 @@ class Seen:
         self._out = q_BHTC.new_zeros((batch, num, heads, width), dtype=dtype).transpose(1, 2)
         self._lse = q_BHTC.new_full((batch, heads, num), -torch.inf, dtype=dtype)
 
-    def meet(self, kv: KeysValues, pieces: Sequence[Piece], places_S: Tensor) -> None:
+    def meet(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor) -> None:
         """Take in keys and values. places_S: of the keys in the sequence."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
             q = _taken(self._q, piece, piece.q0, piece.q1)
             k, v = (_taken(x, piece, piece.k0, piece.k1) for x in kv)
             found = attend(q, k, v, piece.shape != "all", self._scoring, _noise_of(noise, piece))
-            out, lse = (_given_back(x, piece) for x in found)
+            out, lse = (_merge_back(x, piece) for x in found)
             whole_out, whole_lse = (_part(x, piece, piece.q0, piece.q1) for x in (self._out, self._lse))
             total = torch.logaddexp(whole_lse, lse)
             whole_out.mul_((whole_lse - total).exp_()[..., None])
@@ -410,7 +414,7 @@ class Gradients:
         self._lines = _lines(q_BHTC, scoring, places_T)
         self.q_BHTC = torch.zeros_like(q_BHTC, dtype=sum_dtype(q_BHTC.dtype))
 
-    def meet(self, kv: KeysValues, pieces: Sequence[Piece], places_S: Tensor, grad_kv: KeysValues) -> None:
+    def meet(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor, grad_kv: KeysValues) -> None:
         """Add this lot's part to the queries' gradient, and to `grad_kv` that of its keys and values."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
@@ -421,7 +425,7 @@ class Gradients:
             parts = attend_backward(grad, q, k, v, out, lse, is_triangle, self._scoring, part_noise)
             wholes = ((self.q_BHTC, queries), (grad_kv[0], keys), (grad_kv[1], keys))
             for (whole, places), part in zip(wholes, parts, strict=True):
-                _part(whole, piece, *places).add_(_given_back(part, piece))
+                _part(whole, piece, *places).add_(_merge_back(part, piece))
 
 
 def _lines(q_BHTC: Tensor, scoring: Scoring, places_T: Tensor) -> Tensor | None:
@@ -433,7 +437,7 @@ def _noise(lines_BHT: Tensor | None, scoring: Scoring, places_S: Tensor) -> Nois
     return scoring.drop.noise(lines_BHT, places_S) if scoring.drop and lines_BHT is not None else None
 
 
-def _noise_of(noise: Noise | None, piece: Piece) -> Noise | None:
+def _noise_of(noise: Noise | None, piece: AttentionBlock) -> Noise | None:
     """Of the piece's pairs alone."""
     if noise is None:
         return None
@@ -441,14 +445,14 @@ def _noise_of(noise: Noise | None, piece: Piece) -> Noise | None:
     return Noise(noise.rate, lines, _taken(noise.columns_B1S, piece, piece.k0, piece.k1))
 
 
-def _part(x: Tensor, piece: Piece, start: int, end: int) -> Tensor:
+def _part(x: Tensor, piece: AttentionBlock, start: int, end: int) -> Tensor:
     """The piece's sequences, and some tokens in dim 2; the tensor itself where that is all."""
     if piece.rows is not None and piece.rows != (0, x.shape[0]):
         x = x[piece.rows[0] : piece.rows[1]]
     return x if (start, end) == (0, x.shape[2]) else x[:, :, start:end]
 
 
-def _taken(x: Tensor, piece: Piece, start: int, end: int) -> Tensor:
+def _taken(x: Tensor, piece: AttentionBlock, start: int, end: int) -> Tensor:
     """`_part` with each tile as a sequence of its own, backwards where the piece is an upper triangle."""
     x = _part(x, piece, start, end)
     if piece.tiles > 1:
@@ -456,7 +460,7 @@ def _taken(x: Tensor, piece: Piece, start: int, end: int) -> Tensor:
     return x.flip(2) if piece.shape == "upper" else x
 
 
-def _given_back(x: Tensor, piece: Piece) -> Tensor:
+def _merge_back(x: Tensor, piece: AttentionBlock) -> Tensor:
     """The opposite of `_taken`: one sequence again, forwards."""
     x = x.flip(2) if piece.shape == "upper" else x
     return x.unflatten(0, (-1, piece.tiles)).transpose(1, 2).flatten(2, 3) if piece.tiles > 1 else x

@@ -21,24 +21,24 @@ from weft.errors import ModelError
 from weft.models.attention import repeat_heads, takes_groups
 from weft.parallel.context.kernels import (
     CAUSAL,
+    AttentionBlock,
+    AttentionWindow,
     Borders,
     Gradients,
-    Piece,
+    PartialAttention,
     Scoring,
-    Seen,
-    Sight,
     pieces,
     sink_gradient,
     sum_dtype,
 )
-from weft.parallel.context.sequence_order import SequenceOrder, whole_values
+from weft.parallel.context.sequence_order import SequenceOrder, full_values
 from weft.private_torch import without_modes
 
 #: The id of padding. Padded tokens see each other alone, and nothing that is trained sees them.
 PADDING = -1
 
 
-def whole_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch.Tensor:
+def full_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch.Tensor:
     """What all ranks have of a sequence, in its order; (B, S). A collective over the axis."""
     x_BT = x_BT.contiguous()
     parts = all_gather(x_BT, axis, out=x_BT.new_empty((axis.size, *x_BT.shape)))
@@ -52,8 +52,8 @@ def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tupl
     device made, this is a collective over the axis, and the host waits for it. Raises ModelError where a document goes
     on after another.
     """
-    known = whole_values(ids_BT)
-    ids_BS = (whole_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
+    known = full_values(ids_BT)
+    ids_BS = (full_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
     changes = np.diff(ids_BS, axis=1)
     if not changes.any():
         return None
@@ -85,10 +85,10 @@ class View:
     axis: Axis
     order: SequenceOrder
     borders: tuple[Borders, ...] | None = None
-    _pieces: dict[tuple[int | None, Sight], list[Piece]] = field(default_factory=dict)
+    _pieces: dict[tuple[int | None, AttentionWindow], list[AttentionBlock]] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
 
-    def pieces(self, source: int, sight: Sight) -> list[Piece]:
+    def pieces(self, source: int, sight: AttentionWindow) -> list[AttentionBlock]:
         """What it sees of the tokens of rank `source`; found once and kept for all layers that see alike."""
         if (source, sight) not in self._pieces:
             mine, theirs, length = self.order.chunks(), self.order.chunks(source), self.order.chunk_len
@@ -101,14 +101,14 @@ class View:
             self._places[source] = replace(self.order, rank=source).places(device)
         return self._places[source]
 
-    def whole(self, sight: Sight) -> list[Piece]:
+    def whole(self, sight: AttentionWindow) -> list[AttentionBlock]:
         """What all tokens of the sequence see of all."""
         if (None, sight) not in self._pieces:
             self._pieces[None, sight] = pieces((0,), (0,), self.order.seq_len, self.borders, sight)
         return self._pieces[None, sight]
 
 
-def attend_cut(
+def attend_sharded(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
     """Attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C).
@@ -139,7 +139,7 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor:
         with without_modes():
             kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
-            seen = Seen(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
+            seen = PartialAttention(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
             for source, kv in enumerate(_gathered(kv_2BKTC, view.axis)):
                 seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, q_BHTC.device))
             out_BHTC, lse_BHT = seen.result(sink_H)
@@ -168,7 +168,7 @@ class _Ring(torch.autograd.Function):
         with without_modes():
             kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
             axis, device = view.axis, q_BHTC.device
-            seen = Seen(q_BHTC, scoring, view.places(axis.rank, device))
+            seen = PartialAttention(q_BHTC, scoring, view.places(axis.rank, device))
             for step in range(axis.size):
                 coming = start_shift(kv, axis) if step + 1 < axis.size else None
                 source = (axis.rank - step) % axis.size
@@ -206,11 +206,11 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, sink_H: Tensor | None, scoring: Scoring,
-        found: list[Piece],
+        found: list[AttentionBlock],
     ) -> Tensor:  # fmt: skip
         with without_modes():
             places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
-            seen = Seen(q_BHSC, scoring, places_S)
+            seen = PartialAttention(q_BHSC, scoring, places_S)
             seen.meet((k_BKSC, v_BKSC), found, places_S)
             out_BHSC, lse_BHS = seen.result(sink_H)
         ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS, sink_H)

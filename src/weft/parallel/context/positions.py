@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.parallel.context.apply import Context
-from weft.parallel.context.modes import whole_sequence
+from weft.parallel.context.modes import full_sequence
 
 #: What transformers calls the counting of RoBERTa: a method of the embeddings, in earlier versions a function beside.
 _COUNTS = "create_position_ids_from_input_ids"
@@ -64,7 +64,7 @@ class _PastPadding:
         if tokens.is_floating_point():  # of embeddings nobody knows which are padding
             return places_T[None] + self.first
         order = context.order(places_T.shape[0] * context.axis.size)
-        return order.cut(self._count(whole_sequence(tokens, context.axis, order), self._padding_idx))
+        return order.cut(self._count(full_sequence(tokens, context.axis, order), self._padding_idx))
 
 
 def _by_mask(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
@@ -72,5 +72,5 @@ def _by_mask(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Te
     if mask is None:
         return places_T[None]
     order = context.order(places_T.shape[0] * context.axis.size)
-    seen_BS = whole_sequence(mask.to(torch.int64), context.axis, order)
+    seen_BS = full_sequence(mask.to(torch.int64), context.axis, order)
     return order.cut(seen_BS.cumsum(1) * seen_BS - 1)

@@ -69,19 +69,21 @@ def sequence_length(batch: Any) -> int | None:
     return next((length for part in parts if (length := sequence_length(part)) is not None), None)
 
 
-def cut_batch(batch: Any, order: SequenceOrder) -> Any:
+def shard_batch(batch: Any, order: SequenceOrder) -> Any:
     """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
 
     Raises:
         ModelError: for a mask over pairs of tokens, which has the sequence in two dims.
     """
     if isinstance(batch, Mapping):
-        parts = [map_tensors(functools.partial(cut_tensor, order=order, name=str(name)), batch[name]) for name in batch]
+        parts = [
+            map_tensors(functools.partial(shard_tensor, order=order, name=str(name)), batch[name]) for name in batch
+        ]
         return with_parts(batch, parts)
-    return map_tensors(lambda tensor: cut_tensor(tensor, order), batch)
+    return map_tensors(lambda tensor: shard_tensor(tensor, order), batch)
 
 
-def cut_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
+def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
     """Return this rank's tokens if dim 1 is the sequence, else the tensor.
 
     Raises:
@@ -103,19 +105,19 @@ def cut_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> to
     part = order.cut(tensor)
     values = None if tensor.is_floating_point() else host_values(tensor)
     if values is not None:
-        remember_whole(part, values)
+        remember_full(part, values)
         if values is not tensor:
             remember_host(part, order.cut(values))
     return part
 
 
-def remember_whole(part: torch.Tensor, values: torch.Tensor | None) -> None:
+def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
     """Say what the sequences hold, (B, S) on the host, of which a tensor is this rank's part."""
     if values is not None and not part.is_inference():
         setattr(part, _WHOLE, (values, version_of(part)))
 
 
-def whole_values(part: torch.Tensor) -> torch.Tensor | None:
-    """What `remember_whole` was told of the tensor; None where nobody knows it, or the tensor was written to."""
+def full_values(part: torch.Tensor) -> torch.Tensor | None:
+    """What `remember_full` was told of the tensor; None where nobody knows it, or the tensor was written to."""
     values, version = getattr(part, _WHOLE, (None, 0))
     return values if values is None or version_of(part) == version else None

@@ -1,7 +1,7 @@
-"""Gradients of weights that may wait: a product whose backward keeps its two factors where it is asked to.
+"""Deferred weight gradients: matrix products whose backward can store the two factors of the weight gradient.
 
-While a `HeldGradients` is open, backward gives the input's gradient at once and keeps the factors of the weight's. All
-else that autograd kept is let go, so what waits costs a layer's input and its output's gradient.
+While a `DeferredWeightGrad` is open, backward returns the input gradient immediately and stores the factors. Everything
+else that autograd saved is freed, so a deferred gradient costs the layer's input and the gradient of its output.
 
 Method: Qi et al. 2023, arXiv 2401.10241. R rows, I features in, O features out.
 """
@@ -19,7 +19,7 @@ from weft.private_torch import Function
 
 
 @dataclass(slots=True)
-class HeldProduct:
+class DeferredProduct:
     """The factors of one weight's gradient. is_transposed: the weight is (I, O)."""
 
     weight: nn.Parameter
@@ -33,23 +33,23 @@ class HeldProduct:
         return left.t() @ right
 
 
-class HeldGradients:
+class DeferredWeightGrad:
     """What the backward under way holds back."""
 
     def __init__(self) -> None:
-        self._open: list[HeldProduct] | None = None
+        self._open: list[DeferredProduct] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether backward shall hold back."""
         return self._open is not None
 
-    def hold(self, product: HeldProduct) -> None:
+    def hold(self, product: DeferredProduct) -> None:
         """Keep the factors of one gradient."""
         assert self._open is not None
         self._open.append(product)
 
-    def during(self, backward: Callable[[], None]) -> list[HeldProduct]:
+    def during(self, backward: Callable[[], None]) -> list[DeferredProduct]:
         """Run a backward that holds back; what it held."""
         self._open = []
         try:
@@ -58,7 +58,7 @@ class HeldGradients:
         finally:
             self._open = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> HeldGradients:
+    def __deepcopy__(self, memo: dict[int, object]) -> DeferredWeightGrad:
         return self  # layers of a copy ask the same
 
 
@@ -70,7 +70,7 @@ class HoldingLayer(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _weft_held: HeldGradients | None = None
+    _weft_held: DeferredWeightGrad | None = None
     _weft_float8: Float8 | None = None
 
 
@@ -100,7 +100,7 @@ class _Linear(Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[1]:
-            product = HeldProduct(
+            product = DeferredProduct(
                 ctx.param, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), ctx.is_transposed
             )
             if ctx.held is not None and ctx.held.is_open and isinstance(ctx.param, nn.Parameter):
@@ -114,7 +114,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    held: HeldGradients | None,
+    held: DeferredWeightGrad | None,
     *,
     transposed: bool = False,
     form: Float8 | None = None,

@@ -16,20 +16,20 @@ from weft.config.layout import Layout
 from weft.errors import LayoutError, ModelError
 from weft.models.initialize import BATCH_NORMS
 from weft.models.inspect import hugging_face, layers
-from weft.models.inspect.blocks import become, repeated_blocks
+from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.models.inspect.chain import find_chain
 from weft.parallel.layers.encoder_items import (
-    Beside,
     Division,
     HomeOnDemand,
     ItemCall,
     Items,
     Ranks,
-    ToldCalls,
+    ReplicatedCalls,
+    ZeroGradDependency,
     find_items,
-    first_told,
+    first_recorded,
     lists_of_states,
-    read_told,
+    parse_calls,
     told,
 )
 from weft.parallel.layers.index_check import StandIn
@@ -62,7 +62,7 @@ class ItemCost:
         return rows * (self.per_row + self.per_pair * span)
 
 
-def deal_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
+def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending: always the most costly that is left, to the rank that has least.
 
     Args:
@@ -120,7 +120,7 @@ class Encoder:
         self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
         self._cost = ItemCost.of(module)
         self._call: ItemCall | None = None
-        self._told: list[int] = []  # items of each data rank, or _NOT_CALLED
+        self._in_one_sentence: list[int] = []  # items of each data rank, or _NOT_CALLED
         self._stands_by = False
         self.calls = 0
         #: What the module gave in this forward, which backward must pass through on all ranks.
@@ -159,7 +159,7 @@ class Encoder:
         counts = [len(items)]
         if self.alike.size > 1 and self.calls == 1:
             others = self._ask(items, outer)
-            counts = self._told
+            counts = self._in_one_sentence
             if not len(items) and others is not None:
                 known = others.inner
         return self._divided(items, known) if max(counts) > 0 else None
@@ -185,7 +185,7 @@ class Encoder:
         """Who computes what; where data ranks share, they tell each other the sizes of their items."""
         rows, spans, homes = home.rows, home.spans, (0,) * len(home)
         if self._over_data:
-            counts = [max(count, 0) for count in self._told]
+            counts = [max(count, 0) for count in self._in_one_sentence]
             told = torch.zeros(max(counts), 2, dtype=torch.int64)
             if len(home):
                 told[: len(home)] = torch.tensor([rows, spans]).t()
@@ -195,10 +195,10 @@ class Encoder:
             homes, rows, spans = (tuple(column) for column in zip(*found, strict=True))
         costs = [self._cost(*sizes) for sizes in zip(rows, spans, strict=True)]
         per_home = self._ranks.per_home
-        dealt = deal_items(costs, homes, self._ranks.data.size * per_home, per_home)
+        dealt = assign_items(costs, homes, self._ranks.data.size * per_home, per_home)
         return Division(self._ranks, rows, homes, dealt)
 
-    def _ask(self, items: Items | None, outer: Outer | None = None) -> ToldCalls | None:
+    def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
         """Learn how many items each data rank has; returns how others call it, where a rank needs that. A collective.
 
         items: of this rank; None: it does not call the module.
@@ -210,11 +210,11 @@ class Encoder:
             said = told(self.path, method, around, items, self._cheapest(items))
         own = torch.tensor([_NOT_CALLED if items is None else len(items), len(said)], device=self._device)
         every: list[list[int]] = all_gather(own, self.alike).view(-1, 2).tolist()
-        self._told = [count for count, _ in every]
-        if max(self._told) <= 0 or min(self._told) > 0:
+        self._in_one_sentence = [count for count, _ in every]
+        if max(self._in_one_sentence) <= 0 or min(self._in_one_sentence) > 0:
             return None
-        text = first_told(said, [size for _, size in every], self.alike, self._device)
-        return read_told(text, self._device)
+        text = first_recorded(said, [size for _, size in every], self.alike, self._device)
+        return parse_calls(text, self._device)
 
     def after(self, output: Any) -> Any:
         """Bring the features of all items of the batch together."""
@@ -295,7 +295,9 @@ class Encoders:
             encoder.calls = max(encoder.calls, 1)
             self._outer = outer
 
-    def meet_text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def prepare_text(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before the first block of text: who was not called stands by, and what all gave is a part of the graph."""
         for encoder in self._encoders:
             self._stand_by(encoder)
@@ -307,7 +309,7 @@ class Encoders:
         place = next(floats, None)
         if not made or place is None or not torch.is_grad_enabled():
             return None
-        leaves[place] = Beside.apply(leaves[place], *made)
+        leaves[place] = ZeroGradDependency.apply(leaves[place], *made)
         return tree_unflatten(leaves, tree)
 
 
@@ -367,7 +369,7 @@ class _Text:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the block's."""
         del module
-        return self._encoders.meet_text(args, kwargs) if graph_task() == -1 else None
+        return self._encoders.prepare_text(args, kwargs) if graph_task() == -1 else None
 
 
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
@@ -382,7 +384,7 @@ def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn
     holder = inner if isinstance(inner, nn.Module) and any(hasattr(inner, name) for name in FEATURES) else model
     every = Encoders(list(encoders.values()), holder)
     if any(hasattr(holder, name) for name in FEATURES):
-        become(holder, FeatureCalls, FeatureCalls.members)
+        replace_class(holder, FeatureCalls, FeatureCalls.members)
         holder.__dict__["_weft_encoders"] = every
     hooks = _Text(every)
     model.register_forward_pre_hook(uncompiled(hooks.begin), prepend=True)
@@ -402,7 +404,7 @@ _RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", 
 
 
 @dataclass(frozen=True)
-class SpreadChoice:
+class EncoderChoice:
     """Modules of a whole model that are encoders.
 
     shared: paths of those whose items are divided, and whether over data ranks too. watched: paths of those that all
@@ -422,7 +424,7 @@ class SpreadChoice:
         return tuple(name for name, _ in model.named_parameters() if self.holds(name.rpartition(".")[0]))
 
 
-def choose_spread(model: nn.Module, mesh: Mesh, layout: Layout | None) -> SpreadChoice:
+def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> EncoderChoice:
     """Return the encoders of a whole model.
 
     Args:
@@ -445,15 +447,15 @@ def choose_spread(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Spread
     watched = _towers(model) if mesh.plan.zero == 3 and mesh.data.size > 1 else ()
     watched = tuple(path for path in watched if not any(_meets(path, one) for one in named))
     if not named and not watched:
-        return SpreadChoice({})
+        return EncoderChoice({})
     inside = (*named, *watched)
     text = next(
         (block for path, block in repeated_blocks(model).items() if not any(_meets(path, one) for one in inside)), None
     )
-    return SpreadChoice(named, watched, text)
+    return EncoderChoice(named, watched, text)
 
 
-def attach_spread(model: nn.Module, mesh: Mesh, choice: SpreadChoice) -> None:
+def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
     """Let ranks share the items of the encoders that are here. Call it when all other hooks hang.
 
     Args:

@@ -356,7 +356,7 @@ def _packed(*documents: Tensor) -> dict[str, Tensor]:
 _CACHES = ("past_key_values", "cache", "cache_params", "state")
 
 
-def follow_position_ids(model: nn.Module) -> None:
+def separate_by_position_ids(model: nn.Module) -> None:
     """Let documents of a model of transformers stay apart where `position_ids` of a call begin anew, in place.
 
     Call it before anything else is done to the model. Other models are left alone.
@@ -394,7 +394,7 @@ class _Follower:
         starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, which is not asked
         if starts_BM is not None and starts_BM.shape[1] == 1:
             return None
-        self._expect_apart(given["position_ids"], ids_BT)
+        self._expect_separate(given["position_ids"], ids_BT)
         if not reads_borders(module):
             stack.enter_context(within_documents(_moved(ids_BT, device)))
             return None
@@ -409,7 +409,7 @@ class _Follower:
         if self._open:
             self._open.pop().close()
 
-    def _expect_apart(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
+    def _expect_separate(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
         """Refuse positions that begin anew in a model in which documents of a row see each other.
 
         Where only the device knows, such a model waits for the answer in each call; no other one does.

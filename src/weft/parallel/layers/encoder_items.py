@@ -354,7 +354,7 @@ _MOST_NUMBERS = 1024
 
 
 @dataclass(frozen=True)
-class ToldCalls:
+class ReplicatedCalls:
     """How others call an encoder, with one item of zeros. method: of the model's, which calls it; "": nothing does.
 
     outer: what that method is given; where there is none, the encoder. inner: what the encoder is given.
@@ -366,11 +366,11 @@ class ToldCalls:
 
 
 def told(path: str, method: str, outer: Items, inner: Items, chosen: int) -> bytes:
-    """Return what `read_told` makes calls of.
+    """Return what `parse_calls` makes calls of.
 
     Args:
         path: of the encoder, for errors.
-        method: as in `ToldCalls`.
+        method: as in `ReplicatedCalls`.
         outer: what is given to it.
         inner: what is given to the encoder.
         chosen: which of the items is told.
@@ -378,16 +378,16 @@ def told(path: str, method: str, outer: Items, inner: Items, chosen: int) -> byt
     Raises:
         LayoutError: where a call has arguments that cannot be told.
     """
-    return json.dumps([method, _told_call(path, outer, chosen), _told_call(path, inner, chosen)]).encode()
+    return json.dumps([method, _recorded_call(path, outer, chosen), _recorded_call(path, inner, chosen)]).encode()
 
 
-def read_told(text: bytes, device: torch.device) -> ToldCalls:
+def parse_calls(text: bytes, device: torch.device) -> ReplicatedCalls:
     """Return the calls that another rank told."""
     method, outer, inner = json.loads(text)
-    return ToldCalls(method, _made_call(outer, device), _made_call(inner, device))
+    return ReplicatedCalls(method, _made_call(outer, device), _made_call(inner, device))
 
 
-def _told_call(path: str, items: Items, chosen: int) -> list[Any]:
+def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
     """The call with one of its items.
 
     Args:
@@ -420,7 +420,7 @@ def _made_call(text: list[Any], device: torch.device) -> Items:
     return Items((rows,), (span,), tuple(leaves), tree, tuple(by_row), tuple(by_item))
 
 
-def first_told(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
+def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
     """Return what the first rank that has something says. A collective.
 
     Args:
@@ -464,7 +464,7 @@ def _made(said: Any, device: torch.device) -> Any:
 # The way of features from an encoder to its model: those of all items brought home, at once or when they are read.
 
 
-class Beside(Function):
+class ZeroGradDependency(Function):
     """A tensor as it is; others have a gradient of zero from it, so that their backward takes place."""
 
     @staticmethod
@@ -496,7 +496,7 @@ class ItemCall:
             return found
         rows = (output.shape[0] * self.expected // self.given for output in outputs)
         zeros = (output.new_zeros(count, *output.shape[1:]) for count, output in zip(rows, outputs, strict=True))
-        return [Beside.apply(zero, one) for zero, one in zip(zeros, found, strict=True)]
+        return [ZeroGradDependency.apply(zero, one) for zero, one in zip(zeros, found, strict=True)]
 
 
 def lists_of_states(output: Any) -> dict[str, tuple[Tensor, ...]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.errors import ModelError, PlanError, WeftWarning
 from weft.models.adapters import AdaptedLinear
 from weft.models.inspect import layers
-from weft.models.inspect.blocks import become, repeated_blocks
+from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.layers.deferred_gradients import HoldingLayer, linear
 from weft.parallel.layers.float8_products import MULTIPLE, RECIPES, Float8
 from weft.parallel.private_torch import multiplies_float8
@@ -122,7 +122,7 @@ def use_float8(model: nn.Module) -> None:
     """Let the marked layers that no technique has cut multiply in float8, in place."""
     for module in model.modules():
         if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
-            become(module, Float8Linear)
+            replace_class(module, Float8Linear)
 
 
 def refuse_partial(path: str, module: nn.Module) -> None:

@@ -287,7 +287,7 @@ def _refused(tensor: torch.Tensor, use: str) -> ModelError:
     return refuse(tensor, use)
 
 
-class Absent(StandIn):
+class RemoteModule(StandIn):
     """Stands in the model for a module that is on other ranks only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -425,7 +425,7 @@ class Boundary:
         entered = _entered(transfer)
         form = self._forms.get((entered, kind))
         if form is None:
-            form = self._forms[entered, kind] = self._be_told(transfer)
+            form = self._forms[entered, kind] = self._receive_forms(transfer)
         message = start_receive(form.empty(self._device), *self._lane(transfer))
         self._arriving[transfer.content, transfer.stage, transfer.microbatch] = form, message
 
@@ -446,7 +446,7 @@ class Boundary:
         known = self._forms.get((stage, kind))
         if known is None:
             self._forms[stage, kind] = form
-            self._tell(transfer, form)
+            self._notify_all(transfer, form)
         elif known != form:
             raise ModelError(
                 f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has {_said(form)}, and "
@@ -481,7 +481,7 @@ class Boundary:
             before.wait()
         self._sent[key] = start_send(tensor, *self._lane(transfer))
 
-    def _tell(self, transfer: Transfer, form: SentForm) -> None:
+    def _notify_all(self, transfer: Transfer, form: SentForm) -> None:
         numbers = [len(form.slots)]
         for slot, shape, dtype in zip(*form, strict=True):
             if len(shape) > _MAX_DIMS or dtype not in _DTYPES or len(form.slots) > _MAX_PARTS:
@@ -493,7 +493,7 @@ class Boundary:
         numbers += [0] * (1 + _MAX_PARTS * _OF_PART - len(numbers))
         self._post(transfer, torch.tensor(numbers, device=self._device), "form")
 
-    def _be_told(self, transfer: Transfer) -> SentForm:
+    def _receive_forms(self, transfer: Transfer) -> SentForm:
         numbers = torch.empty(1 + _MAX_PARTS * _OF_PART, dtype=torch.int64, device=self._device)
         count, *told = start_receive(numbers, *self._lane(transfer)).wait().tolist()
         slots: list[int] = []

@@ -32,15 +32,15 @@ from weft.config.pipeline_schedule import (
 )
 from weft.errors import ModelError
 from weft.models.adapters import AdaptedLinear
-from weft.models.inspect.blocks import become, repeated_blocks
-from weft.parallel.layers.deferred_gradients import HeldGradients, HeldProduct, HoldingLayer, linear
+from weft.models.inspect.blocks import repeated_blocks, replace_class
+from weft.parallel.layers.deferred_gradients import DeferredProduct, DeferredWeightGrad, HoldingLayer, linear
 from weft.parallel.pipeline.boundary import Boundary, Carried
 from weft.parallel.pipeline.stage import ForwardFn, Split, Stage, split_model
 from weft.parallel.state.placement import Placement
 
 
 @torch.no_grad()
-def deliver(held: list[HeldProduct]) -> None:
+def deliver(held: list[DeferredProduct]) -> None:
     """Multiply what was held, and give it to autograd as if its backward came just now.
 
     One weight after another, and what each was made of is let go: so a stage never has all its gradients beside those
@@ -54,14 +54,14 @@ def deliver(held: list[HeldProduct]) -> None:
         del grads
 
 
-def _by_weight(held: list[HeldProduct]) -> dict[nn.Parameter, list[HeldProduct]]:
-    found: dict[nn.Parameter, list[HeldProduct]] = {}
+def _by_weight(held: list[DeferredProduct]) -> dict[nn.Parameter, list[DeferredProduct]]:
+    found: dict[nn.Parameter, list[DeferredProduct]] = {}
     for product in held:
         found.setdefault(product.weight, []).append(product)
     return found
 
 
-def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
+def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
     """Let the linear layers of a model ask `held`, in place. Returns how many there are.
 
     Layers whose forward was replaced, and subclasses with a forward of their own, stay as they are.
@@ -74,7 +74,7 @@ def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
             continue
         kind = _kind_of(module)
         if kind is not None and "forward" not in vars(module):
-            become(module, kind, held=held)
+            replace_class(module, kind, held=held)
             count += 1
     return count
 
@@ -82,7 +82,7 @@ def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
 class _HoldingLinear(HoldingLayer):
     """A linear layer whose weight's gradient may wait."""
 
-    _weft_held: HeldGradients
+    _weft_held: DeferredWeightGrad
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
@@ -92,7 +92,7 @@ class _HoldingLinear(HoldingLayer):
 class _HoldingConv1D(HoldingLayer):
     """transformers' layer of GPT-2: a linear layer whose weight is (I, O)."""
 
-    _weft_held: HeldGradients
+    _weft_held: DeferredWeightGrad
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
@@ -170,7 +170,7 @@ class Pipeline:
         self._axis = mesh["pp"]
         lanes = join_lanes(self._axis, mesh.device, (PeerLane(*flow) for flow in flows(self.schedule, self._axis.rank)))
         self._boundary = Boundary(self._axis, mesh.device, lanes)
-        self._held = HeldGradients()
+        self._held = DeferredWeightGrad()
         self._plan = mesh.plan
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._weights: dict[tuple[int, int], list[Any]] = {}
@@ -186,7 +186,7 @@ class Pipeline:
         """Paths of the blocks of each stage that is here."""
         return [stage.blocks for stage in self.stages.values()]
 
-    def hold_weight_gradients(self, model: nn.Module) -> None:
+    def defer_weight_gradients(self, model: nn.Module) -> None:
         """Let the linear layers of this rank hold back what the schedule does later, in place.
 
         A compiled block makes all its gradients in one program, so there W has nothing left to do.
@@ -203,7 +203,7 @@ class Pipeline:
             )
         waits = any(action.kind == "W" for step in self.schedule.ranks[self._axis.rank] for action in parts(step))
         if waits and not plan.compile:
-            hold_weight_gradients(model, self._held)
+            defer_weight_gradients(model, self._held)
 
     def step(self, work: StepWork, phases: Phases) -> None:
         """Run forward and backward of all microbatches. A collective over the axis of stages."""

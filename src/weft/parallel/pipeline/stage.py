@@ -18,7 +18,7 @@ from weft.data.batches import map_tensors
 from weft.errors import ModelError, PlanError
 from weft.models.inspect import blocks, layers
 from weft.models.inspect.chain import Chain, find_chain
-from weft.parallel.pipeline.boundary import Absent, Carried, Flow, Left, Relay, put, without_tensors
+from weft.parallel.pipeline.boundary import Carried, Flow, Left, Relay, RemoteModule, put, without_tensors
 from weft.parallel.pipeline.remote import local
 from weft.parallel.pipeline.survey import StageRoute, ValueSurvey, without_towers
 from weft.parallel.state.placement import Placement, merge_placements
@@ -128,7 +128,7 @@ class Stage:
         found: list[tuple[blocks.Site, Relay]] = []
         for number, site in enumerate(self._chain.sites):
             module = site.module
-            real = module.stands_for if isinstance(module, Absent) else module
+            real = module.stands_for if isinstance(module, RemoteModule) else module
             found.append((site, Relay(real, site.path, number, self._flow)))
         return found
 
@@ -171,7 +171,7 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
     here = {part for site in chain.sites if id(site) in kept for part in site.module.modules()}
     for site in chain.sites:
         if id(site) not in kept:
-            put(site, Absent(without_tensors(site.module, here), site.path))
+            put(site, RemoteModule(without_tensors(site.module, here), site.path))
     return Split(own, merge_placements(_placements(model, shared, (ENDS,)), _placements(model, same, ("pp",))), counts)
 
 

@@ -17,7 +17,7 @@ from weft.comm.mesh import Axis
 _PART = "_weft_cut_part"
 
 
-class CutPart:
+class ShardPosition:
     """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
 
     is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
@@ -32,7 +32,7 @@ class CutPart:
         self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
         self.whole_paths: tuple[str, ...] = ()  # modules there, or in a cut part, that get all tokens and features
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardPosition:
         return self  # a copy of the module runs on the same ranks
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -48,7 +48,7 @@ class CutPart:
         finally:
             self.is_open, self.is_whole = before
 
-    def sees_cut_tokens(self, path: str) -> bool:
+    def sees_sharded_tokens(self, path: str) -> bool:
         """Return whether the module of that path is given this rank's part of the tokens."""
         return _is_in(path, self.token_paths) and not self.sees_all(path)
 
@@ -61,12 +61,12 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
     return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
-def keep_part(model: nn.Module, part: CutPart) -> None:
-    """Leave it on the model, for `cut_part_of`."""
+def keep_part(model: nn.Module, part: ShardPosition) -> None:
+    """Leave it on the model, for `shard_position_of`."""
     setattr(model, _PART, part)
 
 
-def cut_part_of(model: nn.Module) -> CutPart | None:
+def shard_position_of(model: nn.Module) -> ShardPosition | None:
     """Return what tensor parallelism left on this model; None where nothing was cut."""
     return getattr(model, _PART, None)
 
@@ -163,7 +163,7 @@ def _hash(x: Tensor) -> Tensor:
     return x
 
 
-def kept_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
     """Draw what `keeps` says of elements at all combinations of places: lines by the key, columns by its complement.
 
     Shape: (len(places[0]), len(places[1]), ...). One operator where it is compiled: generated code takes places for
@@ -181,12 +181,12 @@ def kept_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
 
 @torch.library.custom_op("weft::kept", mutates_args=(), schema="(Tensor key, Tensor[] places, float rate) -> Tensor")
 def kept(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
-    """`kept_at` as an operator of torch."""
-    return kept_at(key, places, rate)
+    """`keep_mask_at` as an operator of torch."""
+    return keep_mask_at(key, places, rate)
 
 
 @kept.register_fake
-def _kept_shape(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+def _keep_mask_shape(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
     del rate
     return torch.empty([len(one) for one in places], dtype=torch.bool, device=key.device)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from weft.checkpoint.read import Deal, Part
+from weft.checkpoint.read import OwnershipMap, Part
 from weft.checkpoint.safetensors_files import torch_formats
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, ModelError
@@ -89,7 +89,7 @@ def refuse_float64(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def grown(originals: Mapping[str, Original], precision: Precision) -> str:
+def dtype_growth_warning(originals: Mapping[str, Original], precision: Precision) -> str:
     """Tell, in a sentence, of parameters loaded in 16 bits that take more memory from here on; "": there are none."""
     params = [one for name, one in originals.items() if one.is_parameter and one.first == name]
     narrow = {one.dtype for one in params} & {torch.bfloat16, torch.float16}
@@ -151,7 +151,7 @@ class StateSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class FlatSlice:
     """Elements of one tensor that lie here. flat: its memory, 1-D, the part's line from `start` on.
 
     name: in checkpoints. deal: who writes which of them. home: where they go once loaded, where `flat` is a copy.
@@ -159,13 +159,13 @@ class Stretch:
 
     name: str
     part: Part
-    deal: Deal
+    deal: OwnershipMap
     start: int
     flat: torch.Tensor
     home: torch.Tensor | None = None
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: Deal) -> Stretch:
+    def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
         """Return the stretch of a tensor of which this rank holds all of its part.
 
         Args:
@@ -242,7 +242,7 @@ class PlacedPart:
         return (line // (inner * local[part.dim]) * part.shape[part.dim] + there) * inner + line % inner
 
 
-def tell_places(optimizer: torch.optim.Optimizer, held: Iterable[tuple[nn.Parameter, PlacedPart]]) -> None:
+def register_param_locations(optimizer: torch.optim.Optimizer, held: Iterable[tuple[nn.Parameter, PlacedPart]]) -> None:
     """Tell an optimizer that asks for it, by a dict `places`, where what it updates lies in whole parameters."""
     places = getattr(optimizer, "places", None)
     if isinstance(places, dict):
@@ -265,7 +265,7 @@ def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTen
     return saved
 
 
-def read_whole(source: StateSource, name: str) -> torch.Tensor:
+def read_full(source: StateSource, name: str) -> torch.Tensor:
     """Return a tensor as it was saved, on the host."""
     saved = source.entries[name]
     found = torch.empty(saved.shape, dtype=torch_formats()[saved.dtype])
@@ -282,7 +282,7 @@ def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torc
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def filled(full_name: str, like: Stretch, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
+def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
     """Return a state of a piece, in the saved format, from a checkpoint.
 
     Args:
@@ -292,11 +292,11 @@ def filled(full_name: str, like: Stretch, piece: torch.Tensor, source: StateSour
         source: the checkpoint.
     """
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
-    Stretch(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
+    FlatSlice(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
     return target
 
 
-def alone(name: str, value: torch.Tensor, rank: int) -> Stretch:
+def alone(name: str, value: torch.Tensor, rank: int) -> FlatSlice:
     """Return the stretch of a tensor that is shaped as no parameter, which one of the ranks that have it writes whole.
 
     Args:
@@ -305,4 +305,4 @@ def alone(name: str, value: torch.Tensor, rank: int) -> Stretch:
         rank: the one that writes it.
     """
     value = value.detach().contiguous()
-    return Stretch(name, Part(tuple(value.shape)), Deal.to_one(rank, value.numel()), 0, value.view(-1))
+    return FlatSlice(name, Part(tuple(value.shape)), OwnershipMap.to_one(rank, value.numel()), 0, value.view(-1))

@@ -30,16 +30,16 @@ from torch import nn
 from weft.comm.wire.coder import Coders
 from weft.errors import ModelError
 from weft.optim.step_decision import StepDecision
-from weft.parallel.state.flat_slices import Original, StateSource, Stretch
+from weft.parallel.state.flat_slices import FlatSlice, Original, StateSource
 from weft.parallel.state.placement import AxisMap
 
 _ATTRIBUTE = "_weft_data_parallel"
 
 
-class Debts(Protocol):
+class ErrorFeedback(Protocol):
     """What replicas rounded off of gradients and still owe, as whole tensors by name."""
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield what this rank owes, in its own memory; no collective."""
         ...
 
@@ -64,7 +64,7 @@ class DataParallel(Protocol):
     coders: Coders
 
     @property
-    def debts(self) -> Debts:
+    def error_feedback(self) -> ErrorFeedback:
         """What replicas still owe of rounded gradients."""
         ...
 
@@ -127,13 +127,13 @@ class DataParallel(Protocol):
 
         Args:
             clip: what clipping multiplied gradients by.
-            follow: after `let_weights_follow`, return before they are there: each block waits for its own when it is
+            follow: after `prefetch_weights`, return before they are there: each block waits for its own when it is
                 called, and every method here that reads weights waits for all. Whoever reads parameters calls `arrive`
                 before.
         """
         ...
 
-    def let_weights_follow(self) -> None:
+    def prefetch_weights(self) -> None:
         """Let modules wait for their own weights, for `publish(follow=True)`. Call it before the first forward."""
         ...
 
@@ -166,7 +166,7 @@ class DataParallel(Protocol):
         """Yield the whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
         ...
 
-    def held_weights(self) -> dict[str, torch.Tensor]:
+    def local_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of the trainable parameters by name, in the master's format and memory.
 
         May be written to between steps; `publish` then brings it into the parameters of all ranks.
@@ -180,15 +180,15 @@ class DataParallel(Protocol):
         """
         ...
 
-    def held_gradients(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in now; no collective. For counting bytes."""
         ...
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield what this rank holds of the model for checkpoints, in its own memory; no collective."""
         ...
 
-    def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+    def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         """Yield what this rank holds of the adopted optimizer's state, named `parameter/key`, in the same manner."""
         ...
 
@@ -255,7 +255,7 @@ def data_parallel(model: nn.Module) -> DataParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class CutJoin:
+class ShardedJoin:
     """One cut parameter. device: where collectives work."""
 
     name: str
@@ -275,7 +275,7 @@ class CutJoin:
         return self.axes.part(self.name, whole)
 
 
-def join_cut(
+def join_sharded(
     optimizer: torch.optim.Optimizer,
     params: Iterable[tuple[str, nn.Parameter]],
     axes: AxisMap,
@@ -295,8 +295,8 @@ def join_cut(
     cut = {name: param for name, param in params if axes.is_divided(name)}
     joins = getattr(optimizer, "joins", None)
     if joins is None:
-        axes.refuse_cut(cut, optimizer)
+        axes.refuse_sharded(cut, optimizer)
         return
-    axes.refuse_cut((name for name in cut if axes.placement(name).cut != ("tp",)), optimizer)
+    axes.refuse_sharded((name for name in cut if axes.placement(name).cut != ("tp",)), optimizer)
     joins.clear()
-    joins.update((param, CutJoin(name, axes, device)) for name, param in cut.items())
+    joins.update((param, ShardedJoin(name, axes, device)) for name, param in cut.items())

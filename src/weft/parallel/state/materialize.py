@@ -174,7 +174,7 @@ def guard_model(model: nn.Module, axes: AxisMap) -> None:
 
 
 @contextlib.contextmanager
-def pieces_allowed(model: nn.Module) -> Iterator[None]:
+def allow_sharded_state(model: nn.Module) -> Iterator[None]:
     """Let the model's state_dict give this rank's pieces while inside: for code that knows what they are."""
     guard = getattr(model, _ATTRIBUTE, None)
     if guard is None:

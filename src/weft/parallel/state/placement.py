@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from weft.checkpoint.read import Deal, Part, deal_out
+from weft.checkpoint.read import OwnershipMap, Part, assign_evenly
 from weft.comm.collectives import all_gather
 from weft.comm.mesh import ENDS, Axis, Mesh
 from weft.errors import ModelError
-from weft.parallel.state.flat_slices import Stretch
+from weft.parallel.state.flat_slices import FlatSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Placement:
             )
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether this rank holds only a part."""
         return bool(self.cut)
 
-    def shape_of_whole(self, local: Sequence[int], size: int) -> tuple[int, ...]:
+    def full_shape(self, local: Sequence[int], size: int) -> tuple[int, ...]:
         """Return the whole's shape, from the part's and the number of ranks of the cut axis."""
         if self.whole_shape or not self.cut:
             return self.whole_shape or tuple(local)
@@ -182,14 +182,14 @@ def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
     for placements in found:
         for name, placement in placements.items():
             before = merged.get(name, WHOLE)
-            if before.is_cut and placement.is_cut:
+            if before.is_sharded and placement.is_sharded:
                 raise ModelError(
                     f"parameter {name!r}: it was cut over {'*'.join(before.cut)} and then over "
                     f"{'*'.join(placement.cut)}. Let one technique cut it."
                 )
             partial = (*before.partial, *(axis for axis in placement.partial if axis not in before.partial))
             saved = before.name or placement.name
-            merged[name] = replace(placement if placement.is_cut else before, partial=partial, name=saved)
+            merged[name] = replace(placement if placement.is_sharded else before, partial=partial, name=saved)
     return merged
 
 
@@ -295,7 +295,7 @@ class AxisMap:
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole."""
         placement = self.placement(name)
-        return placement.shape_of_whole(shape, self._size(placement.cut))
+        return placement.full_shape(shape, self._size(placement.cut))
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Return the whole, from this rank's part or something of its shape. A collective over the cut axis."""
@@ -312,7 +312,7 @@ class AxisMap:
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole tensor."""
         placement = self.placement(name)
-        if not placement.is_cut:
+        if not placement.is_sharded:
             return whole
         axis = self.mesh[placement.cut]
         return placement.local(whole, axis.rank, axis.size)
@@ -330,15 +330,15 @@ class AxisMap:
         rows = placement.rows(shape, axis.rank, axis.size)
         return Part(self.whole_shape(name, shape), placement.dim, rows, order)
 
-    def stretch(self, name: str, tensor: torch.Tensor) -> Stretch:
+    def stretch(self, name: str, tensor: torch.Tensor) -> FlatSlice:
         """Return a tensor of which every rank of its kind holds the same part."""
-        part, deal = self.part_of(name, tensor), self.deal_of(name, tensor.shape)
-        return Stretch.whole(self.saved_name(name), tensor, part, deal)
+        part, deal = self.part_of(name, tensor), self.ownership_of(name, tensor.shape)
+        return FlatSlice.whole(self.saved_name(name), tensor, part, deal)
 
-    def deal_of(self, name: str, shape: Sequence[int]) -> Deal:
+    def ownership_of(self, name: str, shape: Sequence[int]) -> OwnershipMap:
         """Return who writes what of a part that every rank of its kind holds whole."""
         ranks, numel = self.of(name, shape).same.ranks, torch.Size(shape).numel()
-        return deal_out(ranks, numel, len(ranks), turn=self.turn(name))
+        return assign_evenly(ranks, numel, len(ranks), turn=self.turn(name))
 
     @staticmethod
     def turn(name: str) -> int:
@@ -359,7 +359,7 @@ class AxisMap:
         """Return whether a parameter is cut over more than one rank."""
         return self._size(self.placement(name).cut) > 1
 
-    def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+    def refuse_sharded(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that must see whole parameters, where these are cut.
 
         Raises:
@@ -380,7 +380,7 @@ class AxisMap:
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield those of the tensors that are not whole on every rank."""
         for pairs in groups:
-            yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_cut)
+            yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_sharded)
 
     def _build(self, name: str, placement: Placement, times: int) -> Axes:
         cut, is_expert = placement.cut, "ep" in placement.cut

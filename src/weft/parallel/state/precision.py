@@ -70,7 +70,7 @@ class Precision:
         """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
         return self.compute == torch.float16
 
-    def refuse_debts(self) -> None:
+    def refuse_error_feedback(self) -> None:
         """Refuse a user's own loop where what is rounded off is owed to the next step, or replicas meet rarely.
 
         Raises:

@@ -22,16 +22,16 @@ from weft.config.layout import Layout, Style
 from weft.errors import LayoutError, PlanError, Problem, WeftWarning
 from weft.models.adapters import AdaptedLinear
 from weft.models.inspect import hugging_face, layers, token_flow
-from weft.models.inspect.blocks import become
+from weft.models.inspect.blocks import replace_class
 from weft.models.inspect.find_layout import find_layout
 from weft.models.inspect.layers import Heads
 from weft.models.inspect.rms_norm import rms_form
 from weft.parallel.layers.float8 import refuse_partial
-from weft.parallel.random.streams import CutPart, keep_part
+from weft.parallel.random.streams import ShardPosition, keep_part
 from weft.parallel.state.placement import Placement
-from weft.parallel.tensor.head import LossWay
+from weft.parallel.tensor.head import LossChunking
 from weft.parallel.tensor.language_head import fuse_head, make_head
-from weft.parallel.tensor.linear import SharedLayer, prepare_piece_operators
+from weft.parallel.tensor.linear import SharedLayer, prepare_chunk_operators
 from weft.parallel.tensor.read_layout import (
     check_sizes,
     find_heads,
@@ -42,20 +42,20 @@ from weft.parallel.tensor.read_layout import (
     read_own,
     read_styles,
 )
-from weft.parallel.tensor.sequence import TokenCut, blocks_outside, cut_tokens, plan_sequence, second_states
+from weft.parallel.tensor.sequence import TokenSharding, blocks_outside, plan_sequence, second_states, shard_tokens
 from weft.parallel.tensor.sharded_modules import (
     ColumnLinear,
-    CutNorm,
     Enter,
     Entry,
     RowLinear,
+    ShardedNorm,
     VocabEmbedding,
     localise,
 )
 from weft.parallel.tensor.trial_step import TrialError, divided_modules, is_tried, try_numbers, without_layers
 
 
-def cut_tensors(
+def shard_tensors(
     model: nn.Module,
     mesh: Mesh,
     layout: Layout | None = None,
@@ -75,7 +75,7 @@ def cut_tensors(
         taken: parameters that another technique has placed.
         runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
         is_whole: tells modules that another technique keeps whole, by their path.
-        regions: where tokens are divided under sp, as `check_whole_model` found it; found here where it is None.
+        regions: where tokens are divided under sp, as `check_full_model` found it; found here where it is None.
 
     Raises:
         LayoutError: where the layout does not fit the model.
@@ -87,18 +87,18 @@ def cut_tensors(
     return _Cutter(model, mesh, layout, taken, runs, is_whole, regions).cut()
 
 
-def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
+def fuse_replicated_head(model: nn.Module, mesh: Mesh | None = None) -> None:
     """Let the head of a model whose vocabulary is not cut give the loss at once, where its logits would be large.
 
     mesh: says on what device, and whether compiled; None: on a CPU, and not.
     """
     head = layers.find_lm_head(model)
     if head is not None and layers.is_linear(head):
-        way = LossWay.agreed(mesh["tp"], mesh.device, mesh.plan.compile) if mesh is not None else None
+        way = LossChunking.agreed(mesh["tp"], mesh.device, mesh.plan.compile) if mesh is not None else None
         fuse_head(head, hugging_face.scales_logits(model), way)
 
 
-def check_whole_model(
+def check_full_model(
     model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere, example: Any = None
 ) -> tuple[Layout, token_flow.TokenRegions | None]:
     """Check what needs the full model, before a pipeline takes parts of it away.
@@ -158,7 +158,7 @@ def _checked(
         where = f"tp={plan.tp} sp=on" if plan.sp else f"tp={plan.tp}"
 
         def divide(divided: nn.Module) -> dict[str, Placement]:
-            return cut_tensors(divided, mesh, layout, regions=regions)
+            return shard_tensors(divided, mesh, layout, regions=regions)
 
         try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
     return regions
@@ -194,7 +194,7 @@ def find_token_regions(
 
 
 class _Cutter:
-    """One call of `cut_tensors`."""
+    """One call of `shard_tensors`."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Cutter:
         self.styles = read_styles(layout, self.modules, mesh.plan.tp)
         self.rows = [path for path, style in self.styles.items() if style.name == "rowwise"]
         self.own = read_own(layout, self.modules)
-        self.sequence: TokenCut | None = None
+        self.sequence: TokenSharding | None = None
         if mesh.plan.sp:
             self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole, regions)
         self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp, pieces=mesh.plan.tp_chunks)
@@ -224,17 +224,17 @@ class _Cutter:
         self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
         self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
         self.entries: dict[str, Entry] = {}
-        self.part = CutPart(self.axis)
+        self.part = ShardPosition(self.axis)
         self.is_compiled = mesh.plan.compile
         if self.is_compiled:
             prepare_operators(self.axis)
             if mesh.plan.tp_chunks > 1:
-                prepare_piece_operators(self.axis)
+                prepare_chunk_operators(self.axis)
 
     def cut(self) -> dict[str, Placement]:
         heads = find_heads(self.modules, self.styles)
         check_sizes(self.modules, self.styles, heads, self.axis.size)
-        _settle(self.model, self.axis, self.taken)
+        _finalize(self.model, self.axis, self.taken)
         self._check_partial(heads)
         for path, style in self.styles.items():
             module = self.modules[path]
@@ -254,12 +254,12 @@ class _Cutter:
             if style.name == "colwise":
                 around, _, name = path.rpartition(".")
                 self._replace(self.modules[around], name, Placement(cut=("tp",)), dim=0)
-        self._follow_ties()
+        self._apply_to_ties()
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
         self.part.whole_paths = tuple(self._ahead())
         if self.sequence is not None:
-            cut_tokens(self.model, self.sequence, self.line, self.part)
+            shard_tokens(self.model, self.sequence, self.line, self.part)
             self.part.token_paths = self.sequence.modules
             self.part.whole_paths += self.sequence.whole
         keep_part(self.model, self.part)
@@ -322,7 +322,7 @@ class _Cutter:
         return self.entries[place]
 
     def _column(self, path: str, module: nn.Module, style: Style, heads: Heads) -> None:
-        self._check_pieces(path, module)
+        self._check_chunked(path, module)
         entry = self._entry(path, module)
         weight = layers.weight_of(module)
         placement = self._rows(style, heads, weight.shape[0])
@@ -336,7 +336,7 @@ class _Cutter:
         _set_sizes(module)
         self._float8(module, outer=self.axis)
         enters = entry.line.cuts_tokens and self.entries.get(path) is entry
-        become(module, ColumnLinear, entry=entry, enters=enters, place=len(entry.members))
+        replace_class(module, ColumnLinear, entry=entry, enters=enters, place=len(entry.members))
         entry.members.append(module)
 
     def _rows(self, style: Style, heads: Heads, total: int) -> Placement:
@@ -353,10 +353,10 @@ class _Cutter:
         form, [weight] = rms_form(module), module.parameters()
         assert form is not None  # read_styles has asked
         self._replace(module, "weight", self._rows(self.styles[path], heads, len(weight)), dim=0)
-        become(module, CutNorm, form=form, axis=self.axis)
+        replace_class(module, ShardedNorm, form=form, axis=self.axis)
 
     def _row(self, path: str, module: nn.Module) -> None:
-        self._check_pieces(path, module)
+        self._check_chunked(path, module)
         width = layers.weight_of(module).shape[1]
         if layers.is_packed(module) and width % (64 * self.axis.size):
             raise LayoutError(
@@ -368,9 +368,9 @@ class _Cutter:
         self._partial(module, "lora_B", "lora_magnitude")
         _set_sizes(module)
         self._float8(module, inner=self.axis)
-        become(module, RowLinear, line=self._line(path), part=self.part, is_compiled=self.is_compiled)
+        replace_class(module, RowLinear, line=self._line(path), part=self.part, is_compiled=self.is_compiled)
 
-    def _check_pieces(self, path: str, module: nn.Module) -> None:
+    def _check_chunked(self, path: str, module: nn.Module) -> None:
         """PlanError where a layer is more than a product with a matrix, and shall multiply in pieces."""
         if self.line.pieces > 1 and (isinstance(module, AdaptedLinear) or layers.is_packed(module)):
             has = "has an adapter" if isinstance(module, AdaptedLinear) else "keeps its weight as bytes"
@@ -396,12 +396,12 @@ class _Cutter:
                 inside = local if 0 <= local < rows else None
                 module.padding_idx = inside  # pyright: ignore[reportAttributeAccessIssue] - torch infers an int alone
             module.num_embeddings = rows
-            become(module, VocabEmbedding, line=self.ends)
+            replace_class(module, VocabEmbedding, line=self.ends)
             return
         _set_sizes(module)
         entry = Entry(self.ends, layers.weight_of(module).shape[1], None)
         entry.members.append(module)
-        way = LossWay.agreed(self.axis, self.device, self.is_compiled)
+        way = LossChunking.agreed(self.axis, self.device, self.is_compiled)
         make_head(module, self.ends, vocab, entry, hugging_face.scales_logits(self.model), way)
 
     def _replace(self, module: nn.Module, name: str, placement: Placement, dim: int) -> None:
@@ -433,7 +433,7 @@ class _Cutter:
             if (param := getattr(module, name, None)) is not None:
                 self.placed[id(param)] = Placement(partial=("tp",))
 
-    def _follow_ties(self) -> None:
+    def _apply_to_ties(self) -> None:
         """A weight or bias that is registered at several places is cut at all of them."""
         for module in self.model.modules():
             for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -462,7 +462,7 @@ def _set_sizes(module: nn.Module) -> None:
         setattr(module, name, size)
 
 
-def _settle(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
+def _finalize(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
     """Ranks may have drawn different weights: the first rank's count, before each keeps a part.
 
     taken: parameters that ranks hold different parts of already.

@@ -63,7 +63,7 @@ def _less_label(share_CV: Tensor, whole_C: Tensor, label_C: Tensor, labels: Labe
     return share_CV.scatter_(1, labels.place_C1, less_C.where(labels.is_here_C, there_C)[:, None])
 
 
-def _sums_in_place(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
+def _sums_inplace(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
     label_C = _logit_at(logits_CV, labels, dtype)
     wide_CV = logits_CV.to(dtype)
     largest_C = wide_CV.amax(1)
@@ -71,13 +71,13 @@ def _sums_in_place(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> tup
     return (wide_CV.exp_(), largest_C), wide_CV.sum(1).log_() + largest_C, label_C
 
 
-def _gradient_in_place(kept: Any, whole_C: Tensor, label_C: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
+def _gradient_inplace(kept: Any, whole_C: Tensor, label_C: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
     wide_CV, largest_C = kept
     wide_CV *= (largest_C - whole_C).exp_()[:, None]
     return _less_label(wide_CV.to(dtype), whole_C, label_C, labels)
 
 
-_IN_PLACE = LogitPasses(_sums_in_place, _gradient_in_place)
+_IN_PLACE = LogitPasses(_sums_inplace, _gradient_inplace)
 
 
 def _sums_normalised(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
@@ -125,7 +125,7 @@ def _compiled() -> LogitPasses:
 
 
 @dataclass(frozen=True, slots=True)
-class LossWay:
+class LossChunking:
     """How a head goes through its tokens: equal on all ranks of tp, whose chunks exchange numbers.
 
     compiled: what is done element by element.
@@ -135,7 +135,7 @@ class LossWay:
     compiled: bool = False
 
     @classmethod
-    def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossWay:
+    def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossChunking:
         """For heads on `device`; on a GPU a collective over the axis: the smallest device sets the size."""
         if device.type != "cuda":
             return cls(LossChunk(), compiled)
@@ -154,7 +154,7 @@ def token_loss(
     line: SharedLayer,
     vocab: int,
     ignore: int,
-    way: LossWay | None = None,
+    way: LossChunking | None = None,
     weights_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
@@ -170,7 +170,7 @@ def token_loss(
         way: how many tokens at a time; None: as on a CPU.
         weights_BT: of all tokens' losses in the sum; None: 1.
     """
-    way = LossWay() if way is None else way
+    way = LossChunking() if way is None else way
     wants_grad = torch.is_grad_enabled()
     return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way, wants_grad, weights_BT)
 
@@ -186,7 +186,7 @@ class _TokenLoss(torch.autograd.Function):
         line: SharedLayer,
         vocab: int,
         ignore: int,
-        way: LossWay,
+        way: LossChunking,
         wants_grad: bool,
         weights_BT: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -237,7 +237,7 @@ class TokenChunks:
         line: SharedLayer,
         vocab: int,
         ignore: int,
-        way: LossWay,
+        way: LossChunking,
         needs: list[bool],
         whole_BTD: torch.Tensor,
         labels_BT: torch.Tensor,

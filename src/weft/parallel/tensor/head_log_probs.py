@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.parallel.tensor.head import LossWay, TokenChunks
+from weft.parallel.tensor.head import LossChunking, TokenChunks
 from weft.parallel.tensor.linear import SharedLayer
 
 
@@ -24,7 +24,7 @@ def token_log_probs(
     line: SharedLayer,
     vocab: int,
     ignore: int,
-    way: LossWay | None = None,
+    way: LossChunking | None = None,
 ) -> torch.Tensor:
     """Return log p(label) of each token in nats, (B, T), fp32 (fp64 for fp64); 0 where the label is `ignore`.
 
@@ -38,7 +38,7 @@ def token_log_probs(
         ignore: the label of tokens that do not count.
         way: how many tokens at a time; None: as on a CPU.
     """
-    return _TokenLogProbs.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way or LossWay())
+    return _TokenLogProbs.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way or LossChunking())
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _TokenLogProbs(torch.autograd.Function):
         line: SharedLayer,
         vocab: int,
         ignore: int,
-        way: LossWay,
+        way: LossChunking,
     ) -> torch.Tensor:
         ctx.save_for_backward(x_BSD, weight_VD, bias_V, labels_BT)
         ctx.rest = (line, vocab, ignore, way)

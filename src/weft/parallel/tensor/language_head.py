@@ -22,9 +22,9 @@ from weft.comm.autograd import gather_slice
 from weft.comm.mesh import Axis
 from weft.errors import ModelError
 from weft.models.inspect import layers
-from weft.models.inspect.blocks import become
+from weft.models.inspect.blocks import replace_class
 from weft.parallel.layers.index_check import check_labels
-from weft.parallel.tensor.head import LossWay, token_loss
+from weft.parallel.tensor.head import LossChunking, token_loss
 from weft.parallel.tensor.head_log_probs import token_log_probs
 from weft.parallel.tensor.linear import TOKENS, SharedLayer
 from weft.parallel.tensor.sharded_modules import Entry
@@ -36,7 +36,7 @@ LARGE_LOGITS_BYTES = 2**28
 _ATTRIBUTE = "_weft_head"
 
 
-class _InPlaceOfLogits:
+class _LogitsStandIn:
     """What a model must not change after the head, because it is no logits."""
 
     __slots__ = ()
@@ -65,7 +65,7 @@ class _InPlaceOfLogits:
 
 
 @dataclass(slots=True)
-class HeadLoss(_InPlaceOfLogits):
+class HeadLoss(_LogitsStandIn):
     """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count.
 
     With weights both are sums of weights.
@@ -77,7 +77,7 @@ class HeadLoss(_InPlaceOfLogits):
 
 
 @dataclass(slots=True)
-class HeadLogProbs(_InPlaceOfLogits):
+class HeadLogProbs(_LogitsStandIn):
     """What a head gives a loss that asks for tokens: log p(label) of each, (B, T), and 0 where none counts."""
 
     log_probs: torch.Tensor
@@ -112,7 +112,7 @@ class Head:
     way: how it goes through its tokens; None: as on a CPU.
     """
 
-    def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None):
+    def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossChunking | None):
         self.line = line
         self.vocab = vocab
         self.entry = entry
@@ -162,13 +162,13 @@ class LossHead(nn.Module):
 
 
 def make_head(
-    module: nn.Module, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None = None
+    module: nn.Module, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossChunking | None = None
 ) -> None:
     """Let the module give the loss where it is told the labels. vocab: entries of the whole, without padding."""
-    become(module, LossHead, head=Head(line, vocab, entry, scales, way))
+    replace_class(module, LossHead, head=Head(line, vocab, entry, scales, way))
 
 
-def fuse_head(module: nn.Module, scales: bool, way: LossWay | None = None) -> None:
+def fuse_head(module: nn.Module, scales: bool, way: LossChunking | None = None) -> None:
     """`make_head` of a model whose vocabulary is not cut."""
     uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
     make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)

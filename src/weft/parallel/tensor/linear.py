@@ -27,7 +27,7 @@ from weft.comm.collectives import all_reduce, start_all_gather, start_all_reduce
 from weft.comm.mesh import Axis
 from weft.comm.pending import Pending
 from weft.errors import PlanError
-from weft.parallel.layers.deferred_gradients import HeldGradients, HeldProduct
+from weft.parallel.layers.deferred_gradients import DeferredProduct, DeferredWeightGrad
 from weft.parallel.layers.float8_products import Float8, product
 from weft.private_torch import Function, current_mode, is_watched
 
@@ -43,7 +43,7 @@ def gather_multiply(
 ) -> list[Tensor]:
     """All tokens' products with each weight (F, D), (B, T, F).
 
-    whole_ND: gets all tokens, in the order of `by_pieces`.
+    whole_ND: gets all tokens, in the order of `by_chunks`.
     """
     batch, tokens, width = x_BSD.shape
     stretches = cuts(tokens, pieces)
@@ -110,14 +110,14 @@ def column_gradients(
 
 
 def row_factors(grad_BSF: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, Tensor]:
-    """Of `multiply_scatter`: the gradient of x, (B, T, D), and that of the product, in the order of `by_pieces`."""
+    """Of `multiply_scatter`: the gradient of x, (B, T, D), and that of the product, in the order of `by_chunks`."""
     batch, tokens, width = grad_BSF.shape
     whole_NF = grad_BSF.new_empty((batch * axis.size * tokens, width))
     [grad_BTD] = gather_multiply(grad_BSF, [weight_FD.t()], axis, pieces, whole_NF)
     return grad_BTD, whole_NF
 
 
-def by_pieces(x_BTD: Tensor, axis: Axis, pieces: int) -> Tensor:
+def by_chunks(x_BTD: Tensor, axis: Axis, pieces: int) -> Tensor:
     """The same tokens as rows in the order in which pieces travel: by piece, rank and sequence."""
     x_RBSD = x_BTD.unflatten(1, (axis.size, x_BTD.shape[1] // axis.size)).transpose(0, 1)
     parts = [x_RBSD[:, :, stretch].reshape(-1, x_BTD.shape[-1]) for stretch in cuts(x_RBSD.shape[2], pieces)]
@@ -227,7 +227,11 @@ def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:
 
 
 def columns(
-    x: torch.Tensor, whole: torch.Tensor | None, line: SharedLayer, members: list[Column], held: HeldGradients | None
+    x: torch.Tensor,
+    whole: torch.Tensor | None,
+    line: SharedLayer,
+    members: list[Column],
+    held: DeferredWeightGrad | None,
 ) -> tuple[torch.Tensor, ...]:
     """Each member's product with the same input, whose gradient is added up over the line.
 
@@ -247,7 +251,7 @@ class _Columns(Function):
         x_BSD: torch.Tensor,
         whole_BTD: torch.Tensor | None,
         line: SharedLayer,
-        waiting: tuple[HeldGradients | None, list[Column]],
+        waiting: tuple[DeferredWeightGrad | None, list[Column]],
         *params: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         count = len(waiting[1])
@@ -281,7 +285,7 @@ class _Columns(Function):
             wanted = index in flat and needs_params[index]
             weight = member.weight
             if wanted and held is not None and held.is_open and isinstance(weight, nn.Parameter):
-                held.hold(HeldProduct(weight, whole_ND, flat[index], member.is_transposed))
+                held.hold(DeferredProduct(weight, whole_ND, flat[index], member.is_transposed))
                 wanted = False
             found.append(flat[index].t() @ whole_ND if wanted else None)
         for index, member in enumerate(members):
@@ -364,7 +368,7 @@ _SCHEMAS = {
 }
 
 
-def prepare_piece_operators(axis: Axis) -> None:
+def prepare_chunk_operators(axis: Axis) -> None:
     """Let compiled graphs hold products in pieces over this axis. Call it before what uses the axis is compiled."""
     real: dict[str, Callable[..., Any]] = {
         "gather_multiply": _gather_multiply,
@@ -392,9 +396,11 @@ def compiled_row(x_BTD: Tensor, line: SharedLayer, weight_FD: Tensor) -> Tensor:
     return _CompiledRow.apply(x_BTD, line, weight_FD)
 
 
-def row(x_BTD: Tensor, weight: Tensor, line: SharedLayer, held: HeldGradients | None, *, transposed: bool) -> Tensor:
+def row(
+    x_BTD: Tensor, weight: Tensor, line: SharedLayer, held: DeferredWeightGrad | None, *, transposed: bool
+) -> Tensor:
     """`multiply_scatter` of a layer whose weight is (F, D), or (D, F) where transposed. held: its gradient may wait."""
-    travel, weight_FD = _Travel(), weight.t() if transposed else weight
+    travel, weight_FD = _ReduceHandoff(), weight.t() if transposed else weight
     there = _RowFactors.apply(x_BTD, weight_FD, (weight, held, transposed), line, travel)
     return _ChunkedRowSum.apply(there, x_BTD.detach(), weight_FD.detach(), line, travel)
 
@@ -432,7 +438,7 @@ class _CompiledRow(Function):
         return found[0], None, found[1] if of_weight else None
 
 
-class _Travel:
+class _ReduceHandoff:
     """What the sum's backward hands to the product's: it is not the product's gradient yet."""
 
     grad_BSF: Tensor | None = None
@@ -449,26 +455,26 @@ class _RowFactors(Function):
         ctx: Any,
         x_BTD: Tensor,
         weight_FD: Tensor,
-        layer: tuple[Tensor, HeldGradients | None, bool],
+        layer: tuple[Tensor, DeferredWeightGrad | None, bool],
         line: SharedLayer,
-        travel: _Travel,
+        travel: _ReduceHandoff,
     ) -> Tensor:
         ctx.save_for_backward(x_BTD if ctx.needs_input_grad[1] else None, weight_FD)
-        ctx.layer, ctx.line, ctx.travel = layer, line, travel
+        ctx.layer, ctx.line, ctx.transfer_s = layer, line, travel
         return x_BTD.new_empty(1).expand(*x_BTD.shape[:2], len(weight_FD))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        del grads  # see `_Travel`
+        del grads  # see `_ReduceHandoff`
         x_BTD, weight_FD = ctx.saved_tensors
-        grad_BSF, ctx.travel.grad_BSF = ctx.travel.grad_BSF, None
+        grad_BSF, ctx.transfer_s.grad_BSF = ctx.transfer_s.grad_BSF, None
         assert grad_BSF is not None
         axis, count = ctx.line.axis, ctx.line.pieces
         grad_BTD, whole_NF = row_factors(grad_BSF, weight_FD, axis, count)
         grad_weight: Tensor | None = None
         if x_BTD is not None:
             weight, held, transposed = ctx.layer
-            product = HeldProduct(weight, by_pieces(x_BTD, axis, count), whole_NF, transposed)
+            product = DeferredProduct(weight, by_chunks(x_BTD, axis, count), whole_NF, transposed)
             if held is not None and held.is_open and isinstance(weight, nn.Parameter):
                 held.hold(product)
             else:
@@ -479,14 +485,14 @@ class _RowFactors(Function):
 class _ChunkedRowSum(Function):
     @staticmethod
     def forward(
-        ctx: Any, there_BTF: Tensor, x_BTD: Tensor, weight_FD: Tensor, line: SharedLayer, travel: _Travel
+        ctx: Any, there_BTF: Tensor, x_BTD: Tensor, weight_FD: Tensor, line: SharedLayer, travel: _ReduceHandoff
     ) -> Tensor:
-        ctx.shape, ctx.travel = there_BTF.shape, travel
+        ctx.shape, ctx.transfer_s = there_BTF.shape, travel
         return multiply_scatter(x_BTD, weight_FD, line.axis, line.pieces)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.travel.grad_BSF = grads[0]
+        ctx.transfer_s.grad_BSF = grads[0]
         return grads[0].new_zeros(1).expand(ctx.shape), None, None, None, None
 
 
@@ -524,7 +530,7 @@ def _column_gradients_like(
 
 def _row_gradients(axis: Axis, grad: Tensor, x: Tensor, weight: Tensor, count: int, of_weight: bool) -> list[Tensor]:
     grad_BTD, whole_NF = row_factors(grad, weight, axis, count)
-    return [grad_BTD, whole_NF.t().mm(by_pieces(x, axis, count))] if of_weight else [grad_BTD]
+    return [grad_BTD, whole_NF.t().mm(by_chunks(x, axis, count))] if of_weight else [grad_BTD]
 
 
 def _row_gradients_like(

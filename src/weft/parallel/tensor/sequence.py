@@ -22,7 +22,7 @@ from weft.models.decoder import Decoder
 from weft.models.inspect import layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.private_torch import plain_call, without_memory
-from weft.parallel.random.streams import CutPart
+from weft.parallel.random.streams import ShardPosition
 from weft.parallel.tensor.linear import TOKENS as TOKENS_sequence
 from weft.parallel.tensor.linear import SharedLayer, token_share
 from weft.parallel.tensor.read_layout import is_wide, nowhere
@@ -39,7 +39,7 @@ _ASKED = {
 }
 
 
-class Ungathered(Tensor):
+class ShardedTokens(Tensor):
     """The ranks' tokens, (B, T, D), or (B * T, D) where is_flat; each rank has (B, S, D) of them."""
 
     _own: Tensor
@@ -49,11 +49,11 @@ class Ungathered(Tensor):
     _has_grad: bool
 
     @staticmethod
-    def of(x_BSD: Tensor, axis: Axis, *, is_flat: bool) -> Ungathered:
+    def of(x_BSD: Tensor, axis: Axis, *, is_flat: bool) -> ShardedTokens:
         """Stand for what is gathered from x."""
         batch, tokens, width = x_BSD.shape
         shape = (batch * axis.size * tokens, width) if is_flat else (batch, axis.size * tokens, width)
-        found: Any = without_memory(Ungathered, shape, x_BSD)
+        found: Any = without_memory(ShardedTokens, shape, x_BSD)
         found._own, found._axis, found._is_flat, found._whole = x_BSD, axis, is_flat, None
         found._has_grad = torch.is_grad_enabled() and x_BSD.requires_grad
         return found
@@ -105,7 +105,7 @@ _ENCODER_STATES = "encoder_hidden_states"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCut:
+class TokenSharding:
     """What works on a part of the tokens. blocks: paths, in order. modules: those whose gradients are partial sums.
 
     runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
@@ -132,7 +132,7 @@ def plan_sequence(
     runs: Sequence[Sequence[str]] | None = None,
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
-) -> TokenCut:
+) -> TokenSharding:
     """Return where the tokens are divided.
 
     Args:
@@ -164,7 +164,7 @@ def plan_sequence(
             f"{len(chains)}. Use sp=off."
         )
     modules = dict(model.named_modules())
-    whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles, modules))
+    whole = tuple(place for path, block in blocks.items() for place in _replicated_mixers(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
@@ -177,7 +177,7 @@ def plan_sequence(
     # An encoder that is whole gives all tokens too, of which a block that reads them gets its share.
     several = len(set(map(layers.parent_of, repeated_blocks(model)))) > 1
     reading = tuple(path for path, block in blocks.items() if several and _ENCODER_STATES in _names(block))
-    return TokenCut(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed)
+    return TokenSharding(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed)
 
 
 def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
@@ -221,7 +221,7 @@ def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
     return path in styles and styles[path].name == name
 
 
-def _left_whole(
+def _replicated_mixers(
     path: str, block: nn.Module, styles: Mapping[str, Style], modules: Mapping[str, nn.Module]
 ) -> list[str]:
     """The outermost modules of a block that mix tokens and have no cut layer near."""
@@ -239,16 +239,16 @@ def _left_whole(
     return found
 
 
-def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer, part: CutPart) -> None:
+def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, part: ShardPosition) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
     for path, positions in sequence.summed.items():
         if positions and path in modules:
             modules[path].register_forward_pre_hook(_SumGradients(line, positions).before, with_kwargs=True)
     for path in sequence.reading:
-        modules[path].register_forward_pre_hook(_CutStates(line, _names(modules[path])).before, with_kwargs=True)
+        modules[path].register_forward_pre_hook(_ShardedStates(line, _names(modules[path])).before, with_kwargs=True)
     for path in sequence.whole:
-        together = _Together(line, sequence.width)
+        together = _GatheredMixer(line, sequence.width)
         modules[path].register_forward_pre_hook(together.before, with_kwargs=True)
         modules[path].register_forward_hook(together.after)
     if sequence.with_ends:
@@ -264,7 +264,7 @@ def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer, part: Cu
 class _Edge:
     """Hooks of a stage's first and last block. Objects, since copies of a module copy its hooks."""
 
-    def __init__(self, line: SharedLayer, width: int, part: CutPart):
+    def __init__(self, line: SharedLayer, width: int, part: ShardPosition):
         self._line = line
         self._width = width
         self._part = part
@@ -306,7 +306,7 @@ class _SumGradients:
         return tree_unflatten(leaves, tree)
 
 
-class _CutStates:
+class _ShardedStates:
     """Hook of a block that reads what an encoder gave: this rank's tokens of it, which cut layers bring together."""
 
     def __init__(self, line: SharedLayer, names: list[str]):
@@ -316,17 +316,17 @@ class _CutStates:
         """Cut them."""
         del module
         if len(args) > self._place and args[self._place] is not None:
-            return (*args[: self._place], self._cut(args[self._place]), *args[self._place + 1 :]), kwargs
+            return (*args[: self._place], self._split_part(args[self._place]), *args[self._place + 1 :]), kwargs
         if kwargs.get(_ENCODER_STATES) is not None:
-            return args, {**kwargs, _ENCODER_STATES: self._cut(kwargs[_ENCODER_STATES])}
+            return args, {**kwargs, _ENCODER_STATES: self._split_part(kwargs[_ENCODER_STATES])}
         return None
 
-    def _cut(self, states: torch.Tensor) -> torch.Tensor:
+    def _split_part(self, states: torch.Tensor) -> torch.Tensor:
         token_share(states.shape, self._line.axis)
         return slice_to(states, self._line.axis, TOKENS_sequence)
 
 
-class _Together:
+class _GatheredMixer:
     """Hooks of a module that mixes tokens and is whole on every rank: all tokens go in, and this rank's come out.
 
     Each rank's gradients are those of its own tokens, so that they add up as those of the block's other modules do.

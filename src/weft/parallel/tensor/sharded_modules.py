@@ -26,7 +26,7 @@ from weft.models.inspect.layers import Heads
 from weft.models.inspect.rms_norm import RmsForm
 from weft.parallel.layers.deferred_gradients import HoldingLayer, linear
 from weft.parallel.layers.float8_products import Float8
-from weft.parallel.random.streams import CutPart
+from weft.parallel.random.streams import ShardPosition
 from weft.parallel.tensor.linear import (
     TOKENS,
     Column,
@@ -40,13 +40,13 @@ from weft.parallel.tensor.linear import (
     token_share,
     with_sequences,
 )
-from weft.parallel.tensor.sequence import Ungathered
+from weft.parallel.tensor.sequence import ShardedTokens
 
 
 class ColumnAdapter(Alone):
     """Of a column-cut layer, all of whose input is on each rank."""
 
-    def __init__(self, axis: Axis, part: CutPart | None):
+    def __init__(self, axis: Axis, part: ShardPosition | None):
         self._axis, self._part = axis, part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class TokenAdapter(Alone):
     is_flat: the layer itself is given (batch * tokens, features).
     """
 
-    def __init__(self, axis: Axis, part: CutPart | None, *, is_flat: bool = False):
+    def __init__(self, axis: Axis, part: ShardPosition | None, *, is_flat: bool = False):
         self._axis, self._part, self._is_flat = axis, part, is_flat
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class TokenAdapter(Alone):
 class GatheredAdapter(Alone):
     """Of a column-cut layer that reads what was made of gathered tokens, whose gradient autograd adds up."""
 
-    def __init__(self, part: CutPart | None):
+    def __init__(self, part: ShardPosition | None):
         self._part = part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class GatheredAdapter(Alone):
 class RowAdapter(Alone):
     """Of a row-cut layer: each rank's product goes into the sum over the ranks."""
 
-    def __init__(self, axis: Axis, part: CutPart):
+    def __init__(self, axis: Axis, part: ShardPosition):
         self._axis, self._part = axis, part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class RowAdapter(Alone):
         return summed(total_F, self._axis)
 
 
-def _dropped(dropout: nn.Module, x: Tensor, part: CutPart | None, *, is_whole: bool) -> Tensor:
+def _dropped(dropout: nn.Module, x: Tensor, part: ShardPosition | None, *, is_whole: bool) -> Tensor:
     if part is None:
         return dropout(x)
     with part.at(is_open=False, is_whole=is_whole):
@@ -136,7 +136,13 @@ class Entry:
     """
 
     def __init__(
-        self, line: SharedLayer, width: int, part: CutPart | None, *, is_compiled: bool = False, is_ahead: bool = False
+        self,
+        line: SharedLayer,
+        width: int,
+        part: ShardPosition | None,
+        *,
+        is_compiled: bool = False,
+        is_ahead: bool = False,
     ):
         self.line = line
         self.is_compiled = is_compiled
@@ -165,27 +171,27 @@ class Entry:
             inner = copy_to(x, self.line.axis)
         if not is_shared:
             self.close()
-        if is_shared and not self.is_ahead and (self._in_pieces or not self.is_compiled):
+        if is_shared and not self.is_ahead and (self._in_chunks or not self.is_compiled):
             self._begin(inner, x)
         elif self.part is not None:
             self.part.is_open = True
         return inner
 
     @property
-    def _in_pieces(self) -> bool:
+    def _in_chunks(self) -> bool:
         return self.line.cuts_tokens and self.line.pieces > 1
 
     def _gathered(self, x: torch.Tensor, is_shared: bool, *, is_flat: bool) -> torch.Tensor:
         """All tokens; where members gather in pieces, what stands for them. A graph drops results that are not read."""
         compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-        if self._in_pieces and is_shared and not self.is_ahead and not compiles:
-            return Ungathered.of(x, self.line.axis, is_flat=is_flat)
+        if self._in_chunks and is_shared and not self.is_ahead and not compiles:
+            return ShardedTokens.of(x, self.line.axis, is_flat=is_flat)
         inner = gather_from(x, self.line.axis, TOKENS)
         return inner.flatten(0, 1) if is_flat else inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
-        if self._in_pieces and x is self._inner and not torch.is_autocast_enabled(x.device.type):
+        if self._in_chunks and x is self._inner and not torch.is_autocast_enabled(x.device.type):
             return self._piecewise(member)
         if self.is_ahead:
             return _linear(member, x)  # autograd knows how it was made of what came in
@@ -343,7 +349,7 @@ class RowLinear(HoldingLayer):
     """Reads this rank's share of the input features; its output is the sum over the ranks."""
 
     _weft_line: SharedLayer
-    _weft_part: CutPart
+    _weft_part: ShardPosition
     _weft_is_compiled: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -382,7 +388,7 @@ class RowLinear(HoldingLayer):
         return out if self.bias is None else out + self.bias
 
 
-class CutNorm(nn.Module):
+class ShardedNorm(nn.Module):
     """A norm by the mean square of features of which this rank has a share."""
 
     weight: nn.Parameter

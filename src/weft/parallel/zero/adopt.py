@@ -39,7 +39,7 @@ class WatchedEngine(Protocol):
         """Put this rank's parts in the place of the module's parameters."""
         ...
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """At the step of a user's own loop: have all gradients where the optimizer looks for them."""
         ...
 
@@ -73,7 +73,7 @@ def watch_steps(
                     f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
                     f"cannot meet. Call backward() first, then step()."
                 )
-            found.settle()
+            found.finalize()
         if before is not None:
             before(optimizer)
 
@@ -212,10 +212,10 @@ def _without_grads(params: Iterable[torch.Tensor]) -> Iterator[None]:
             param.grad = grad
 
 
-def settle_counts(optimizer: torch.optim.Optimizer) -> None:
+def undo_skipped_counts(optimizer: torch.optim.Optimizer) -> None:
     """Take a step that the device did not take out of what the host counted. Waits for its decision."""
     if isinstance(optimizer, DecidedOptimizer):
-        optimizer.settle()
+        optimizer.finalize()
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 from weft.comm.collectives import all_reduce
 from weft.errors import ModelError
 from weft.models.adapters import adapted
-from weft.parallel.state.flat_slices import StateSource, Stretch
+from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import data_parallel
 
 
@@ -82,7 +82,7 @@ def start_magnitudes(model: nn.Module) -> None:
     engine.publish()
 
 
-def _add_squares(totals: torch.Tensor, one: Stretch, rank: int, outputs: int) -> None:
+def _add_squares(totals: torch.Tensor, one: FlatSlice, rank: int, outputs: int) -> None:
     """Add squares of what this rank writes of a weight to its outputs' sums. outputs: the dim that they are."""
     mine = one.mine(rank)
     if mine is None:

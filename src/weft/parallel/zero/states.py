@@ -17,7 +17,7 @@ from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.mesh import Axis
 from weft.comm.wire.low_rank import BASIS
 from weft.errors import CheckpointError
-from weft.parallel.state.flat_slices import StateSource, Stretch
+from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 
 #: One state of one parameter: owner on the shard axis, shape ("cut" where it is divided as the parameter is), format,
@@ -66,7 +66,7 @@ _PLAN = "plan"
 _TURN = "turn"
 
 
-def carried_here(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
+def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
@@ -77,7 +77,7 @@ def carried_here(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Give this rank what `carried_here` gave. Lines that say what does not fit this plan and is left out."""
+    """Give this rank what `local_wire_state` gave. Lines that say what does not fit this plan and is left out."""
     coders, mesh = engine.coders, engine.axes.mesh
     coders.forget()
     if _TURN in tensors:
@@ -151,7 +151,7 @@ def replicas_in(source: StateSource) -> int:
     return len({name.rpartition(MIDDLE)[2] for name in source.entries} - {"owner"})
 
 
-def read_owed(like: Stretch, source: StateSource, whose: tuple[str, ...] = ()) -> None:
+def read_residual(like: FlatSlice, source: StateSource, whose: tuple[str, ...] = ()) -> None:
     """Add to a stretch what was owed of its elements.
 
     Args:

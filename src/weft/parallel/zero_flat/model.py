@@ -16,30 +16,30 @@ from weft.comm.mesh import Mesh
 from weft.config import partitioning as shares
 from weft.memory.offload import Host, HostPart, choose, step_on_host
 from weft.optim.step_decision import StepDecision
-from weft.parallel.state.flat_slices import StateSource, Stretch, tell_places
-from weft.parallel.state.gradients import join_cut
+from weft.parallel.state.flat_slices import FlatSlice, StateSource, register_param_locations
+from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.materialize import Materialise, check_same_model, guard_optimizer
 from weft.parallel.state.placement import AxisMap, Placement
 from weft.parallel.state.precision import Precision, cast_inputs, formats
-from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, settle_counts, step_by_decision
+from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, step_by_decision, undo_skipped_counts
 from weft.parallel.zero.states import across_stages
 from weft.parallel.zero_flat.buckets import Bucket, Slot, WeightOf, fill, lay_out, put_in_order
 from weft.parallel.zero_flat.optimizer_states import (
     SlotAdoption,
-    SlotDebts,
-    SlotStretches,
+    SlotErrorFeedback,
+    SlotSlices,
     Untrained,
     gather_states,
     load_states,
-    placed_pieces,
+    located_slices,
 )
-from weft.parallel.zero_flat.own_loop import FollowLoads, OwnLoop, take_master, written
-from weft.parallel.zero_flat.prefetch import Arrivals
+from weft.parallel.zero_flat.own_loop import LoadHooks, OwnLoop, take_master, written
+from weft.parallel.zero_flat.prefetch import WeightPrefetcher
 from weft.parallel.zero_flat.reducer import Reducer, shard_of
 from weft.parallel.zero_flat.step import FlatStep, RecordedPasses
 
 
-def whole_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+def full_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield unrounded weights, this rank's parts of cut parameters. A collective over the shard axes."""
     for bucket in buckets:
         flat = bucket.weights
@@ -49,7 +49,7 @@ def whole_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor
         yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
 
-def whole_gradients(reducer: Reducer) -> Iterator[tuple[str, torch.Tensor]]:
+def full_gradients(reducer: Reducer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the sums, multiplied by what they are yet to be multiplied by. A collective over the shard axes."""
     for bucket in reducer.buckets:
         flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
@@ -120,12 +120,12 @@ class FlatModel:
         wires = self.precision.wire, self.precision.outer_wire, each_microbatch and stage == 2
         self.reducer = Reducer(self._slots, self.axes, stage, mesh.device, self.own_loop.note, *wires)
         self.recorded, self.coders = RecordedPasses(self._slots, self.reducer), self.reducer.coders
-        self.debts = SlotDebts(self.reducer.sums, self.axes)
+        self.error_feedback = SlotErrorFeedback(self.reducer.sums, self.axes)
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: materialise.value_of(slot.param), settle=True)
-        self._arrivals = Arrivals(model, self._slots)
+        self._arrivals = WeightPrefetcher(model, self._slots)
         if self.precision.is_mixed or self._on_host:
-            follow = FollowLoads(self.take_masters)
+            follow = LoadHooks(self.take_masters)
             model.register_load_state_dict_pre_hook(follow.before)
             model.register_load_state_dict_post_hook(follow.after)
 
@@ -151,7 +151,7 @@ class FlatModel:
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks, or this rank's part of them."""
         self.reducer.finish(totals)
-        self._shows_late = self.reducer.has_loose  # when somebody asks for them where the optimizer looks
+        self._shows_late = self.reducer.has_unbucketed  # when somebody asks for them where the optimizer looks
         if not self._shows_late:
             self.show_gradients()
 
@@ -210,11 +210,11 @@ class FlatModel:
         with adoption.spent():
             adoption.optimizer.step()
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
         self.check_parameters()
         self._arrivals.is_step = True
-        self.own_loop.settle()
+        self.own_loop.finalize()
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
         """Clip in a user's own loop; the whole gradient's norm before."""
@@ -231,7 +231,7 @@ class FlatModel:
         self.coders.commit(clip)
         self.leave_step()
 
-    def let_weights_follow(self) -> None:
+    def prefetch_weights(self) -> None:
         """Let modules wait for their own weights from here, so that `publish` need not."""
         self._arrivals.watch()
 
@@ -249,9 +249,9 @@ class FlatModel:
             return
         refuse_closures(optimizer)
         adoption = SlotAdoption(optimizer, self._slots)
-        names = adoption.must_see_whole()
+        names = adoption.needs_full()
         if any(not _bucket(slot).whole and _bucket(slot).num_shards > 1 for slot in self._slots if slot.name in names):
-            self._lay_out_anew(names)
+            self._rebuild_layout(names)
         self._put(adoption)
         if self._on_host:
             step_on_host(optimizer)
@@ -283,11 +283,11 @@ class FlatModel:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trainable parameters by name, whole and unrounded."""
-        return across_stages(self.axes.named(self._weights_here()), self.axes.stages, self.device)
+        return across_stages(self.axes.named(self._local_weights()), self.axes.stages, self.device)
 
-    def _weights_here(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.arrive()
-        return whole_weights(self.reducer.buckets)
+        return full_weights(self.reducer.buckets)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is not trained and not whole on every rank."""
@@ -296,9 +296,9 @@ class FlatModel:
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole gradients by name, after `finish` or `publish`."""
-        return across_stages(self.axes.named(whole_gradients(self.reducer)), self.axes.stages, self.device)
+        return across_stages(self.axes.named(full_gradients(self.reducer)), self.axes.stages, self.device)
 
-    def held_weights(self) -> dict[str, torch.Tensor]:
+    def local_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's pieces of the masters by name."""
         self.arrive()
         self.reducer.arrive()
@@ -307,28 +307,28 @@ class FlatModel:
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield this rank's pieces of the masters, each with the number of ranks that hold the same."""
-        held = self.held_weights()
+        held = self.local_weights()
         return ((held[slot.name], _bucket(slot).over.share[1]) for slot in self._slots if slot.name in held)
 
-    def held_gradients(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
         return gradient_tensors(self.reducer.buckets)
 
-    def _states_here(self, adoption: SlotAdoption) -> Iterator[tuple[str, torch.Tensor]]:
+    def _local_states(self, adoption: SlotAdoption) -> Iterator[tuple[str, torch.Tensor]]:
         for axes in dict.fromkeys(self._kinds.values()):
             alike = [bucket for bucket in self.reducer.buckets if bucket.over is axes]
             yield from gather_states(adoption, alike, axes.shard)
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield what this rank holds of the model, masters for what is trained; no collective."""
         self.arrive()
         self.reducer.arrive()
-        yield from filter(None, map(SlotStretches(self.reducer.buckets, self.axes).of, self._slots))
+        yield from filter(None, map(SlotSlices(self.reducer.buckets, self.axes).of, self._slots))
         yield from (self.axes.stretch(name, tensor) for name, tensor in self._untrained.tensors())
 
-    def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+    def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         """Yield what this rank holds of the optimizer's state; no collective."""
-        return SlotStretches(self.reducer.buckets, self.axes).states(self._adoption(optimizer))
+        return SlotSlices(self.reducer.buckets, self.axes).states(self._adoption(optimizer))
 
     @torch.no_grad()
     def load_weights(self, source: StateSource) -> None:
@@ -339,7 +339,7 @@ class FlatModel:
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
         """Give the optimizer this rank's part of the states that any plan saved."""
-        SlotStretches(self.reducer.buckets, self.axes).take_states(self._adoption(optimizer), source)
+        SlotSlices(self.reducer.buckets, self.axes).take_states(self._adoption(optimizer), source)
 
     def check_parameters(self) -> None:
         """Let the master of a parameter that was written to follow it.
@@ -359,8 +359,8 @@ class FlatModel:
     def _adoption(self, optimizer: torch.optim.Optimizer) -> SlotAdoption:
         self.adopt(optimizer)
         found = next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
-        self._steps[found].settle()
-        settle_counts(optimizer)
+        self._steps[found].finalize()
+        undo_skipped_counts(optimizer)
         return found
 
     def _make_buckets(self, whole: frozenset[str], source: WeightOf, *, settle: bool) -> None:
@@ -381,15 +381,15 @@ class FlatModel:
             if bucket.on_host and self._host is not None:
                 bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)
             fill(bucket, source, functools.partial(broadcast, axis=bucket.over.same) if settle else lambda flat: flat)
-        self.reducer.buckets = self.debts.buckets = buckets
+        self.reducer.buckets = self.error_feedback.buckets = buckets
 
-    def _lay_out_anew(self, names: frozenset[str]) -> None:
+    def _rebuild_layout(self, names: frozenset[str]) -> None:
         """Make more parameters whole: weights, gradients and states of optimizers move along."""
         self.arrive()
         whole = names | {slot.name for slot in self._slots if _bucket(slot).whole}
         grads = {slot: slot.param.grad for slot in self._slots}
-        states = [{name: tensor.clone() for name, tensor in self._states_here(one)} for one in self.adoptions]
-        weights = dict(self._weights_here())
+        states = [{name: tensor.clone() for name, tensor in self._local_states(one)} for one in self.adoptions]
+        weights = dict(self._local_weights())
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.release()
@@ -404,10 +404,10 @@ class FlatModel:
     def _put(self, adoption: SlotAdoption) -> None:
         """Give an optimizer its pieces, and what it needs to know of those that are cut."""
         adoption.put()
-        names = adoption.must_see_whole()
+        names = adoption.needs_full()
         whole = [(slot.name, piece) for slot, piece in adoption.pieces.items() if slot.name in names]
-        join_cut(adoption.optimizer, whole, self.axes, self.device)
-        tell_places(adoption.optimizer, placed_pieces(adoption, self.axes))
+        join_sharded(adoption.optimizer, whole, self.axes, self.device)
+        register_param_locations(adoption.optimizer, located_slices(adoption, self.axes))
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
         """Set masters to parameters that were written, from tensors that were not rounded."""

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.read import Deal, deal_out
+from weft.checkpoint.read import OwnershipMap, assign_evenly
 from weft.comm.collectives import all_gather, broadcast
 from weft.comm.mesh import Axis
 from weft.comm.wire.coder import Coder
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.state.flat_slices import PlacedPart, StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.state.flat_slices import FlatSlice, PlacedPart, StateSource, alone, filled, flat_of, read_full
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
-from weft.parallel.zero.states import DTYPES, StateEntry, exchange, not_joinable, read_owed, replicas_in, untrained
+from weft.parallel.zero.states import DTYPES, StateEntry, exchange, not_joinable, read_residual, replicas_in, untrained
 from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 
@@ -54,7 +54,7 @@ class SlotAdoption:
         """The module's parameters among the optimizer's."""
         return [place for places in self._groups for place in places if isinstance(place, Slot)]
 
-    def must_see_whole(self) -> frozenset[str]:
+    def needs_full(self) -> frozenset[str]:
         """Names of the parameters of which the optimizer needs all elements."""
         return frozenset(
             place.name
@@ -68,12 +68,12 @@ class SlotAdoption:
         """Put this rank's pieces into the groups; states that the optimizer has already are cut to fit."""
         self.pieces = {}
         for slot in self.slots:
-            piece = _own_piece(slot)
+            piece = _own_slice(slot)
             if piece is not None:
                 self.pieces[slot] = piece
             held = self._before[slot]
             if held is not piece and (state := self.optimizer.state.pop(held, None)) and piece is not None:
-                self.optimizer.state[piece] = _cut_state(state, slot, held, piece)
+                self.optimizer.state[piece] = _slice_state(state, slot, held, piece)
         for group, places, names in zip(self.optimizer.param_groups, self._groups, self._names, strict=True):
             kept = [(self.pieces.get(place) if isinstance(place, Slot) else place) for place in places]
             fill_group(group, kept, names)
@@ -94,7 +94,7 @@ class SlotAdoption:
                 piece.grad = grad
 
 
-def _own_piece(slot: Slot) -> nn.Parameter | None:
+def _own_slice(slot: Slot) -> nn.Parameter | None:
     bucket = slot.bucket
     assert bucket is not None
     if bucket.num_shards == 1 and not bucket.is_mixed:
@@ -103,7 +103,7 @@ def _own_piece(slot: Slot) -> nn.Parameter | None:
     return None if piece is None else nn.Parameter(piece)
 
 
-def _cut_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
+def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
     """What of a parameter's state belongs to a piece of it: Adagrad makes states when it is built."""
     if held is not slot.param:
         return {}  # pieces were laid out anew: the whole states come by `load_states`
@@ -121,7 +121,7 @@ def _cut_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.
 _OWNER = "owner"
 
 
-class SlotDebts:
+class SlotErrorFeedback:
     """Debts of parameters in buckets.
 
     Args:
@@ -133,7 +133,7 @@ class SlotDebts:
         self._sums, self._axes = sums, axes
         self.buckets: Sequence[Bucket] = ()
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield what this rank owes, in its own memory; no collective."""
         for bucket in self.buckets:
             if (coder := self._sums.debtor(bucket)) is None:
@@ -195,27 +195,27 @@ class SlotDebts:
         """What of a bucket this rank sends over the outermost axis."""
         return slice(0, bucket.size) if self._sums.divides(bucket) or bucket.num_shards == 1 else bucket.own
 
-    def _of(self, bucket: Bucket, whose: str, flat: torch.Tensor, low: int, high: int) -> Iterator[Stretch]:
+    def _of(self, bucket: Bucket, whose: str, flat: torch.Tensor, low: int, high: int) -> Iterator[FlatSlice]:
         """Stretches of all parameters of which `flat` has elements: those of the bucket from `low` to `high`."""
         for slot in bucket.slots:
             start, end = max(slot.start, low), min(slot.start + slot.numel, high)
             if start < end:
                 name = f"{self._axes.saved_name(slot.name)}/residual.{whose}"
                 part = self._axes.part_of(slot.name, slot.param)
-                deal = self._deal(bucket, slot, whose)
-                yield Stretch(name, part, deal, start - slot.start, flat[start - low : end - low])
+                deal = self._ownership(bucket, slot, whose)
+                yield FlatSlice(name, part, deal, start - slot.start, flat[start - low : end - low])
 
-    def _deal(self, bucket: Bucket, slot: Slot, whose: str) -> Deal:
+    def _ownership(self, bucket: Bucket, slot: Slot, whose: str) -> OwnershipMap:
         """Who writes which elements of a parameter's debt: of ranks that owe the same the first."""
         kind, me = bucket.over, self._axes.mesh.rank
         near = kind.alike[0] - me
         shards = kind.shard.ranks if self._span(bucket) == bucket.own and bucket.num_shards > 1 else (me,)
         length = bucket.length if len(shards) > 1 else bucket.size
         if whose != _OWNER:
-            return Deal(tuple(rank + near for rank in shards), length, slot.start)
+            return OwnershipMap(tuple(rank + near for rank in shards), length, slot.start)
         # Each of the parts is cut again for its owners, whose ranks lie from each other as those of this rank's do.
         ranks = tuple(rank + near + owner - me for rank in shards for owner in kind.outer.ranks)
-        return Deal(ranks, length, slot.start, kind.outer.size, -(-length // kind.outer.size))
+        return OwnershipMap(ranks, length, slot.start, kind.outer.size, -(-length // kind.outer.size))
 
     def _all_of(
         self, bucket: Bucket, low: int, high: int, source: StateSource, whose: tuple[str, ...] = ()
@@ -223,7 +223,7 @@ class SlotDebts:
         """What was owed of the elements from `low` to `high`: by some, or by all together."""
         total = torch.zeros(high - low, dtype=bucket.master.dtype, device=bucket.weights.device)
         for like in self._of(bucket, whose[0] if whose else _OWNER, total, low, high):
-            read_owed(like, source, whose)
+            read_residual(like, source, whose)
         return total
 
 
@@ -337,7 +337,7 @@ def _describe(adoption: SlotAdoption, rank: int) -> dict[str, dict[str, StateEnt
 # What a rank holds of buckets, of optimizer states beside them, and of what lies in no bucket, for checkpoints.
 
 
-class SlotStretches:
+class SlotSlices:
     """Stretches of the parameters in some buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
@@ -350,9 +350,9 @@ class SlotStretches:
                 near = [rank - axes.mesh.rank for rank in kind.holders]
                 self._ranks[id(kind)] = tuple(rank + step for rank in kind.shard.ranks for step in near)
             self._turns[id(bucket)] = turn
-            turn += -(-bucket.length // deal_out((), bucket.length, len(kind.holders) or 1).share)
+            turn += -(-bucket.length // assign_evenly((), bucket.length, len(kind.holders) or 1).share)
 
-    def of(self, slot: Slot) -> Stretch | None:
+    def of(self, slot: Slot) -> FlatSlice | None:
         """What of a parameter's master this rank holds; None: nothing."""
         bucket = slot.bucket
         assert bucket is not None
@@ -361,12 +361,12 @@ class SlotStretches:
         kind, (start, end) = bucket.over, slot.inside(bucket.own)
         ranks = self._ranks[id(kind)]
         times = len(kind.holders)
-        deal = deal_out(ranks, bucket.length, times, start=slot.start, turn=self._turns[id(bucket)])
+        deal = assign_evenly(ranks, bucket.length, times, start=slot.start, turn=self._turns[id(bucket)])
         flat = bucket.master.detach()[start - bucket.own.start : end - bucket.own.start]
         part = self._axes.part_of(slot.name, slot.param)
-        return Stretch(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
+        return FlatSlice(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
 
-    def states(self, adoption: SlotAdoption) -> Iterator[Stretch]:
+    def states(self, adoption: SlotAdoption) -> Iterator[FlatSlice]:
         """An optimizer's states of this rank's pieces. CheckpointError for one that fits no part of its parameter."""
         for slot, piece in adoption.pieces.items():
             found = self.of(slot)
@@ -377,7 +377,7 @@ class SlotStretches:
                 name = f"{found.name}/{key}"
                 if value.ndim and value.shape == piece.shape:
                     stride = slot.stride if value.shape == slot.shape else None
-                    yield Stretch(name, found.part, found.deal, found.start, flat_of(value, stride))
+                    yield FlatSlice(name, found.part, found.deal, found.start, flat_of(value, stride))
                     continue
                 if value.ndim and piece.numel() < slot.numel:
                     raise not_joinable(name, value.shape)
@@ -409,10 +409,10 @@ class SlotStretches:
                 f"which has shape {found.part.shape}."
             )
         # Step counters stay where the optimizer wants them: fused kernels read them on the device.
-        adoption.optimizer.state[piece][key] = read_whole(source, full_name).to(piece.device)
+        adoption.optimizer.state[piece][key] = read_full(source, full_name).to(piece.device)
 
 
-def placed_pieces(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+def located_slices(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
     """An optimizer's pieces, each with where it lies in the whole parameter."""
     for slot, piece in adoption.pieces.items():
         assert slot.bucket is not None
@@ -472,7 +472,7 @@ class Untrained:
             raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
 
 
-class SeenWeights:
+class QuantizedWeights:
     """The weights that forward uses, of buckets whose differences travel, in checkpoints.
 
     Args:
@@ -483,9 +483,9 @@ class SeenWeights:
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._buckets, self._axes = buckets, axes
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield this rank's part of them; no collective."""
-        placed = SlotStretches(self._buckets, self._axes)
+        placed = SlotSlices(self._buckets, self._axes)
         for bucket in self._buckets:
             for slot in bucket.slots if bucket.differs else ():
                 found = placed.of(slot)

@@ -51,7 +51,7 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
             piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
 
 
-class FollowLoads:
+class LoadHooks:
     """Hooks around `load_state_dict` of a whole module. take: gives the masters the loaded tensors, by name.
 
     The module keeps the hooks, and those of a copy of the module take nothing.
@@ -73,8 +73,8 @@ class FollowLoads:
         if self._take is not None:
             self._take(loaded)
 
-    def __reduce__(self) -> tuple[type[FollowLoads], tuple[()]]:
-        return FollowLoads, ()
+    def __reduce__(self) -> tuple[type[LoadHooks], tuple[()]]:
+        return LoadHooks, ()
 
 
 # Users who keep their own loop: model(x), loss.backward(), optimizer.step(), optimizer.zero_grad().
@@ -134,7 +134,7 @@ class OwnLoop:
             del optimizer
             if (found := engine()) is not None and not adoption.is_spent:
                 found.reducer.arrive()
-                if found.reducer.has_loose:
+                if found.reducer.has_unbucketed:
                     found.show_gradients()
 
         watch_steps(adoption.optimizer, engine, clear=lambda found: found.reducer.clear(adoption.slots), before=before)
@@ -159,10 +159,10 @@ class OwnLoop:
         return norm
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """At the optimizer's step: wait for ranks that are still in a backward, then have all gradients in buckets."""
         self._wait_for_all()
-        self._check_alike()
+        self._check_identical()
         engine = self._held()
         for bucket in engine.reducer.buckets:
             bucket.shard = engine.reducer.take(bucket)[bucket.own]
@@ -173,18 +173,18 @@ class OwnLoop:
 
     def _wait_for_all(self) -> None:
         """Take part, with nothing new, in the backwards of ranks that are not at the step yet."""
-        while self._held().axes.stage.size > 1 and self._meet(at_step=True):
+        while self._held().axes.stage.size > 1 and self._sync(at_step=True):
             self._reduce_touched()
         self._touched = set()
 
-    def _check_alike(self) -> None:
+    def _check_identical(self) -> None:
         """ModelError where ranks scaled a gradient that all have alike by what each of them knows alone.
 
         Compared is what each did to its own since backward: norms of equal gradients differ by how each rank added.
         """
         if self._norm is None:
             return
-        factor = torch.where(self._norm > 0, self._norm_alike() / self._norm, 1.0)
+        factor = torch.where(self._norm > 0, self._replicated_norm() / self._norm, 1.0)
         most, least = all_reduce(torch.stack([factor, -factor]), self._held().axes.stage, op="max").abs().tolist()
         self._norm = None
         if most - least > _ALIKE * most:
@@ -194,7 +194,7 @@ class OwnLoop:
                 f"Use run.clip_grad_norm_(model, max_norm)."
             )
 
-    def _norm_alike(self) -> torch.Tensor:
+    def _replicated_norm(self) -> torch.Tensor:
         """Norm of the gradients that all ranks have alike, float64."""
         engine = self._held()
         whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
@@ -211,17 +211,17 @@ class OwnLoop:
         self._backward = None
         engine = self._held()
         engine.leave_step()
-        engine.precision.refuse_debts()
+        engine.precision.refuse_error_feedback()
         if engine.axes.mesh.plan.graphs:
             rule = "a loop of your own launches kernels one by one"
             raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use run.train_step, or graphs=off.")])
         engine.precision.refuse_unscaled("backward() came")
         if engine.axes.stage.size > 1:
-            self._meet(at_step=False)
+            self._sync(at_step=False)
             self._reduce_touched()
         self._touched = set()
 
-    def _meet(self, at_step: bool) -> bool:
+    def _sync(self, at_step: bool) -> bool:
         """Whether some rank is in a backward still; `_touched` becomes all ranks' buckets with new gradients."""
         engine = self._held()
         buckets = engine.reducer.buckets
@@ -242,8 +242,8 @@ class OwnLoop:
             pending.wait()
         if flats:
             foreach_mul_(flats, [1.0 / bucket.over.over.size for bucket in buckets])
-        if any(placement.is_cut for placement in self._held().axes.placements.values()):
-            self._norm = self._norm_alike()
+        if any(placement.is_sharded for placement in self._held().axes.placements.values()):
+            self._norm = self._replicated_norm()
 
 
 def _scale_outside(engine: Callable[[], LoopedEngine | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from weft.comm.collectives import start_all_gather
 from weft.comm.wire.wire_format import find_wire
 from weft.models.adapters import adapted
 from weft.models.inspect import hugging_face, layers
-from weft.models.inspect.blocks import become, repeated_blocks
+from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.zero_flat.buckets import Bucket, Slot
 from weft.private_torch import uncompiled
 
@@ -61,7 +61,7 @@ class Arrival:
     Modules may outlive their engine, and do not keep it.
     """
 
-    def __init__(self, arrivals: Arrivals, slots: Sequence[Slot] | None = None):
+    def __init__(self, arrivals: WeightPrefetcher, slots: Sequence[Slot] | None = None):
         self._arrivals = weakref.ref(arrivals)
         self._slots = slots
         self.was_called = False
@@ -105,7 +105,7 @@ class WeightDifference:
         return bucket.weights
 
 
-class Arrivals:
+class WeightPrefetcher:
     """The weights of one model as they come from the ranks that updated them."""
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]):
@@ -136,11 +136,11 @@ class Arrivals:
                     held.setdefault(module, []).append(slot)
         for module, members in held.items():
             arrival = Arrival(self, members)
-            become(module, AwaitsWeights, arrival=arrival)
+            replace_class(module, AwaitsWeights, arrival=arrival)
             for slot in members:
                 self._units.setdefault(slot, []).append(arrival)
         if held and not isinstance(model, AwaitsWeights):
-            become(model, AwaitsWeights, arrival=Arrival(self))
+            replace_class(model, AwaitsWeights, arrival=Arrival(self))
 
     def start(self, bucket: Bucket) -> None:
         """Let a bucket's masters travel into the weights of all ranks. A collective over its shard axis."""

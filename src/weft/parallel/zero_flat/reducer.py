@@ -31,7 +31,7 @@ MOST_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _PendingReduction:
     """A bucket's reduction. add: what arrives here is to be added to the bucket's shard. final: the step's last one."""
 
     pending: Waitable
@@ -71,7 +71,7 @@ class Reducer:
         self._launches = False
         self._next = 0
         self._waiting: list[int] = []
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _PendingReduction] = {}
         self._replica_sums: list[Pending] = []
         self._reduced: set[int] = set()  # in this step
         self._late: list[int] = []
@@ -90,7 +90,7 @@ class Reducer:
         return self._pass is not None
 
     @property
-    def has_loose(self) -> bool:
+    def has_unbucketed(self) -> bool:
         """Whether some sums are where autograd put them."""
         return any(bucket.loose is not None for bucket in self.buckets)
 
@@ -253,7 +253,7 @@ class Reducer:
         """Let a bucket's gradients travel. final: there is no later microbatch."""
         self._next = bucket.index + 1
         if bucket.num_shards == 1:
-            self._launch_whole(bucket, final)
+            self._launch_all_reduce(bucket, final)
             return
         parts = bucket.parts() if final and not bucket.collected else None
         flat = self.take(bucket) if parts is None else None
@@ -267,17 +267,17 @@ class Reducer:
         elif bucket.index in self._reduced:
             add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
         if self._stage == 2 or parts is not None or bucket.over.replicate.size > 1:
-            self._make_way()
+            self._limit_pending()
         out = bucket.shard if add is None else add
         what = flat if parts is None else parts
         assert what is not None
         pending: Waitable = start_reduce_scatter(what, bucket.over.shard, out=out, wire=self.sums.shard_coder(bucket))
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
-        self._under_way[bucket.index] = _UnderWay(pending, add, final)
+        self._under_way[bucket.index] = _PendingReduction(pending, add, final)
         self._reduced.add(bucket.index)
 
-    def _launch_whole(self, bucket: Bucket, final: bool) -> None:
+    def _launch_all_reduce(self, bucket: Bucket, final: bool) -> None:
         """The same where no rank has a part of its own."""
         alone = bucket.over.replicate.size == bucket.over.share[1] == 1 and bucket.host is None
         if alone and final and not bucket.collected and (found := bucket.found()) is not None:
@@ -287,11 +287,11 @@ class Reducer:
         flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
         if final:  # before, nothing is saved by dividing it: it travels once
             if parts is not None:
-                self._make_way()
+                self._limit_pending()
                 for slot in bucket.slots:
                     slot.param.grad = None
             pending = self.sums.over_replicas(bucket, flat, parts)
-            self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
+            self._under_way[bucket.index] = _PendingReduction(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
         """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
@@ -300,7 +300,7 @@ class Reducer:
             return pending
         return bucket.host.send(shard_of(bucket), pending)
 
-    def _make_way(self) -> None:
+    def _limit_pending(self) -> None:
         """Wait for the first of those on their way where they are many."""
         if len(self._under_way) >= MOST_UNDER_WAY:
             self._land(min(self._under_way))

@@ -191,7 +191,7 @@ class _Entry:
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _OwnSlices:
     """The pieces of one bucket in order, each with its number among all that lie there, and flat states by key."""
 
     bucket: Bucket
@@ -206,7 +206,7 @@ class FlatStep:
     def __init__(self, adoption: SlotAdoption):
         self._adoption = adoption
         self._bound: object = None
-        self._held: list[_Held] = []
+        self._held: list[_OwnSlices] = []
         self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version that the counts are of
         self._decision: StepDecision | None = None  # of a step that was counted, and may not have been taken
         self._recorded = RecordedSteps()
@@ -282,7 +282,7 @@ class FlatStep:
         self._decision = factor if isinstance(factor, StepDecision) else None
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Take the last step out of the counts where the device did not take it. Waits for its decision."""
         decision, self._decision = self._decision, None
         if decision is not None and not decision.was_taken:
@@ -343,7 +343,7 @@ class FlatStep:
                 if type(self._optimizer) in _ADAMS:
                     is_fused = self._optimizer.param_groups[group].get("fused")
                     by_device.setdefault(piece.device if is_fused else torch.device("cpu"), []).append(entry)
-            self._held.append(_Held(bucket, entries, flat, len(entries) == len(inside)))
+            self._held.append(_OwnSlices(bucket, entries, flat, len(entries) == len(inside)))
         for device, members in by_device.items():
             counter = torch.zeros(len(members), dtype=torch.float32, device=device)
             for entry, view in zip(members, counter.unbind(), strict=True):
@@ -358,7 +358,7 @@ class FlatStep:
         for held in self._held:
             yield from self._lanes(held)
 
-    def _lanes(self, held: _Held) -> Iterator[tuple[Lane, Rule]]:
+    def _lanes(self, held: _OwnSlices) -> Iterator[tuple[Lane, Rule]]:
         """What is stepped together, with its rule."""
         bucket = held.bucket
         if bucket.loose is not None:
@@ -374,12 +374,12 @@ class FlatStep:
         grad = bucket.shard if bucket.host is None else bucket.host.grad
         assert grad is not None
         weights = bucket.weights[bucket.own] if bucket.is_mixed and not bucket.differs and bucket.host is None else None
-        for start, end, rule in self._stretches(held):
+        for start, end, rule in self._flat_slices(held):
             states = tuple(flat[start:end] for flat in held.flat.values())
             rounded = None if weights is None else weights[start:end]
             yield Lane(bucket.master.detach()[start:end], grad[start:end], states, rounded), rule
 
-    def _stretches(self, held: _Held) -> Iterator[tuple[int, int, Rule]]:
+    def _flat_slices(self, held: _OwnSlices) -> Iterator[tuple[int, int, Rule]]:
         """First element, end and rule of neighbours with one rule."""
         last: tuple[int, int, Rule] | None = None
         before = -1

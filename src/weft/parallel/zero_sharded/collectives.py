@@ -17,7 +17,7 @@ from weft.comm.mesh import Axis, Mesh
 from weft.comm.transports.link import StreamWait
 from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.wire.coder import Coder, Coders
-from weft.comm.wire.codes import RowCodes, RowStretch
+from weft.comm.wire.codes import RowCodes, RowSlice
 from weft.config.plan import Plan
 from weft.config.wire_formats import WireSpec, wire_spec
 from weft.errors import CommError
@@ -92,7 +92,7 @@ class UnitGather(GatherBase):
     def _codec(self, flat: torch.Tensor, wire: WireSpec) -> RowCodes:
         key = flat.numel(), flat.dtype
         if key not in self._codes:
-            every = [[_stretch(wire, *part) for part in parts] for parts in self._parts()]
+            every = [[_wire_part(wire, *part) for part in parts] for parts in self._parts()]
             fitting = [one for one in every if sum(part.rows * part.columns for part in one) == flat.numel()]
             if len(fitting) != 1:
                 raise CommError(
@@ -102,7 +102,7 @@ class UnitGather(GatherBase):
             self._codes[key] = RowCodes(wire, fitting[0], flat.dtype)
         return self._codes[key]
 
-    def until_there(self, wait: Callable[[], None]) -> None:
+    def wait_all(self, wait: Callable[[], None]) -> None:
         """Wait for the last gather, and tell the ledger how long the compute stream had to.
 
         fully_shard's wait copies out of the buffer too, which is no waiting: what counts is when the gather was there.
@@ -114,9 +114,9 @@ class UnitGather(GatherBase):
             self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]), 0, 0)
 
 
-def _stretch(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) -> RowStretch:
+def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) -> RowSlice:
     """A part on the wire. In fp8 only weights that will be rounded to it: others travel as they are."""
-    whole = RowStretch.of(shape)
+    whole = RowSlice.of(shape)
     rounds = name == "weight" and getattr(module, "_weft_float8", None) is not None
     return whole._replace(is_exact=True) if wire.name == "fp8" and not rounds else whole
 
@@ -223,7 +223,7 @@ def connect_unit(
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if device.type == "cuda":
-        wrap_waits(module, gather.until_there, functools.partial(_until_summed, axis, device))
+        wrap_waits(module, gather.wait_all, functools.partial(_until_summed, axis, device))
 
 
 def _until_summed(axis: Axis, device: torch.device, wait: Callable[[], None]) -> None:

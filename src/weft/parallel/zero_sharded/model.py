@@ -34,12 +34,18 @@ from weft.memory.offload import Host, step_on_host
 from weft.models.inspect.blocks import repeated_blocks
 from weft.optim.build import clip_factor
 from weft.optim.step_decision import StepDecision
-from weft.parallel.state.flat_slices import StateSource, Stretch
-from weft.parallel.state.gradients import join_cut
+from weft.parallel.state.flat_slices import FlatSlice, StateSource
+from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.materialize import Materialise, check_same_model, guard_optimizer
 from weft.parallel.state.placement import AxisMap, Placement
 from weft.parallel.state.precision import Precision, cast_inputs, formats
-from weft.parallel.zero.adopt import find_optimizers, leaves_steps_out, refuse_closures, settle_counts, watch_steps
+from weft.parallel.zero.adopt import (
+    find_optimizers,
+    leaves_steps_out,
+    refuse_closures,
+    undo_skipped_counts,
+    watch_steps,
+)
 from weft.parallel.zero.states import across_stages
 from weft.parallel.zero_sharded.collectives import connect_unit, unit_wires
 from weft.parallel.zero_sharded.hooks import (
@@ -52,15 +58,15 @@ from weft.parallel.zero_sharded.hooks import (
     drop_partial_gradients,
     hide_hooks,
 )
-from weft.parallel.zero_sharded.optimizer_states import ShardAdoption, ShardDebts, ShardStretches, plain_states
-from weft.parallel.zero_sharded.shards import HostedShards, choose_hosted, find_shards, whole_tensors
+from weft.parallel.zero_sharded.optimizer_states import ShardAdoption, ShardErrorFeedback, ShardSlices, plain_states
+from weft.parallel.zero_sharded.shards import HostedShards, choose_hosted, find_shards, full_tensors
 from weft.parallel.zero_sharded.units import (
     PartialSums,
     Unit,
     check_torch,
+    finalize,
     find_units,
     kinds_of,
-    settle,
     shard_units,
     with_experts,
 )
@@ -100,7 +106,7 @@ class FullyShardedModel:
         self._unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
         cast_inputs(model, self.precision)
         chosen = formats(model, self.precision)
-        self._buffers = settle(model, chosen, self.precision, axes)
+        self._buffers = finalize(model, chosen, self.precision, axes)
         self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
         kinds = self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
@@ -117,8 +123,8 @@ class FullyShardedModel:
         if self._hosted is not None and self._replicas.size == 1:
             self._hosted.watch(n for n in names if kinds[n].extra.size == 1 and kinds[n].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
-        self._placed = ShardStretches(self.shards, kinds, axes)
-        self.debts = ShardDebts(self._placed, self.shards, self.plain, axes, self.coders)
+        self._placed = ShardSlices(self.shards, kinds, axes)
+        self.error_feedback = ShardErrorFeedback(self._placed, self.shards, self.plain, axes, self.coders)
         self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         shards = [[self.shards[name] for name in names] for names in members]
         self._connect(mesh, [[shard.param for shard in own] for own in shards])
@@ -141,7 +147,10 @@ class FullyShardedModel:
             over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)
             connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh, short)
             if self._replicas.size > 1 or axis.size == 1:
-                over, wire = self._replicas, self.debts.sending(index, members[index], self._replicas, over_replicas)
+                over, wire = (
+                    self._replicas,
+                    self.error_feedback.sending(index, members[index], self._replicas, over_replicas),
+                )
                 self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], wire))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
@@ -209,13 +218,13 @@ class FullyShardedModel:
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
-        self._settle_gradients()
+        self._finalize_gradients()
         self._partial.add((self._kinds[name].over, p.grad) for name, p in self.plain.items() if p.grad is not None)
-        self.debts.add()
+        self.error_feedback.add()
         if totals is not None:
             all_reduce(totals, self.axes.world)
 
-    def _settle_gradients(self) -> None:
+    def _finalize_gradients(self) -> None:
         for replica_sum in self._sums:
             replica_sum.wait()
         for order in self._orders:
@@ -268,11 +277,11 @@ class FullyShardedModel:
     @torch.no_grad()
     def clip_own(self, max_norm: float) -> torch.Tensor:
         """Clip in a user's own loop; the whole gradient's norm before."""
-        self.settle()
+        self.finalize()
         self.scale(clip_factor(float(norm := self.norm()), max_norm))
         return norm
 
-    def let_weights_follow(self) -> None:
+    def prefetch_weights(self) -> None:
         """Gather what a forward begins with under the step before; other shards are gathered when a unit is called."""
         self._first_gathers.switch_on()
 
@@ -293,7 +302,7 @@ class FullyShardedModel:
             return
         refuse_closures(optimizer)
         self._adoption.put(optimizer)
-        join_cut(optimizer, self._adoption.whole(optimizer), self.axes, self._device)
+        join_sharded(optimizer, self._adoption.whole(optimizer), self.axes, self._device)
         if self._has_host:
             step_on_host(optimizer)
         self._placed.tell(optimizer, self._adoption, self.plain)
@@ -316,14 +325,14 @@ class FullyShardedModel:
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the frozen parameters by name, whole: here they are sharded too. A collective."""
         rest = self.axes.named(self.axes.rest(self._buffers.items()))
-        found = whole_tensors(self.shards, self.plain, lambda one: None if one.requires_grad else one.detach())
+        found = full_tensors(self.shards, self.plain, lambda one: None if one.requires_grad else one.detach())
         return across_stages(chain(self.axes.named(found), rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients by name, whole. A collective."""
         return self._whole(lambda param: param.grad)
 
-    def held_weights(self) -> dict[str, torch.Tensor]:
+    def local_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards and whole parameters by name."""
         self._first_gathers.drop()
         for module in self._modules:
@@ -335,21 +344,21 @@ class FullyShardedModel:
         """Yield this rank's part of the trainable parameters, with the number of ranks that hold the same."""
         return ((one.detach(), number) for one, number in self._numbered() if one.requires_grad)
 
-    def held_gradients(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of this rank's shards."""
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield what this rank holds of the model; no collective."""
-        self.held_weights()  # lets go of what was gathered
+        self.local_weights()  # lets go of what was gathered
         yield from (one for name in self.shards if (one := self._placed.of(name)) is not None)
         for name, tensor in (*self.plain.items(), *self._buffers.items()):
             yield self.axes.stretch(name, tensor)
 
-    def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+    def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         """Yield what this rank holds of the optimizer's state; no collective."""
         self.adopt(optimizer)
-        settle_counts(optimizer)
+        undo_skipped_counts(optimizer)
         yield from self._placed.states(optimizer, self._adoption)
         yield from plain_states(self.plain, optimizer, self.axes)
 
@@ -362,22 +371,22 @@ class FullyShardedModel:
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
         """Give the optimizer this rank's part of the states that any plan saved."""
         self.adopt(optimizer)
-        settle_counts(optimizer)
+        undo_skipped_counts(optimizer)
         self._placed.take_states(optimizer, self._adoption, self.plain, source)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
-        self.precision.refuse_debts()
+        self.precision.refuse_error_feedback()
         self.precision.refuse_unscaled("the optimizer stepped")
         if self._hosted is not None:
             self._hosted.forget()
-        self._settle_gradients()
+        self._finalize_gradients()
 
     def _optimized(self) -> Iterator[nn.Parameter]:
         return chain((shard.local for shard in self.shards.values()), self.plain.values())
 
     def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        found = whole_tensors(self.shards, self.plain, of)
+        found = full_tensors(self.shards, self.plain, of)
         return across_stages(self.axes.named(found), self.axes.stages, self._device)
 
     def _synchronise(self, wanted: bool) -> None:

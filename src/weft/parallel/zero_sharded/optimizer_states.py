@@ -17,30 +17,30 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.read import Deal, deal_out
+from weft.checkpoint.read import OwnershipMap, assign_evenly
 from weft.comm.collectives import broadcast
 from weft.comm.mesh import Axis
 from weft.comm.wire.coder import Coder, Coders
 from weft.comm.wire.low_rank import Matrix, matrices_of
 from weft.errors import CommError
 from weft.parallel.state.flat_slices import (
+    FlatSlice,
     PlacedPart,
     StateSource,
-    Stretch,
     alone,
     filled,
     flat_of,
-    read_whole,
-    tell_places,
+    read_full,
+    register_param_locations,
 )
 from weft.parallel.state.placement import Axes, AxisMap
 from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
-from weft.parallel.zero.states import not_joinable, read_owed, replicas_in, untrained
+from weft.parallel.zero.states import not_joinable, read_residual, replicas_in, untrained
 from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
 
 
 @dataclass(slots=True)
-class Held:
+class OptimizerShards:
     """What one optimizer holds of the sharded parameters.
 
     local: those it updates on shards. whole: those it sees whole, each with the rank that updates it; mine: of these
@@ -69,7 +69,7 @@ class ShardAdoption:
         # An original dies with its optimizer, and its id may then be another tensor's: hence the references.
         self._originals = {id(param): (weakref.ref(param), name) for name, param in originals.items()}
         self._names = {id(shard.param): shard.name for shard in shards.values()}
-        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, Held] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerShards] = weakref.WeakKeyDictionary()
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
         return optimizer in self._held
@@ -81,7 +81,7 @@ class ShardAdoption:
 
     def put(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the parameters of all groups. States that the optimizer has already are cut to fit."""
-        held, load = Held(), [0] * self._axis.size
+        held, load = OptimizerShards(), [0] * self._axis.size
         groups: list[list[nn.Parameter | None]] = []
         for group in optimizer.param_groups:
             elementwise = is_elementwise(optimizer, group)
@@ -94,7 +94,9 @@ class ShardAdoption:
             fill_group(group, kept, group.get("param_names"))
         self._held[optimizer] = held
 
-    def _place(self, param: nn.Parameter, elementwise: bool, held: Held, load: list[int]) -> nn.Parameter | None:
+    def _place(
+        self, param: nn.Parameter, elementwise: bool, held: OptimizerShards, load: list[int]
+    ) -> nn.Parameter | None:
         """What this rank's optimizer has in the place of `param`; None where another rank updates it."""
         name = self.name_of(param)
         if name is None and param.requires_grad:
@@ -113,7 +115,7 @@ class ShardAdoption:
         mine = owner == self._axis.rank
         if self._hosted is not None and name in self._hosted.params:
             held.hosted.append(name)
-            whole = self._hosted.see_whole(name, mine)
+            whole = self._hosted.take_full(name, mine)
         else:
             whole = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
         if whole is not None:
@@ -149,7 +151,7 @@ class ShardAdoption:
             if (param := held.mine.get(name)) is None:
                 continue
             if self._hosted is not None and name in held.hosted:
-                self._hosted.send_whole(name, param, weight, grad)
+                self._hosted.send_full(name, param, weight, grad)
             else:
                 param.data, param.grad = weight, grad
 
@@ -164,7 +166,7 @@ class ShardAdoption:
             on_host = self._hosted is not None and name in held.hosted
             weight = param.detach() if param is not None and not on_host else shard.local.new_empty(shard.param.shape)
             if self._hosted is not None and on_host and param is not None:
-                self._hosted.bring_whole(name, weight)
+                self._hosted.bring_full(name, weight)
             shard.local.copy_(shard.part(broadcast(weight, self._axis, owner)))
             if param is not None:
                 param.grad = None
@@ -175,7 +177,7 @@ class ShardAdoption:
         """What this rank's optimizer sees whole, by name."""
         return self._held[optimizer].mine.items()
 
-    def held_params(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter | None, bool]]:
+    def local_params(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter | None, bool]]:
         """(name, what the optimizer updates here, whether that is the whole), None where another rank updates it."""
         held = self._held[optimizer]
         yield from ((name, self._param(name), False) for name in held.local)
@@ -197,13 +199,13 @@ def _fit(shard: Shard, value: Any, cut: bool) -> Any:
 # What a rank holds of sharded parameters and their optimizer states, as stretches for checkpoints.
 
 
-class ShardStretches:
+class ShardSlices:
     """Stretches of all sharded parameters of a module."""
 
     def __init__(self, shards: Mapping[str, Shard], kinds: Mapping[str, Axes], axes: AxisMap):
         self._shards, self._kinds, self._axes = shards, kinds, axes
 
-    def of(self, name: str) -> Stretch | None:
+    def of(self, name: str) -> FlatSlice | None:
         """This rank's rows of a parameter; None: there are none."""
         found = self._layout(name, self._shards[name].local)
         return found if found.flat.numel() or not found.part.numel else None
@@ -212,12 +214,12 @@ class ShardStretches:
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> None:
         """Tell an optimizer that asks where its parts lie in whole parameters."""
-        tell_places(optimizer, self._placed(optimizer, adoption, plain))
+        register_param_locations(optimizer, self._placed(optimizer, adoption, plain))
 
     def _placed(
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
-        for name, param, is_whole in adoption.held_params(optimizer):
+        for name, param, is_whole in adoption.local_params(optimizer):
             if param is None:
                 continue
             shard = self._shards[name]
@@ -229,32 +231,32 @@ class ShardStretches:
         for name, param in plain.items():
             yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
 
-    def like(self, name: str, local: torch.Tensor) -> Stretch:
+    def like(self, name: str, local: torch.Tensor) -> FlatSlice:
         """Return the stretch of something shaped as this rank's rows."""
         return self._layout(name, local)
 
-    def _layout(self, name: str, local: torch.Tensor) -> Stretch:
+    def _layout(self, name: str, local: torch.Tensor) -> FlatSlice:
         """The same for something shaped as this rank's rows."""
         shard, kind = self._shards[name], self._kinds[name]
         whole = torch.empty(shard.param.shape, device="meta")
         length = shard.rows * math.prod(shard.param.shape[1:])
         near = [rank - self._axes.mesh.rank for rank in kind.holders]
         ranks = tuple(rank + step for rank in shard.axis.ranks for step in near)
-        deal = deal_out(ranks, length, len(near), turn=self._axes.turn(name))
+        deal = assign_evenly(ranks, length, len(near), turn=self._axes.turn(name))
         start = min(shard.axis.rank * length, whole.numel())
         part, flat = self._axes.part_of(name, whole), local.detach().contiguous().view(-1)
-        return Stretch(self._axes.saved_name(name), part, deal, start, flat)
+        return FlatSlice(self._axes.saved_name(name), part, deal, start, flat)
 
-    def _undivided(self, name: str, value: torch.Tensor) -> Stretch:
+    def _undivided(self, name: str, value: torch.Tensor) -> FlatSlice:
         """Something shaped as the parameter, whole on this rank and its replicas alone."""
         holders, numel = self._kinds[name].holders, value.numel()
-        deal = deal_out(holders, numel, len(holders), turn=self._axes.turn(name))
+        deal = assign_evenly(holders, numel, len(holders), turn=self._axes.turn(name))
         part = self._axes.part_of(name, torch.empty(value.shape, device="meta"))
-        return Stretch(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
+        return FlatSlice(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
 
-    def states(self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption) -> Iterator[Stretch]:
+    def states(self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption) -> Iterator[FlatSlice]:
         """An optimizer's states. CheckpointError for one that fits no part of its parameter."""
-        for name, param, is_whole in adoption.held_params(optimizer):
+        for name, param, is_whole in adoption.local_params(optimizer):
             shard = self._shards[name]
             first = self._kinds[name].holders[0] if is_whole else self._layout(name, shard.local).deal.holder(0)
             for key, value in optimizer.state.get(param, {}).items() if param is not None else ():
@@ -279,7 +281,7 @@ class ShardStretches:
     ) -> None:
         """Give an optimizer its states. CheckpointError for one of a parameter that it does not train."""
         ours: dict[str, list[tuple[str, nn.Parameter | None, bool]]] = {}
-        for name, param, is_whole in adoption.held_params(optimizer):
+        for name, param, is_whole in adoption.local_params(optimizer):
             ours.setdefault(self._axes.saved_name(name), []).append((name, param, is_whole))
         for name, param in plain.items():
             ours.setdefault(self._axes.saved_name(name), []).append((name, param, True))
@@ -301,12 +303,12 @@ class ShardStretches:
                     piece = param if shape is None else torch.empty(shape, device=param.device)
                     optimizer.state[param][key] = filled(full_name, like, piece, source)
                 else:
-                    optimizer.state[param][key] = read_whole(source, full_name).to(param.device)
+                    optimizer.state[param][key] = read_full(source, full_name).to(param.device)
 
 
 def plain_states(
     params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, axes: AxisMap
-) -> Iterator[Stretch]:
+) -> Iterator[FlatSlice]:
     """States of parameters that every rank has whole."""
     for name, param in params.items():
         found = axes.stretch(name, param)
@@ -323,7 +325,7 @@ def plain_states(
 
 
 @dataclass(slots=True)
-class OwingUnit:
+class UnitWithErrorFeedback:
     """A unit whose sums over replicas owe what they round off.
 
     unit: its number. shards: of its parameters that are trained, in the order of their sums. axis: the replicas.
@@ -378,7 +380,7 @@ class OwingUnit:
         return f"summands-1x{self.numel}/residual"
 
 
-class ShardDebts:
+class ShardErrorFeedback:
     """Debts of sharded parameters.
 
     Args:
@@ -391,7 +393,7 @@ class ShardDebts:
 
     def __init__(
         self,
-        placed: ShardStretches,
+        placed: ShardSlices,
         shards: Mapping[str, Shard],
         plain: Mapping[str, nn.Parameter],
         axes: AxisMap,
@@ -399,7 +401,7 @@ class ShardDebts:
     ):
         self._placed, self._shards, self._plain, self._axes, self._coders = placed, shards, plain, axes, coders
         #: Units that owe; none where the wire over replicas does not feed back.
-        self.units: list[OwingUnit] = []
+        self.units: list[UnitWithErrorFeedback] = []
 
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
         """Return what gives the wire of a unit's sums over replicas, by their number; which may owe from here on.
@@ -413,11 +415,13 @@ class ShardDebts:
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder
         of = {id(shard.param): shard for shard in self._shards.values()}
-        found = OwingUnit(unit, self._coders, coder, [of[id(one)] for one in params if one.requires_grad], axis)
+        found = UnitWithErrorFeedback(
+            unit, self._coders, coder, [of[id(one)] for one in params if one.requires_grad], axis
+        )
         self.units.append(found)
         return found.sending
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Yield what this rank owes, in its own memory; no collective."""
         for unit in self.units:
             if (flat := dict(unit.coder.states()).get(unit.key)) is not None:
@@ -437,7 +441,7 @@ class ShardDebts:
             debt = torch.zeros(unit.numel, dtype=local.dtype, device=local.device)
             whose = (str(unit.axis.rank),) if saved == number else ()
             for like in self._of(unit, debt):
-                read_owed(like, source, whose)
+                read_residual(like, source, whose)
             if saved != number:
                 debt /= number
             rest = {name: tensor for name, tensor in unit.coder.states() if not name.endswith("/residual")}
@@ -457,7 +461,7 @@ class ShardDebts:
                 continue
             total = torch.zeros_like(param.detach())
             found = self._axes.stretch(name, total) if name in self._plain else self._placed.like(name, total)
-            read_owed(replace(found, name=f"{found.name}/residual."), source)
+            read_residual(replace(found, name=f"{found.name}/residual."), source)
             if not self.units or total.any():
                 self._coders.owed[name] = total
 
@@ -468,17 +472,17 @@ class ShardDebts:
             if grad is not None:
                 grad.add_(total, alpha=self._coders.unit)
 
-    def _of(self, unit: OwingUnit, flat: torch.Tensor) -> Iterator[Stretch]:
+    def _of(self, unit: UnitWithErrorFeedback, flat: torch.Tensor) -> Iterator[FlatSlice]:
         """Stretches of what this replica owes of a unit's parameters."""
         for shard, at in unit.places():
             numel = shard.local.numel()
             like = self._placed.like(shard.name, shard.local)
-            deal = Deal(
+            deal = OwnershipMap(
                 shard.axis.ranks, max(_length(shard), 1)
             )  # a rule refuses tp, pp and ep: no other owes the same
             if numel:
                 name = f"{like.name}/residual.{unit.axis.rank}"
-                yield Stretch(name, like.part, deal, like.start, flat[at : at + numel])
+                yield FlatSlice(name, like.part, deal, like.start, flat[at : at + numel])
 
 
 def _length(shard: Shard) -> int:

@@ -69,7 +69,7 @@ def find_shards(model: nn.Module, names: list[str], axis_of: Callable[[str], Axi
     return found
 
 
-def whole_tensors(
+def full_tensors(
     shards: Mapping[str, Shard],
     plain: Mapping[str, nn.Parameter],
     of: Callable[[nn.Parameter], torch.Tensor | None],
@@ -147,7 +147,7 @@ class HostedShards:
             if part.is_sent:
                 part.scale(factor)
 
-    def see_whole(self, name: str, mine: bool) -> nn.Parameter | None:
+    def take_full(self, name: str, mine: bool) -> nn.Parameter | None:
         """The optimizer must see this one whole: what it gets on the rank that updates it."""
         self._parts.pop(name).release()
         del self.params[name], self._versions[name]
@@ -157,7 +157,7 @@ class HostedShards:
         part = self._parts[name] = HostPart(self._host, shard.param.numel(), shard.local.dtype)
         return nn.Parameter(part.master.view(shard.param.shape))
 
-    def send_whole(self, name: str, param: nn.Parameter, weight: torch.Tensor, grad: torch.Tensor | None) -> None:
+    def send_full(self, name: str, param: nn.Parameter, weight: torch.Tensor, grad: torch.Tensor | None) -> None:
         """A whole weight and its gradient are on the host."""
         part = self._parts[name]
         part.arrive()
@@ -167,7 +167,7 @@ class HostedShards:
             part.arrive()
         param.grad = None if grad is None else part.grad.view(param.shape)
 
-    def bring_whole(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def bring_full(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """The new weight, in a tensor of the device."""
         self._parts[name].bring(weight.view(-1)).wait()
         return weight

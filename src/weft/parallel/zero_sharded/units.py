@@ -92,12 +92,12 @@ def _is_block(site: blocks.Site) -> bool:
     if type(module) is nn.Sequential and not all(blocks.is_layer(child) for child in module):
         return False
     containers = (part for part in module.modules() if isinstance(part, blocks.CONTAINERS))
-    return _num_alike(site.parent)[type(module)] > 1 or all(
-        count == 1 for part in containers for count in _num_alike(part).values()
+    return _num_per_class(site.parent)[type(module)] > 1 or all(
+        count == 1 for part in containers for count in _num_per_class(part).values()
     )
 
 
-def _num_alike(container: nn.Module) -> Counter[type[nn.Module]]:
+def _num_per_class(container: nn.Module) -> Counter[type[nn.Module]]:
     """How many of its entries that hold layers are of each class."""
     return Counter(type(child) for child in container.children() if not blocks.is_layer(child))
 
@@ -159,7 +159,7 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
     return axis.group if axis.group is not None else join_group(axis.ranks, "rank")
 
 
-def settle(
+def finalize(
     model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers become the first rank's; what is trained, in the master's format.

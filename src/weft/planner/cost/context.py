@@ -25,12 +25,12 @@ _MET = 0.75
 _PIECE_CALLS, _EXCHANGE_CALLS = 10.0, 12.0
 
 
-def is_cut(columns: Columns) -> Mask:
+def is_sharded(columns: Columns) -> Mask:
     """Rows whose attention goes piece by piece."""
     return (columns.cp > 1) & (columns.cp_mode != _ULYSSES)
 
 
-def pieces_s(
+def blocks_s(
     job: Job, columns: Columns, tables: Tables, width: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
     """Seconds of attention of one layer in pieces: the own triangle, and rectangles without a mask.
@@ -99,14 +99,14 @@ def joined_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array)
     passed = np.where(columns.cp_mode == _RING, 12 * (c - 1), 0.0)
     backward = q * (10 + 10 * (1 + met)) + 2 * kv * (6 + 4 * c + 10 * (1 + met) + passed)
     packed = 12 * (q + 2 * _sent_kv(job, c, kv)) + 8 * q
-    cut = is_cut(columns)
+    cut = is_sharded(columns)
     swapped = np.where((columns.cp > 1) & ~cut, packed, 0.0)
     return tokens * np.where(cut, forward, swapped), tokens * np.where(cut, backward, swapped)
 
 
 def calls(columns: Columns) -> Array:
     """Calls of kernels that a layer's forward has more."""
-    more = np.where(is_cut(columns), _PIECE_CALLS * columns.cp, _EXCHANGE_CALLS)
+    more = np.where(is_sharded(columns), _PIECE_CALLS * columns.cp, _EXCHANGE_CALLS)
     return np.where(columns.cp > 1, more, 0.0)
 
 

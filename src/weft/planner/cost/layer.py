@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from weft.planner.cost import context as context_cost
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
-from weft.planner.cost.row_dedupe import Alike
-from weft.planner.cost.traced import Cut, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
+from weft.planner.cost.row_dedupe import RowDeduplicator
+from weft.planner.cost.traced import PassShare, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import Shape, TracedShape
 from weft.planner.space.trained_part import AdapterSize
@@ -29,7 +29,7 @@ _FLASH_1 = 0.55
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCut:
+class RankShare:
     """What a rank has of a pass: M, q, kv; FLOP/s of products, of what stays in a half format, and of attention; and
     how much wider elements are than halves."""
 
@@ -42,7 +42,7 @@ class OwnCut:
     width: Array
 
 
-def cut_of(job: Job, columns: Columns, tables: Tables) -> OwnCut:
+def cut_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
     shape, t = job.shape, columns.tp.astype(np.float64)
     # Each narrower format reaches a smaller share of its peak.
     rows = tables.fp8_row_share if job.stack.row_scales else 1.0
@@ -51,8 +51,8 @@ def cut_of(job: Job, columns: Columns, tables: Tables) -> OwnCut:
     halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
     # Fused attention in fp32 asks no flag for TF32: it splits what it multiplies, to stay exact.
     cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in zip(PRECISIONS, halves, strict=True)]
-    q, kv = shape.cut_widths(t)
-    return OwnCut(
+    q, kv = shape.sharded_widths(t)
+    return RankShare(
         tokens=columns.microbatch * (job.seq_len / columns.cp.astype(np.float64)),
         q=q,
         kv=kv,
@@ -89,7 +89,7 @@ class Ends:
     after_memory: Array | float = 0.0
 
 
-def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
+def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kernels:
     """Of a decoder's layer, by formulas."""
     shape, tokens = job.shape, cut.tokens
     gemm_f, dgrad, wgrad = _products(job, columns, tables, cut)
@@ -106,7 +106,7 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     return Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, moved_f + quantised, moved_b + 2 * quantised, calls)
 
 
-def beside_adapter(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
+def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
     """Of a layer with frozen weights: no gradients of these, the adapter's products, and unpacking of a packed base.
 
     The products are thin: they take the time of the passes over what they read and write (x, the product that they add
@@ -144,14 +144,16 @@ def partly_trained(job: Job, made: Kernels) -> Kernels:
     )
 
 
-def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Kernels, Ends]:
+def traced_kernels(
+    job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: RankShare
+) -> tuple[Kernels, Ends]:
     """Of a model that was traced: its own products, attention and passes in the place of formulas."""
-    own = own_cut(job, columns, rate=cut.rate, half=cut.core)
+    own = rank_share(job, columns, rate=cut.rate, half=cut.core)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
     attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.pieces)
     if (columns.cp > 1).any():
-        is_cut = context_cost.is_cut(columns)
-        pieces = [context_cost.pieces_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
+        is_cut = context_cost.is_sharded(columns)
+        pieces = [context_cost.blocks_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
         attn_f, attn_b = np.where(is_cut, pieces[0], attn_f), np.where(is_cut, pieces[1], attn_b)
     last = np.zeros(len(columns))  # a norm may read what the last product gives: then a replay makes it too
     calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, own)
@@ -160,11 +162,11 @@ def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Table
     return made, Ends((before[0] + before[1]) * cut.width, *after)
 
 
-def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> Cut:
+def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> PassShare:
     """A rank's share of a pass, as a traced model asks for it."""
     t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
     peak = np.ones_like(t)
-    return Cut(
+    return PassShare(
         batch=columns.microbatch.astype(np.float64),
         seq=job.seq_len / c,
         t=t,
@@ -176,7 +178,7 @@ def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array |
     )
 
 
-def _products(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Array, Array, Array]:
+def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tuple[Array, Array, Array]:
     """Seconds of the layer's matmuls: forward, towards the input, towards the weights; each in the format it has."""
     times = _linears(job, columns, tables, cut, cut.rate)
     fp8 = columns.precision == PRECISIONS.index("fp8")
@@ -191,7 +193,7 @@ def _products(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[
     return forward, dgrad, wgrad
 
 
-def _linears(job: Job, columns: Columns, tables: Tables, cut: OwnCut, rate: Array) -> tuple[Array, Array, Array]:
+def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: Array) -> tuple[Array, Array, Array]:
     """The same with one rate for all products; but for experts' where they are always of the half format."""
     tokens, q, kv = cut.tokens, cut.q, cut.kv
     shape, t = job.shape, columns.tp.astype(np.float64)
@@ -247,7 +249,7 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
     if not stack.flash:
         return _unfused_attention(job, columns, tables, rows, q, peak)
     forward, backward = np.zeros_like(rows), np.zeros_like(rows)
-    cut = context_cost.is_cut(columns)
+    cut = context_cost.is_sharded(columns)
     width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
     for window, layers in ((s, shape.layers - shape.windowed_layers), (min(shape.window, s), shape.windowed_layers)):
         if not layers:
@@ -256,7 +258,7 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
         pair = [_packed_s(job, tables, window, 4.0 * rows * width, back, peak) for back in (False, True)]
         if window == s and cut.any():  # pieces of ranks are attended to whole, whatever documents they hold
             pair = [
-                np.where(cut, context_cost.pieces_s(job, columns, tables, width, back, peak), whole)
+                np.where(cut, context_cost.blocks_s(job, columns, tables, width, back, peak), whole)
                 for back, whole in zip((False, True), pair, strict=True)
             ]
         forward, backward = forward + share * pair[0], backward + share * pair[1]
@@ -380,7 +382,7 @@ def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> L
         tables: constants of the device.
         fabric: of the links between devices.
     """
-    kinds = Alike.of(columns, of_costs(columns))
+    kinds = RowDeduplicator.of(columns, of_costs(columns))
     return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
 
 
@@ -395,7 +397,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     else:
         made, ends = kernels(job, columns, tables, cut), Ends(embed=bytes_s(tables, tokens * shape.hidden * 16.0))
     if job.adapter is not None:
-        made = beside_adapter(job, job.adapter, made, tokens, t)
+        made = frozen_layer_terms(job, job.adapter, made, tokens, t)
     made = partly_trained(job, made)
     moved_f, moved_b = made.moved_f, made.moved_b
     if (columns.cp > 1).any():

@@ -24,10 +24,10 @@ from weft.planner.cost.memory_terms import (
     lanes,
     layer_bytes,
     logits_bytes,
-    passes_held,
+    passes_in_flight,
 )
 from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, even_layers, fullest_moment, in_flight
-from weft.planner.cost.row_dedupe import Alike
+from weft.planner.cost.row_dedupe import RowDeduplicator
 from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
 from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
@@ -119,7 +119,7 @@ def held_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     gathered, reduced = _buffers(job, columns, shares, trained, layers)
     parameters, optimizer, gradients, growing = _states(job, columns, shares, trained, layers)
     learnt = trained.dense + trained.experts + trained.ends
-    loose = (stays_loose(columns) | awaits_pass(columns)) & stack.travel_once
+    loose = (stays_unbucketed(columns) | awaits_pass(columns)) & stack.travel_once
     counted = learnt if job.shape.moe_layers else trained.dense + trained.ends
     return WeightBytes(
         layers=layers,
@@ -139,7 +139,7 @@ def held_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     )
 
 
-def loose_width(job: Job, columns: Columns) -> Array:
+def unbucketed_width(job: Job, columns: Columns) -> Array:
     """Return the bytes of a gradient that stays where autograd put it, in its format.
 
     Args:
@@ -163,9 +163,9 @@ def _states(
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
     master = np.minimum(4.0, main)
     kept = np.where((zero == 3) & ~full32, main - master, main)
-    kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.apart_bytes(columns), 0.0)
-    is_loose = stack.travel_once & (stays_loose(columns) | awaits_pass(columns))
-    each = np.where(is_loose, loose_width(job, columns), stack.grad_bytes)  # of those that grow
+    kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.separate_bytes(columns), 0.0)
+    is_loose = stack.travel_once & (stays_unbucketed(columns) | awaits_pass(columns))
+    each = np.where(is_loose, unbucketed_width(job, columns), stack.grad_bytes)  # of those that grow
     shares = shares_in_format(job, columns, shares, layers, weight)
     parts = (
         (shares.dense + shares.ends, trained.dense + trained.ends, group),
@@ -188,7 +188,7 @@ def _states(
     return parameters, optimizer, gradients, growing
 
 
-def stays_loose(columns: Columns) -> NDArray[np.bool_]:
+def stays_unbucketed(columns: Columns) -> NDArray[np.bool_]:
     """Return for each row whether gradients stay where autograd put them, and in its format, until the update."""
     alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
@@ -218,7 +218,7 @@ def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDA
     piped = columns.pp > 1
     several = several & (zero < 3) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     own = np.where(zero == 0, np.where(piped, 1.0, 0.0), np.where(piped | (zero == 2), 1 / size, 0.0))
-    followed = (piped & (zero < 3) & (columns.num_micro > 1)) | stays_loose(columns)
+    followed = (piped & (zero < 3) & (columns.num_micro > 1)) | stays_unbucketed(columns)
     return np.where(followed, 0.0, found) + np.where(several, own, 0.0), followed | awaits_pass(columns)
 
 
@@ -272,9 +272,9 @@ class _Rows:
     """Plans, and their kinds by what decides a layer's bytes, those of weights, and the passes in flight."""
 
     columns: Columns
-    layers: Alike
-    states: Alike
-    flights: Alike
+    layers: RowDeduplicator
+    states: RowDeduplicator
+    flights: RowDeduplicator
 
     @classmethod
     def of(cls, job: Job, columns: Columns, stages: Stages | None) -> tuple[_Rows, Stages]:
@@ -285,8 +285,8 @@ class _Rows:
         apart = [chunks] if stages is None else [stages.first, stages.middle, stages.last]
         layers = [each.astype(np.int64) for each in apart]
         several = np.minimum(2, columns.num_micro)
-        states = Alike.of(columns, OF_STATES, layers, num_micro=several, offload_optimizer=offloads)
-        rows = cls(columns, Alike.of(columns, OF_LAYER), states, Alike.of(columns, OF_FLIGHT))
+        states = RowDeduplicator.of(columns, OF_STATES, layers, num_micro=several, offload_optimizer=offloads)
+        rows = cls(columns, RowDeduplicator.of(columns, OF_LAYER), states, RowDeduplicator.of(columns, OF_FLIGHT))
         if stages is None:
             return rows, even_layers(job.shape.layers, states.rows.pp, chunks[states.first])
         return rows, stages.rows(states.first)
@@ -375,7 +375,7 @@ def _fill(
     for start in range(0, len(columns), _AT_ONCE):
         some = slice(start, min(start + _AT_ONCE, len(columns)))
         part = rows[some]
-        bytes_of = _worst(part.columns, [_at_place(job, part, tables, layer, each) for each in ranks])
+        bytes_of = _worst(part.columns, [_at_stage(job, part, tables, layer, each) for each in ranks])
         kept: Any = 0.0
         if on_host is not None:
             flight = in_flight(part.flights.rows, 0)[part.flights.index]
@@ -410,12 +410,12 @@ def rank_bytes(
         place: layers of the rank, its place in the pipeline, and whether it holds the embedding and the head.
         device_bytes: memory of a GPU; 0 of a CPU.
     """
-    every = Alike(columns, slice(None), slice(None))
+    every = RowDeduplicator(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
-    return _at_place(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | _lasting(job, tables, rows)
+    return _at_stage(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | _lasting(job, tables, rows)
 
 
-def _at_place(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
+def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
     """The same, but for what is the same on every rank. layer: of each kind of layer."""
     columns, kinds = rows.columns, rows.layers
     held, layer = of.held.rows(rows.states.index), layer.rows(kinds.index)
@@ -461,7 +461,7 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     activations, buffers = np.where(late, again, saved), gathered + np.where(late, reduced, 0.0) + leaving
     logits = np.where(late, 0.0, logits)
     if recorded:
-        times = passes_held(columns)
+        times = passes_in_flight(columns)
         activations, logits = times * activations, times * logits
     made = begun * held.growing
     gradients = held.gradients + made
@@ -504,7 +504,7 @@ def _while_backward(
     again = followed if job.adapter is not None else np.where(loose, followed, layer.whole)
     if not loose.any():
         return saved, again, passing.begun, 0.0
-    each = loose_width(job, columns)
+    each = unbucketed_width(job, columns)
     gradients = held.learnt * each
     left, share = fullest_of_backward(held.layers, saved, gradients, held.ends * each, tied=job.shape.tied)
     kept, share = np.where(loose, saved * left, saved), np.where(loose, share, passing.begun)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from weft.config.partitioning import LossChunk
 from weft.config.plan import RECOMPUTES, SCHEDULES
 from weft.planner.cost.context import buffer_bytes
-from weft.planner.cost.layer import own_cut, padded_vocab
+from weft.planner.cost.layer import padded_vocab, rank_share
 from weft.planner.cost.shares import rank_shares, trained_shares
 from weft.planner.cost.traced import end_saved_bytes, saved_bytes
 from weft.planner.space.columns import PRECISIONS, Columns, Job
@@ -30,7 +30,7 @@ _LABELS = 13.0
 _SUMS = 4.0
 
 
-def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
+def is_loss_fused(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
     """Return for each row whether the head gives the loss at once: under tp, and where whole logits would be large.
 
     Args:
@@ -41,7 +41,7 @@ def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.boo
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
 
-def cut_loss_bytes(
+def fused_loss_bytes(
     columns: Columns,
     tokens: Array,
     vocab: Array,
@@ -118,7 +118,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     t = columns.tp.astype(np.float64)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     h = float(shape.hidden)
-    q, kv = shape.cut_widths(t)
+    q, kv = shape.sharded_widths(t)
     between = np.where(columns.sp, t, 1.0)
     gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
     # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
@@ -157,12 +157,12 @@ def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
-    cut = own_cut(job, columns)
+    cut = rank_share(job, columns)
     left = [saved_bytes(shape, cut, name) for name in RECOMPUTES]
     kept = np.choose(columns.recompute, left)
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    q, kv = shape.cut_widths(cut.t)
+    q, kv = shape.sharded_widths(cut.t)
     beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
     # Of a traced model nobody knows them: as much as a layer keeps.
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
@@ -179,7 +179,7 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
     """
     found = np.zeros(len(columns))
     if isinstance(job.shape, TracedShape):
-        cut, traced = own_cut(job, columns), job.shape.traced
+        cut, traced = rank_share(job, columns), job.shape.traced
         for there, layer in ((embedding, traced.before), (head, traced.after)):
             found = found + (end_saved_bytes(layer, cut) if there else 0.0)
     return found
@@ -255,8 +255,8 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
         fp32 = columns.in_fp32
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
         frozen = job.adapter is not None or (job.trained is not None and not job.trained.head)
-        cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes, frozen=frozen)
-        found = np.where(is_loss_cut(columns, tokens, vocab), cut, found)
+        cut = fused_loss_bytes(columns, tokens, vocab, h, width, device_bytes, frozen=frozen)
+        found = np.where(is_loss_fused(columns, tokens, vocab), cut, found)
     return found + tokens * 4.0 * h
 
 
@@ -358,7 +358,7 @@ _EAGER_BESIDE = 4
 _PLACES = 3
 
 
-def passes_held(columns: Columns) -> NDArray[np.float64]:
+def passes_in_flight(columns: Columns) -> NDArray[np.float64]:
     """Return how many passes' activations are in memory at once, one entry per plan.
 
     Recordings share their memory, but for passes whose gradients the next pass adds to: under zero=2 over ranks each

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.plan import RECOMPUTES
-from weft.planner.cost.layer import LayerCosts, own_cut
+from weft.planner.cost.layer import LayerCosts, rank_share
 from weft.planner.cost.memory_terms import layer_bytes
-from weft.planner.cost.traced import Cut
+from weft.planner.cost.traced import PassShare
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import TracedShape
 
@@ -144,13 +144,13 @@ def _with_policy(columns: Columns, name: str) -> Columns:
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     """The heavy operations whose outputs backward needs; the layer's last product is not among them."""
-    cut = own_cut(job, columns)
+    cut = rank_share(job, columns)
     width = np.where(columns.in_fp32, 4.0, 2.0)
     tokens = cut.batch * cut.seq
     if isinstance(job.shape, TracedShape):
         return _traced_heavy(job.shape, cut, width)
     shape, work, each = job.shape, _work(job, columns), width * tokens
-    q, kv = shape.cut_widths(cut.t)
+    q, kv = shape.sharded_widths(cut.t)
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
     # Of experts nothing is seen in compiled blocks; else what each gives is kept too, since their sum is weighted.
     unseen = columns.compile & job.stack.opaque_experts
@@ -179,14 +179,14 @@ class _Work(NamedTuple):
 
 def _work(job: Job, columns: Columns) -> _Work:
     shape, t = job.shape, columns.tp.astype(np.float64)
-    q, kv = shape.cut_widths(t)
+    q, kv = shape.sharded_widths(t)
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
     dense, experts = shape.ffn_widths(t)
     total = h * (2 * q + 2 * kv) + (ups + 1) * h * (dense + experts)
     return _Work(dense, experts, total, (ups + 1) * h * experts / total)
 
 
-def _traced_heavy(shape: TracedShape, cut: Cut, width: Array) -> list[Heavy]:
+def _traced_heavy(shape: TracedShape, cut: PassShare, width: Array) -> list[Heavy]:
     """The same of the commonest of a traced model's layers, which stands for all."""
     layer = max(shape.traced.layers, key=lambda each: each.count)
     work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]

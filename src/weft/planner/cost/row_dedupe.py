@@ -20,7 +20,7 @@ _FEW_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class RowDeduplicator:
     """The kinds of some rows, which are alike in what decides a figure.
 
     rows: one of each kind, with nothing but the columns that tell kinds apart. first: where those stand among all.
@@ -34,7 +34,7 @@ class Alike:
     @classmethod
     def of(
         cls, columns: Columns, names: Sequence[str], beside: Sequence[NDArray[np.int64]] = (), **changes: NDArray[Any]
-    ) -> Alike:
+    ) -> RowDeduplicator:
         """Return the kinds of rows that some columns tell apart.
 
         A figure that reads another column than those fails: the column is not there.
@@ -55,9 +55,9 @@ class Alike:
         first[index[::-1]] = np.arange(len(columns) - 1, -1, -1)
         return cls(Columns({name: array[first] for name, array in arrays.items()}), first, index)
 
-    def __getitem__(self, part: slice) -> Alike:
+    def __getitem__(self, part: slice) -> RowDeduplicator:
         """The same kinds, and which of them the rows of a part are. Where every row is a kind, the part is all rows."""
-        return self if isinstance(self.index, slice) else Alike(self.rows, self.first, self.index[part])
+        return self if isinstance(self.index, slice) else RowDeduplicator(self.rows, self.first, self.index[part])
 
 
 def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np.intp], int]:

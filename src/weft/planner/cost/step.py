@@ -25,7 +25,7 @@ from weft.planner.cost.pipeline import (
     split_layers,
 )
 from weft.planner.cost.recompute import budget_s, replay_s
-from weft.planner.cost.row_dedupe import Alike
+from weft.planner.cost.row_dedupe import RowDeduplicator
 from weft.planner.cost.shares import Shares, rank_shares, second_job, shares_in_format, trained_shares
 from weft.planner.cost.traffic import (
     LayerWork,
@@ -161,22 +161,22 @@ class _Rows:
     """Plans, and their kinds by what decides a layer's seconds, and a rank's parameters and traffic."""
 
     columns: Columns
-    layers: Alike
-    ranks: Alike
+    layers: RowDeduplicator
+    ranks: RowDeduplicator
     layer: _Layer
     rank: _Rank
 
     @classmethod
     def of(cls, job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric) -> _Rows:
-        layers = Alike.of(columns, (*of_costs(columns), *_OF_TERMS))
+        layers = RowDeduplicator.of(columns, (*of_costs(columns), *_OF_TERMS))
         layer, chunks = _Layer.of(job, layers.rows, tables, fabric), chunks_per_rank(columns)
         if job.stack.balanced_stages:  # by the seconds of the ends
             every = np.arange(len(columns))
-            ranks = Alike(columns, every, every)
+            ranks = RowDeduplicator(columns, every, every)
             bottom, top = ((each / layer.lay)[layers.index] for each in (layer.bottom, layer.top))
             stages = balanced_layers(job.shape.layers, columns, bottom, top)
         else:
-            ranks = Alike.of(columns, of_traffic(job), [chunks.astype(np.int64)])
+            ranks = RowDeduplicator.of(columns, of_traffic(job), [chunks.astype(np.int64)])
             stages = even_layers(job.shape.layers, ranks.rows.pp, chunks[ranks.first])
         rank = _Rank.of(job, cluster, ranks.rows, tables, fabric, stages, chunks[ranks.first])
         return cls(columns, layers, ranks, layer, rank)

@@ -22,7 +22,7 @@ _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PassShare:
     """How a rank's share of a pass is cut. seq: tokens of each sequence on the rank; fused: chains are compiled."""
 
     batch: Array
@@ -35,7 +35,9 @@ class Cut:
     half: Array
 
 
-def products_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: Tables) -> tuple[Array, Array, Array]:
+def products_s(
+    shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables
+) -> tuple[Array, Array, Array]:
     """Seconds of matrix products: forward, towards the input, towards the weights; of a mean layer, or of one."""
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
     for one, share in _weighted(shape, layer):
@@ -50,7 +52,7 @@ def products_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: 
 
 
 def attention_s(
-    shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: Tables, gain: float,
+    shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables, gain: float,
     pieces: Sequence[tuple[int, float]] = (),
 ) -> tuple[Array, Array]:  # fmt: skip
     """Seconds of fused attention: forward, backward.
@@ -76,7 +78,7 @@ def attention_s(
     return found[0], found[1]
 
 
-def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: Cut) -> tuple[Array, Array]:
+def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: PassShare) -> tuple[Array, Array]:
     """Bytes that memory-bound kernels move: forward, backward."""
     found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
     for one, share in _weighted(shape, layer):
@@ -94,13 +96,13 @@ def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
     return np.where(fused, together, alone)
 
 
-def tensor_traffic(shape: TracedShape, cut: Cut) -> Array:
+def tensor_traffic(shape: TracedShape, cut: PassShare) -> Array:
     """What tensor parallelism sums in a mean layer's forward, over the two sums of a token's width of a decoder."""
     values = shape.mean(lambda layer: layer.reduced.at(cut.batch, cut.seq))
     return values / (2.0 * shape.hidden * cut.batch * cut.seq)
 
 
-def end_s(shape: TracedShape, layer: TracedLayer, cut: Cut, tables: Tables) -> tuple[Array, Array]:
+def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables) -> tuple[Array, Array]:
     """Seconds of forward and backward of what runs before or after the layers: products, and passes over memory."""
     none = np.zeros_like(cut.batch)
     products = sum(products_s(shape, layer, cut, tables), none)
@@ -109,7 +111,7 @@ def end_s(shape: TracedShape, layer: TracedLayer, cut: Cut, tables: Tables) -> t
     return products + scores, moved
 
 
-def saved_bytes(shape: TracedShape, cut: Cut, policy: str) -> Array:
+def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
     """Bytes that a mean layer keeps of one pass under a policy of recompute."""
     name = {"none": "compiled"}.get(policy, policy)
     alone: Array = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
@@ -117,7 +119,7 @@ def saved_bytes(shape: TracedShape, cut: Cut, policy: str) -> Array:
     return np.where(cut.fused, together, alone)
 
 
-def end_saved_bytes(layer: TracedLayer, cut: Cut) -> Array:
+def end_saved_bytes(layer: TracedLayer, cut: PassShare) -> Array:
     """Bytes that one pass keeps before or after the layers."""
     saved = dict(layer.saved)
     return _at(saved["none"], cut) if saved else np.zeros_like(cut.batch)
@@ -151,5 +153,5 @@ def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[T
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]
 
 
-def _at(parts: DividedBytes, cut: Cut) -> Array:
+def _at(parts: DividedBytes, cut: PassShare) -> Array:
     return parts.at(cut.batch, cut.seq, cut.t, cut.between)

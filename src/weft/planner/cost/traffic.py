@@ -136,7 +136,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
             dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
         )
         again = np.where(has, _traffic(job, near, fabric, shares, units)[0], gathers)
-    return RankTraffic(gathers, again, reduces, short, _meetings_s(job, columns, fabric, shares[1]), units)
+    return RankTraffic(gathers, again, reduces, short, _sync_s(job, columns, fabric, shares[1]), units)
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
@@ -155,11 +155,11 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
     exposed = passes * (open_f + open_b)
     if columns.sync.any():
-        exposed = exposed + _open_meetings_s(columns, traffic.meetings, window)
+        exposed = exposed + _exposed_sync_s(columns, traffic.meetings, window)
     return exposed, passes * lost
 
 
-def _open_meetings_s(columns: Columns, meeting: Array, window: Window) -> Array:
+def _exposed_sync_s(columns: Columns, meeting: Array, window: Window) -> Array:
     """Seconds in the open of a step's share of the meetings of replicas that train by themselves.
 
     Nothing hides a meeting of all at once; a fragment travels while a step computes.
@@ -192,7 +192,7 @@ def gathered_s(
     return np.where(columns.zero == 3, exposed + (tables.overlap_compute - 1) * busy, 0.0)
 
 
-def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
+def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
     """Seconds of a meeting of replicas that train by themselves."""
     total = np.zeros(len(columns))
     if not columns.sync.any():

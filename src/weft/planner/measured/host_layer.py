@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class HostContention:
     """By row. layers: of the busiest rank of the pipeline; has_embedding, has_head: 1 where it holds them.
 
     steady: ranks at work in the middle of a step, in whole ranks of work: a stage with half of the busiest one's work
@@ -35,12 +35,12 @@ class Crowd:
     bubble_share: Array
     sends: Array
 
-    def rows(self, chosen: NDArray[np.bool_]) -> Crowd:
+    def rows(self, chosen: NDArray[np.bool_]) -> HostContention:
         """The chosen rows."""
-        return Crowd(**{each.name: getattr(self, each.name)[chosen] for each in fields(self)})
+        return HostContention(**{each.name: getattr(self, each.name)[chosen] for each in fields(self)})
 
 
-def crowd_of(job: Job, columns: Columns) -> Crowd:
+def contention_of(job: Job, columns: Columns) -> HostContention:
     """The crowd of every row; rows whose pipelines are alike are looked at once."""
     key = np.stack([columns.pp, columns.virtual_stages, columns.schedule.astype(np.int64)])
     kinds, index = np.unique(key, axis=1, return_inverse=True)
@@ -49,7 +49,7 @@ def crowd_of(job: Job, columns: Columns) -> Crowd:
     one, third = np.ones(count), np.full(count, 1 / 3)
     # Of a bubble of one pass; forward, gradients of inputs and of weights take a third each.
     share = bubble_s(columns, third, 2 * third, third, one)
-    return Crowd(
+    return HostContention(
         layers=found[:, 0],
         has_embedding=found[:, 1],
         has_head=found[:, 2],
@@ -104,7 +104,7 @@ VALUE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class CrowdedLaws:
+class ContendedLaws:
     """Laws with the crowd in which they are asked: ranks at work at the same time, by row."""
 
     laws: Laws
@@ -123,10 +123,10 @@ class CrowdedLaws:
         """Seconds of a product: forward, towards the input, towards the weight."""
         return np.stack([self.of(op, m, n, k) for op in ("linear_f", "linear_dx", "linear_dw")])
 
-    def travel(self, op: str, num_bytes: Any, group: Any, stride: Any = 1) -> Array:
+    def transfer_s(self, op: str, num_bytes: Any, group: Any, stride: Any = 1) -> Array:
         """Seconds of a collective over groups of so many ranks, by row."""
         return self._by_group(
-            lambda part, size, step, crowd: self.laws.travel(op, part, group=size, active=crowd, stride=step),
+            lambda part, size, step, crowd: self.laws.transfer_s(op, part, group=size, active=crowd, stride=step),
             num_bytes, group, stride,
         )  # fmt: skip
 
@@ -162,14 +162,14 @@ def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
 
 def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> LayerCosts:
     """Costs of every row, with `active` ranks at work."""
-    clock = CrowdedLaws(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
+    clock = ContendedLaws(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
     shape = job.shape
     t, c = columns.tp.astype(float), columns.cp.astype(float)
     tokens = columns.microbatch * (job.seq_len / c)
-    q, kv = shape.cut_widths(t)
+    q, kv = shape.sharded_widths(t)
     products = _products(job, columns, clock, tokens, q, kv)
     if job.adapter is not None:  # no gradients of frozen weights
-        thin, unpacked = _beside(job, job.adapter, clock, tokens, t)
+        thin, unpacked = _incompatible_setting(job, job.adapter, clock, tokens, t)
         products = products * np.array([1.0, 1.0, 0.0])[:, None] + thin
     else:
         made = 1.0 if job.trained is None else job.trained.layers
@@ -212,7 +212,7 @@ def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
     return [(name, rows) for name, rows in (("fp32", ~narrow), ("bf16", narrow)) if rows.any()]
 
 
-def _products(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Array, kv: Array) -> Array:
+def _products(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Array, kv: Array) -> Array:
     shape, t = job.shape, columns.tp.astype(float)
     h = float(shape.hidden)
     dense = shape.dense_share
@@ -237,7 +237,9 @@ def _products(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: 
     return total
 
 
-def _beside(job: Job, adapter: AdapterSize, clock: CrowdedLaws, tokens: Array, t: Array) -> tuple[Array, Array]:
+def _incompatible_setting(
+    job: Job, adapter: AdapterSize, clock: ContendedLaws, tokens: Array, t: Array
+) -> tuple[Array, Array]:
     """Seconds of an adapter's products of a mean layer (forward, towards the input, towards the weights), with the sum
     that joins theirs to the layer's; and of unpacking a packed base once: forward does, and backward again."""
     if not adapter.products:
@@ -251,7 +253,7 @@ def _beside(job: Job, adapter: AdapterSize, clock: CrowdedLaws, tokens: Array, t
     return made, unpacked
 
 
-def _embed(job: Job, clock: CrowdedLaws, tokens: Array, t: Array) -> Array:
+def _embed(job: Job, clock: ContendedLaws, tokens: Array, t: Array) -> Array:
     """Seconds of the embedding, forward and backward; a frozen table is read, and has no gradient."""
     h = float(job.shape.hidden)
     if job.adapter is not None or (job.trained is not None and not job.trained.embedding):
@@ -259,7 +261,7 @@ def _embed(job: Job, clock: CrowdedLaws, tokens: Array, t: Array) -> Array:
     return clock.of("embedding", tokens, h, padded_vocab(job, t) / t)
 
 
-def _attention(job: Job, columns: Columns, clock: CrowdedLaws, q: Array, kv: Array) -> Array:
+def _attention(job: Job, columns: Columns, clock: ContendedLaws, q: Array, kv: Array) -> Array:
     """Forward and backward. Ring and gather take the keys in pieces without a mask; ulysses whole sequences."""
     shape, s = job.shape, float(job.seq_len)
     c = columns.cp.astype(float)
@@ -284,7 +286,7 @@ def _attention(job: Job, columns: Columns, clock: CrowdedLaws, q: Array, kv: Arr
     return calls + np.where(cut, joins, 0.0)
 
 
-def _passes(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Array, kv: Array) -> Array:
+def _passes(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Array, kv: Array) -> Array:
     """Element-wise kernels of a mean layer: forward, backward."""
     shape, t = job.shape, columns.tp.astype(float)
     h = float(shape.hidden)
@@ -304,7 +306,7 @@ def _passes(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Ar
     return total
 
 
-def _host(clock: CrowdedLaws) -> Array:
+def _host(clock: ContendedLaws) -> Array:
     """Seconds by which a whole layer takes longer than the calls of its parts: modules, views, autograd's nodes."""
     t, d, f, heads = map(float, TINY)
     parts = 4 * clock.linear(t, d, d) + 2 * clock.linear(t, f, d) + clock.linear(t, d, f)
@@ -315,7 +317,7 @@ def _host(clock: CrowdedLaws) -> Array:
     return np.maximum(0.0, clock.passes("block", t, d) - known)
 
 
-def _head(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> tuple[Array, Array, Array]:
+def _head(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> tuple[Array, Array, Array]:
     """Products, passes (final norm, loss) and communication of the head, forward and backward."""
     shape, t = job.shape, columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
@@ -327,25 +329,25 @@ def _head(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> tupl
     whole = clock.of("loss_f", tokens, vocab) + clock.of("loss_b", tokens, vocab)
     loss = np.where(columns.tp > 1, clock.of("cut_loss", tokens, vocab), whole)
     wide = tokens * h * VALUE
-    sums = clock.travel("all_reduce", tokens * VALUE, columns.tp) + clock.travel(
+    sums = clock.transfer_s("all_reduce", tokens * VALUE, columns.tp) + clock.transfer_s(
         "all_reduce", 2 * tokens * VALUE, columns.tp
     )
-    cut = clock.travel("all_gather", wide, columns.tp) + clock.travel("reduce_scatter", wide, columns.tp)
-    return products, norm + loss, sums + np.where(columns.sp, cut, clock.travel("all_reduce", wide, columns.tp))
+    cut = clock.transfer_s("all_gather", wide, columns.tp) + clock.transfer_s("reduce_scatter", wide, columns.tp)
+    return products, norm + loss, sums + np.where(columns.sp, cut, clock.transfer_s("all_reduce", wide, columns.tp))
 
 
-def _embed_tp(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> Array:
+def _embed_tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
     wide = tokens * job.shape.hidden * VALUE
-    cut = clock.travel("reduce_scatter", wide, columns.tp) + clock.travel("all_gather", wide, columns.tp)
-    return np.where(columns.sp, cut, clock.travel("all_reduce", wide, columns.tp))
+    cut = clock.transfer_s("reduce_scatter", wide, columns.tp) + clock.transfer_s("all_gather", wide, columns.tp)
+    return np.where(columns.sp, cut, clock.transfer_s("all_reduce", wide, columns.tp))
 
 
-def _tp(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> Array:
+def _tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
     """Collectives of a layer over tp: forward, backward. Under sp inputs are gathered again in backward."""
     wide = tokens * job.shape.hidden * VALUE
-    whole = 2 * clock.travel("all_reduce", wide, columns.tp)
-    gather = clock.travel("all_gather", wide, columns.tp)
-    scatter = clock.travel("reduce_scatter", wide, columns.tp)
+    whole = 2 * clock.transfer_s("all_reduce", wide, columns.tp)
+    gather = clock.transfer_s("all_gather", wide, columns.tp)
+    scatter = clock.transfer_s("reduce_scatter", wide, columns.tp)
     # Several sequences: the ranks' parts are put together and taken apart by copies.
     moved = np.where(
         (columns.microbatch > 1) & (columns.tp > 1), clock.of("copy", tokens, float(job.shape.hidden)), 0.0
@@ -354,29 +356,29 @@ def _tp(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> Array:
     return np.stack([np.where(columns.sp, forward, whole), np.where(columns.sp, backward, whole)])
 
 
-def _cp(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Array, kv: Array) -> Array:
+def _cp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Array, kv: Array) -> Array:
     """Traffic of a layer over cp: forward, backward."""
     c = columns.cp
     stride = columns.tp
     both = 2 * tokens * kv * VALUE
-    ring = np.stack([(c - 1) * clock.travel("shift", both, c, stride),
-                     2 * (c - 1) * clock.travel("shift", both, c, stride)])  # fmt: skip
-    gather = clock.travel("all_gather", both * c, c, stride)
-    gathered = np.stack([gather, gather + clock.travel("reduce_scatter", both * c, c, stride)])
-    swap = sum(clock.travel("all_to_all", tokens * width * VALUE, c, stride) for width in (q, kv, kv, q))
+    ring = np.stack([(c - 1) * clock.transfer_s("shift", both, c, stride),
+                     2 * (c - 1) * clock.transfer_s("shift", both, c, stride)])  # fmt: skip
+    gather = clock.transfer_s("all_gather", both * c, c, stride)
+    gathered = np.stack([gather, gather + clock.transfer_s("reduce_scatter", both * c, c, stride)])
+    swap = sum(clock.transfer_s("all_to_all", tokens * width * VALUE, c, stride) for width in (q, kv, kv, q))
     swap = swap + clock.of("copy", tokens, 4 * q + 4 * kv)
     modes = {"ring": ring, "gather": gathered, "ulysses": np.stack([swap, swap])}
     chosen = np.select([columns.cp_mode == CP_MODES.index(name) for name in modes], list(modes.values()))
     return np.where(c > 1, chosen, 0.0)
 
 
-def _ep(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> Array:
+def _ep(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
     """Tokens to their experts and back, in a mean layer."""
     shape = job.shape
     if not shape.moe_layers:
         return np.zeros(len(columns))
     size = tokens / columns.tp * shape.top_k * shape.hidden * VALUE
-    return 2 * clock.travel("all_to_all", size, columns.ep) * shape.moe_layers / shape.layers
+    return 2 * clock.transfer_s("all_to_all", size, columns.ep) * shape.moe_layers / shape.layers
 
 
 # What ranks of a host wait for each other, besides what a collective takes.
@@ -386,20 +388,20 @@ _GATHERS = {"after_forward": 3, "after_backward": 2, "after_step": 2}
 
 
 def waiting_s(
-    job: Job, columns: Columns, clock: CrowdedLaws, layers: Array, compute_s: Array, pieces: Array
+    job: Job, columns: Columns, clock: ContendedLaws, layers: Array, compute_s: Array, pieces: Array
 ) -> dict[str, Array]:
     """Seconds of a step by the term that they lengthen.
 
     layers: of the busiest rank. compute_s: of a whole step. pieces: in which gradients travel below ZeRO 3. Between two
     meetings of whatever axis lies as much compute as between any other two: an approximation.
     """
-    often = _meetings(job, columns, layers, pieces)
+    often = _sync_terms(job, columns, layers, pieces)
     between = np.sum([np.where(size > 1, times, 0.0) for size, times in often.values()], axis=0)
     between = compute_s / np.maximum(1.0, between)
     return {name: times * clock.waiting(between, size) for name, (size, times) in often.items()}
 
 
-def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[NDArray[np.int64], Array]]:
+def _sync_terms(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[NDArray[np.int64], Array]]:
     """By term: the ranks that meet, and how often in a step."""
     full = columns.recompute == RECOMPUTES.index("full")
     selective = columns.recompute == RECOMPUTES.index("selective")

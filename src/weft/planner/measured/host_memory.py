@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from weft.config.partitioning import BUCKETS_UNDER_WAY, bucket_bytes
 from weft.config.plan import RECOMPUTES, RESHARDS
 from weft.planner.cost.layer import padded_vocab
-from weft.planner.cost.memory import CLASSES, stays_loose
-from weft.planner.cost.memory_terms import cut_loss_bytes, is_loss_cut
+from weft.planner.cost.memory import CLASSES, stays_unbucketed
+from weft.planner.cost.memory_terms import fused_loss_bytes, is_loss_fused
 from weft.planner.cost.pipeline import fullest_moment
 from weft.planner.cost.shares import rank_shares
 from weft.planner.measured.host_layer import ranks_of
@@ -74,8 +74,8 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     turns = 0.0 if shape.learned_positions else 2.0 * shape.head_dim
     ends = tokens * (head * norm + turns)
     # The loss.
-    cut = is_loss_cut(columns, tokens, vocab)
-    parts = cut_loss_bytes(columns, tokens, vocab, h, width, frozen=adapter is not None) / width
+    cut = is_loss_fused(columns, tokens, vocab)
+    parts = fused_loss_bytes(columns, tokens, vocab, h, width, frozen=adapter is not None) / width
     logits = head * np.where(cut, parts, tokens * 3 * vocab)
     # Backward of the last layer: the head's gradients of a cut loss, and what the layer makes again; the last norm has
     # let go. Backward of the first layer: the others have let go what they kept, and left gradients.
@@ -87,7 +87,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     unit = inside / np.maximum(1.0, layers)
     learnt_unit = unit if adapter is None else trained / np.maximum(1.0, layers)
     learnt_head = head * vocab * h * (adapter is None)
-    way_last, way_first = _on_their_way(columns, layers, (unit, learnt_unit), learnt_head)
+    way_last, way_first = _pending_values(columns, layers, (unit, learnt_unit), learnt_head)
     last = again + working + way_last + np.where(cut, learnt_head, 0.0)
     first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
     states = _states(job, columns, trained, width)
@@ -133,7 +133,7 @@ def _frozen_bytes(
     return found / divided * (1 - columns.offload_params)
 
 
-def _on_their_way(columns: Columns, layers: Array, units: tuple[Array, Array], head: Array) -> tuple[Array, Array]:
+def _pending_values(columns: Columns, layers: Array, units: tuple[Array, Array], head: Array) -> tuple[Array, Array]:
     """Values of gradients on their way while backward is in the last layer and in the first.
 
     units: parameters of a layer, and those of them that are trained. head: of the head that are trained.
@@ -159,7 +159,7 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     shape = job.shape
     t = columns.tp.astype(float)
     h = float(shape.hidden)
-    heads, (q, kv) = np.ceil(shape.heads / t), shape.cut_widths(t)
+    heads, (q, kv) = np.ceil(shape.heads / t), shape.sharded_widths(t)
     outside = np.where(columns.sp, t, 1.0)
     norm = (2 * h + 2) if shape.layer_norm else (3 * h + 1)
     attention = 2 * q + 2 * kv + heads
@@ -188,7 +188,7 @@ def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str
     main = np.maximum(width, 4.0)
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
-    beside = wire_columns.outer_bytes(columns) + np.where(width >= 4, wire_columns.apart_bytes(columns), 0.0)
+    beside = wire_columns.outer_bytes(columns) + np.where(width >= 4, wire_columns.separate_bytes(columns), 0.0)
     each = moments * main + np.where(sharded, 0.0, master) + beside
     states = params * each / np.where(columns.zero >= 1, group, 1.0)
     return {
@@ -221,7 +221,7 @@ def _gradients(columns: Columns, params: Array, width: Array, begun: Array) -> t
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1
     several = (columns.num_micro > 1) & ~piped
-    stay = stays_loose(columns)
+    stay = stays_unbucketed(columns)
     late = ((columns.zero == 3) & (columns.num_micro == 1)) | stay  # a step begins without
     kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
     kept = params / np.where(kept_whole, 1.0, group)

@@ -12,7 +12,15 @@ from weft.config.plan import RECOMPUTES
 from weft.planner.cost.recompute import budget_s, replay_s
 from weft.planner.cost.shares import rank_shares
 from weft.planner.cost.step import Parts
-from weft.planner.measured.host_layer import VALUE, Crowd, CrowdedLaws, crowd_of, dtype_of, layer_costs, waiting_s
+from weft.planner.measured.host_layer import (
+    VALUE,
+    ContendedLaws,
+    HostContention,
+    contention_of,
+    dtype_of,
+    layer_costs,
+    waiting_s,
+)
 from weft.planner.measured.host_memory import host_memory
 from weft.planner.measured.laws import Laws
 from weft.planner.space import columns as wire_columns
@@ -25,7 +33,9 @@ _SIDE = 1024.0
 _OF_ONE_MEAN = 5 / 7
 
 
-def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd) -> tuple[Array, Array, Array]:
+def data_parallel_s(
+    job: Job, columns: Columns, clock: ContendedLaws, crowd: HostContention
+) -> tuple[Array, Array, Array]:
     """Of a step: what travels over the data-parallel axes, with its copies; and sums, norm, scaling and update.
 
     Last, in how many pieces gradients travel under ZeRO 0 to 2.
@@ -41,7 +51,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     m = columns.num_micro.astype(float)
     pieces = np.maximum(1.0, np.ceil(params / (bucket_bytes("cpu") // 4)))
     sent = wire_columns.wire_bytes(columns, params, VALUE)
-    reduce = pieces * clock.travel("reduce_scatter", sent / pieces, group, stride)
+    reduce = pieces * clock.transfer_s("reduce_scatter", sent / pieces, group, stride)
     # At zero=0 the ranks of dp_shard are replicas too, and one collective serves both.
     alone = (columns.zero == 0) & (columns.compress == 0) & (columns.sync == 0)
     beside = wire_columns.replica_bytes(columns, params / group, VALUE)
@@ -49,13 +59,13 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     # A fragment of replicas that meet rarely is a call of its own, at least. It travels in the open as all does on a
     # host: the cores that would hide it are those that move it.
     calls = np.maximum(pieces, columns.sync_fragments)
-    across = calls * clock.travel("all_reduce", beside / calls, apart, stride * group)
+    across = calls * clock.transfer_s("all_reduce", beside / calls, apart, stride * group)
     reduce = reduce + across / columns.sync_every
     within = np.where(alone | (columns.zero > 0), 1.0, shard)
-    reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces, within, stride)
+    reduce = reduce + pieces * clock.transfer_s("all_reduce", sent / pieces, within, stride)
     reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
     whole = wire_columns.weight_bytes(columns, params, VALUE)
-    gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
+    gather = pieces * clock.transfer_s("all_gather", whole / pieces, group, stride)
     # Each rank encodes the differences of its part, and decodes those of all.
     width = float(job.shape.hidden)
     coded = clock.of("copy", params * (1 + 1 / group) / width, width)
@@ -67,7 +77,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     return travel, sums + _update_s(job, clock, own, crowd.layers / group) + clock.of("clip", own), pieces
 
 
-def _update_s(job: Job, clock: CrowdedLaws, own: Array, layers: Array) -> Array:
+def _update_s(job: Job, clock: ContendedLaws, own: Array, layers: Array) -> Array:
     """Seconds of the optimizer's update of `own` parameters; layers: those whose matrices a rank orthogonalises.
 
     AdamW was measured. SGD and Muon keep one mean less, so they read and write 5 values a parameter in place of 7.
@@ -78,7 +88,7 @@ def _update_s(job: Job, clock: CrowdedLaws, own: Array, layers: Array) -> Array:
     return found
 
 
-def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
+def _params(job: Job, columns: Columns, crowd: HostContention) -> tuple[Array, Array]:
     """Parameters of the busiest rank: of its layers, and of embedding and head."""
     inside = rank_shares(job, columns, crowd.layers, False, False)
     table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
@@ -88,7 +98,7 @@ def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
     return inside.dense + inside.experts, table * both
 
 
-def _trained(job: Job, columns: Columns, crowd: Crowd, held: tuple[Array, Array]) -> tuple[Array, Array]:
+def _trained(job: Job, columns: Columns, crowd: HostContention, held: tuple[Array, Array]) -> tuple[Array, Array]:
     """Which of them are trained: all, an adapter's, or those whose group has no lr=0."""
     part = job.trained
     if part is not None:
@@ -98,7 +108,7 @@ def _trained(job: Job, columns: Columns, crowd: Crowd, held: tuple[Array, Array]
     return job.adapter.params_of_rank(crowd.layers, columns.tp.astype(float)), np.zeros(len(columns))
 
 
-def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float) -> Array:
+def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: float) -> Array:
     """Gradients into what travels and back: a copy each, where a wire encodes them and somebody is there to send to."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     plain = columns.reduce == 0  # `compress` alone encodes: what meets rarely, and of replicas each rank's part
@@ -117,7 +127,7 @@ def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float)
 
 
 def _sharded(
-    job: Job, columns: Columns, clock: CrowdedLaws, held: tuple[Array, Array], trained: tuple[Array, Array], m: Array
+    job: Job, columns: Columns, clock: ContendedLaws, held: tuple[Array, Array], trained: tuple[Array, Array], m: Array
 ) -> Array:
     """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass.
 
@@ -134,19 +144,20 @@ def _sharded(
         each = wire_columns.weight_bytes(columns, params / units, VALUE, in_layers=in_layers)
         # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
         moved = clock.of("copy", params / units / h, h)
-        gather = clock.travel("all_gather", each, group, stride) + moved
+        gather = clock.transfer_s("all_gather", each, group, stride) + moved
         # Of what is gathered as codes each rank encodes its part and decodes all.
         gather = gather + np.where(columns.gather > 0, clock.of("copy", params / units * (1 + 1 / group) / h, h), 0.0)
         # Backward gathers from second shards as they are, where there are some.
         near = (
-            clock.travel("all_gather", params / units * VALUE, np.maximum(1.0, columns.reshard_within), stride) + moved
+            clock.transfer_s("all_gather", params / units * VALUE, np.maximum(1.0, columns.reshard_within), stride)
+            + moved
         )
         both = gather + np.where(again == 2.0, np.where(columns.reshard_within > 0, near, gather), 0.0)
         sent = wire_columns.wire_bytes(columns, learnt / units, VALUE)
-        reduce = clock.travel("reduce_scatter", sent, group, stride)
+        reduce = clock.transfer_s("reduce_scatter", sent, group, stride)
         reduce = reduce + clock.of("copy", learnt / units / h, h)
         beside = wire_columns.replica_bytes(columns, learnt / units / group, VALUE)
-        across = clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
+        across = clock.transfer_s("all_reduce", beside, columns.dp_replicate, stride * group)
         reduce = reduce + np.where(columns.sync > 0, 0.0, across)
         total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
         encoding = _encoding(columns, clock, learnt / units, h)
@@ -192,7 +203,7 @@ def host_terms(job: Job, columns: Columns, laws: Laws) -> dict[str, Array]:
     terms = {name: np.zeros(len(columns)) for name in FILLED}
     for dtype, rows in dtype_of(columns):
         part = columns[rows]
-        crowd = crowd_of(job, part)
+        crowd = contention_of(job, part)
         for name, seconds in _terms(job, part, laws, dtype, crowd).items():
             terms[name][rows] = seconds
     return terms
@@ -214,7 +225,7 @@ class PassTerms:
         return np.sum([self.terms[name] for name in ("gemm", "attention", "memory_bound", "recompute")], axis=0)
 
 
-def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> dict[str, Array]:
+def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: HostContention) -> dict[str, Array]:
     m = columns.num_micro.astype(float)
     full = _pass(job, columns, crowd, laws, crowd.steady, dtype)
     terms = {name: m * seconds for name, seconds in full.terms.items()}
@@ -223,14 +234,14 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
     if piped.any():
         bubble, sends = _pipeline(job, columns[piped], laws, dtype, crowd.rows(piped), full.total[piped])
         terms["bubble"][piped], terms["pp_p2p"][piped] = bubble, sends
-    clock = CrowdedLaws(laws, columns.world_size.astype(float), dtype)
+    clock = ContendedLaws(laws, columns.world_size.astype(float), dtype)
     terms["dp_exposed"], terms["optimizer"], pieces = data_parallel_s(job, columns, clock, crowd)
     for name, seconds in waiting_s(job, columns, clock, crowd.layers, m * full.compute, pieces).items():
         terms[name] = terms[name] + seconds
     return terms
 
 
-def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, dtype: str) -> PassTerms:
+def _pass(job: Job, columns: Columns, crowd: HostContention, laws: Laws, active: Array, dtype: str) -> PassTerms:
     """One microbatch on the busiest rank, forward and backward, with what recompute does again."""
     layers, costs = crowd.layers, layer_costs(job, columns, laws, active, dtype)
     repeated = budget_s(job, columns, costs)
@@ -248,7 +259,9 @@ def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, d
     })  # fmt: skip
 
 
-def _pipeline(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd, full: Array) -> tuple[Array, Array]:
+def _pipeline(
+    job: Job, columns: Columns, laws: Laws, dtype: str, crowd: HostContention, full: Array
+) -> tuple[Array, Array]:
     """Seconds that filling and draining cost beyond the busiest rank's own passes, and those of messages.
 
     While `stages` of them are at work, a pass takes what the laws say for so many ranks at once. Each number of stages
@@ -264,8 +277,8 @@ def _pipeline(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd, 
         slots = slots + np.where(stages < p, 2 * each, 0.0)
     # (p - 1) passes of the busiest rank lie within filling and draining, at the pace of those.
     bubble = share * (slots - (p - 1) * full)
-    clock = CrowdedLaws(laws, crowd.steady, dtype)
+    clock = ContendedLaws(laws, crowd.steady, dtype)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     size = tokens * job.shape.crossings * job.shape.hidden * VALUE / np.where(columns.sp, columns.tp, 1)
-    each = clock.travel("send", size, np.full(len(columns), 2))
+    each = clock.transfer_s("send", size, np.full(len(columns), 2))
     return bubble, each * crowd.sends

@@ -176,7 +176,7 @@ class Laws:
         remedy = "Measure it, with more time: weft calibrate --budget 5m"
         return ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. {remedy}")])
 
-    def travel(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
+    def transfer_s(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
         """Return the seconds of a collective over `group` ranks while `active` ranks in all do the same.
 
         A group or crowd that was not measured is taken as the next larger one, and beyond the largest in proportion

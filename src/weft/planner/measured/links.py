@@ -13,12 +13,12 @@ from typing import Any, cast
 from weft import env
 from weft.errors import ConfigError, Problem
 from weft.planner.measured.laws import fit_law
-from weft.planner.measured.machine_profile import Machine, Measurement, read_row, write_whole
+from weft.planner.measured.machine_profile import Machine, Measurement, read_row, write_atomic
 from weft.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class RouteChoices:
     """What was measured of axes of one layout, so that it can be told to other ranks as JSON.
 
     best: operation -> (bytes from which on, transport), in rising order of bytes. laws: operation -> transport ->
@@ -99,7 +99,7 @@ class LinkProfile:
         """Hosts and ranks of each, of the axes that were measured."""
         return tuple(sorted({(sample.hosts, sample.ranks) for sample in self.samples}))
 
-    def ways(self, hosts: int, ranks: int, fixed: str, usable: Sequence[str]) -> Ways | None:
+    def route_choices(self, hosts: int, ranks: int, fixed: str, usable: Sequence[str]) -> RouteChoices | None:
         """Return what to take for an axis over so many hosts with so many ranks on each; None where not measured.
 
         Args:
@@ -119,12 +119,12 @@ class LinkProfile:
         for op in (op for op in OPS if (op, fixed) in of):
             found = _best({way: samples for (name, way), samples in of.items() if name == op}, fixed)
             best[op] = [(least, transport) for least, transport, _ in found]
-            gains += _told(op, found, fixed)
+            gains += _in_one_sentence(op, found, fixed)
         laws: dict[str, dict[str, tuple[float, ...]]] = {op: {} for op in best}
         for (op, transport), samples in of.items():
             if op in laws:
                 laws[op][transport] = _law(op, samples)
-        return Ways(best=best, laws=laws, gains=tuple(gains))
+        return RouteChoices(best=best, laws=laws, gains=tuple(gains))
 
     def to_text(self) -> str:
         """Return the file's text: one sample a line."""
@@ -148,7 +148,7 @@ class LinkProfile:
         Raises:
             ConfigError: where it cannot be written.
         """
-        write_whole(path, self.to_text())
+        write_atomic(path, self.to_text())
 
     @classmethod
     def load(cls, path: Path | str) -> LinkProfile:
@@ -212,7 +212,7 @@ def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[in
     return [*found, *([(_REACH * before, fixed, 1.0)] if found and found[-1][1] != fixed else [])]
 
 
-def _told(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
+def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
     """Where another way than the fixed one is taken: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)"."""
     told: list[str] = []
     for (least, way, share), after in zip(found, [*found[1:], None], strict=True):

@@ -141,7 +141,7 @@ class Profile:
         Raises:
             ConfigError: where it cannot be written.
         """
-        write_whole(path, self.to_text())
+        write_atomic(path, self.to_text())
 
     def with_lesson(self, lesson: Lesson) -> Profile:
         """Return the profile with one more run in it; an older lesson of the same run goes."""
@@ -149,7 +149,7 @@ class Profile:
         return replace(self, learned=(*kept, lesson))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file whole or not at all.
 
     Raises:

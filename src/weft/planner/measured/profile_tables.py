@@ -50,17 +50,17 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[s
 def _host(profile: Profile) -> dict[str, float]:
     """Rate between a device and the host, and of the host's optimizer, with all devices at work: they share both."""
     found: dict[str, float] = {}
-    moved = _crowded(profile, "to_host", "to_device")
+    moved = _most_contended(profile, "to_host", "to_device")
     if moved:
         most = max(each.size for each in moved)
         found["host_rate"] = most[0] / max(each.seconds for each in moved if each.size == most)
-    if steps := _crowded(profile, "host_adamw"):
+    if steps := _most_contended(profile, "host_adamw"):
         slowest = max(steps, key=lambda each: each.seconds / each.size[0])
         found["host_step_rate"] = slowest.ranks * _ADAM_BYTES * slowest.size[0] / slowest.seconds
     return found
 
 
-def _crowded(profile: Profile, *ops: str) -> list[Measurement]:
+def _most_contended(profile: Profile, *ops: str) -> list[Measurement]:
     """Samples of these operations with most ranks at work."""
     found = [sample for sample in profile.samples if sample.op in ops]
     most = max((sample.ranks for sample in found), default=0)
@@ -123,12 +123,12 @@ def this_host() -> Machine:
     )
 
 
-def asks_for_here(text: str) -> bool:
+def is_this_machine(text: str) -> bool:
     """Whether a cluster's text means this machine."""
     return _HERE.fullmatch(text.strip().lower()) is not None
 
 
-def profile_here(path: Path | None = None) -> Profile:
+def local_profile(path: Path | None = None) -> Profile:
     """This machine's profile. Raises ConfigError where there is none, or where it is of another machine or software."""
     path = path or default_path()
     if not path.exists():

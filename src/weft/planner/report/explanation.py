@@ -23,7 +23,7 @@ from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.question import Question
 from weft.planner.search.refine import estimated
 from weft.planner.space.shape import Shape
-from weft.planner.uncertainty import Band, Circumstances, circumstances_of, shipped, time_bands, unmeasured
+from weft.planner.uncertainty import Band, ErrorContext, error_context, shipped, time_bands, unmeasured
 from weft.units import format_bytes, format_count, format_seconds
 
 #: The constant that decides most of a term.
@@ -78,14 +78,14 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
     """
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
         return None
-    where = circumstances(one)
+    where = context(one)
     return None if unmeasured(where, one.question.cluster.device.name) else time_bands(where)[level]
 
 
-def circumstances(one: Candidate) -> Circumstances:
+def context(one: Candidate) -> ErrorContext:
     """Return what the error of a candidate depends on."""
     question, plan = one.question, one.plan
-    found = circumstances_of(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
+    found = error_context(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
     return replace(found, graphs=plan.graphs)
 
 
@@ -95,7 +95,7 @@ def band_words(one: Candidate) -> list[str]:
     basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
         return [f"trust   basis: {basis}"]
-    band, where = band_of(one), circumstances(one)
+    band, where = band_of(one), context(one)
     missing = unmeasured(where, one.question.cluster.device.name)
     lines = [f"trust   no band: {'; '.join(missing)} was ever measured", f"        basis: {basis}"]
     if band is not None:

@@ -58,7 +58,7 @@ class RunTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeRun:
+class FullRun:
     """A run with one plan. goodput: share of the time in which steps that last are made. seconds: with everything.
 
     failure_s: between failures of any device. write_s: in which the store takes one checkpoint. dollars, kwh: None
@@ -139,7 +139,7 @@ def expected_loss(question: Question, tokens: float) -> float | None:
     return _E + _A / shape.num_params**_ALPHA + _B / tokens**_BETA
 
 
-def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
+def full_run(one: Candidate, terms: RunTerms) -> FullRun:
     """Say what a run with one plan takes.
 
     Args:
@@ -170,7 +170,7 @@ def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
     else:
         tokens = terms.tokens or _tokens_for(question, terms.loss)
     seconds = tokens * per_token
-    return WholeRun(
+    return FullRun(
         terms=terms,
         candidate=one,
         tokens=tokens,
@@ -281,9 +281,9 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
     return found
 
 
-def whole_runs(
+def full_runs(
     model: Any, clusters: str, text: str, price: float | None = None, **options: Any
-) -> list[tuple[Answer[Candidate], WholeRun | None]]:
+) -> list[tuple[Answer[Candidate], FullRun | None]]:
     """Answer a run on each of some clusters, the cheapest first; what fits nowhere has no run.
 
     Args:
@@ -296,14 +296,14 @@ def whole_runs(
     terms = read_run(text, price)
     if not clusters.strip(" ,"):
         raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")
-    found: list[tuple[Answer[Candidate], WholeRun | None]] = []
+    found: list[tuple[Answer[Candidate], FullRun | None]] = []
     for cluster in filter(None, (each.strip() for each in clusters.split(","))):
         reply = answer(Question.of(model, cluster, **options))
-        found.append((reply, None if reply.best is None else whole_run(reply.best, terms)))
+        found.append((reply, None if reply.best is None else full_run(reply.best, terms)))
     return sorted(found, key=_order)
 
 
-def _order(one: tuple[Answer[Candidate], WholeRun | None]) -> tuple[bool, float, float]:
+def _order(one: tuple[Answer[Candidate], FullRun | None]) -> tuple[bool, float, float]:
     """The most tokens for the money, else the least money, else the least time."""
     run = one[1]
     if run is None:

@@ -15,8 +15,8 @@ from weft.planner.cost.memory import CLASSES
 from weft.planner.cost.pipeline import Durations, Timeline, simulate
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, headline
 from weft.planner.search.candidate import Answer, Candidate
-from weft.planner.search.ranks import drawn_schedule
 from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
+from weft.planner.search.ranks import timed_schedule
 from weft.units import format_bytes, format_count, format_seconds
 
 #: Colours that differ in lightness too, for those who see them otherwise and for print.
@@ -384,7 +384,7 @@ def draw_bars(
         lines.append(
             f'<rect x="{_TIMELINE_LEFT}" y="{top}" width="{length * scale:.1f}" height="{_ROW}" fill="#f0f0f0"/>'
         )
-        lines += [_drawn(bar, scale, top) for bar in bars]
+        lines += [_generator_offset(bar, scale, top) for bar in bars]
     return "\n".join([*lines, *axis, *drawn_legend, "</svg>", ""])
 
 
@@ -402,7 +402,7 @@ def _axis(length: float, scale: float, top: int) -> list[str]:
     return lines
 
 
-def _drawn(bar: Bar, scale: float, top: int) -> str:
+def _generator_offset(bar: Bar, scale: float, top: int) -> str:
     left, width = _TIMELINE_LEFT + bar.start_s * scale, (bar.end_s - bar.start_s) * scale
     text = ""
     if bar.label and width >= max(_LEAST_LABEL, 7 * len(bar.label) + 2):
@@ -476,7 +476,7 @@ def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
         memory_by_rank(best, bytes_by_rank(best)).svg(),
     ]
     if best.plan.pp > 1:
-        parts += ["<h2>The pipeline's schedule</h2>", draw_schedule(*drawn_schedule(best))]
+        parts += ["<h2>The pipeline's schedule</h2>", draw_schedule(*timed_schedule(best))]
     parts += [
         "<h2>Other layouts, and why they are not the best</h2>",
         _others(best, found.layouts(_LAYOUTS)[1:]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.planner.report.comparison import Comparison
-from weft.planner.report.explanation import band_of, circumstances, time_by_rung
+from weft.planner.report.explanation import band_of, context, time_by_rung
 from weft.planner.report.scenario import Scenario
 from weft.planner.report.verdict import WhyNot
 from weft.planner.search.candidate import Answer, Candidate
@@ -34,7 +34,7 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
     """One plan with its figures: seconds, bytes, dollars and kWh of one step."""
     cost = one.cost(hour_price)
     shares = time_by_rung(one.terms, one.question.tables)
-    missing = unmeasured(circumstances(one), one.question.cluster.device.name)
+    missing = unmeasured(context(one), one.question.cluster.device.name)
     band = None if missing else band_of(one)
     return {
         "plan": str(one.plan),

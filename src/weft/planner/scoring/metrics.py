@@ -20,10 +20,10 @@ from weft.planner.uncertainty import (
     MEMORY_DOUBTS,
     TIME_DOUBTS,
     WELL_KNOWN,
-    Circumstances,
-    Doubts,
+    ErrorContext,
+    ErrorModel,
     Experience,
-    circumstances_of,
+    error_context,
 )
 
 #: The kinds, as they are printed.
@@ -31,14 +31,14 @@ FAMILIES = ("dense", "experts", "fp8", "long", "newer device")
 _LONG = 16_384
 
 
-def circumstances(run: PublishedRun) -> Circumstances:
+def context(run: PublishedRun) -> ErrorContext:
     """Return what a run is of, as far as errors depend on it."""
-    return circumstances_of(run.job, run.cluster, run.precision, run.pp, run.num_devices)
+    return error_context(run.job, run.cluster, run.precision, run.pp, run.num_devices)
 
 
 def families(run: PublishedRun) -> frozenset[str]:
     """Return the kinds that a run belongs to: a model is dense or has experts, and may be more besides."""
-    one = circumstances(run)
+    one = context(run)
     found = {"experts" if one.experts else "dense"}
     found |= {"fp8"} if one.narrow else set()
     found |= {"long"} if one.seq_len >= _LONG else set()
@@ -276,7 +276,7 @@ class Residual:
 
     source: str
     error: float
-    of: Circumstances
+    of: ErrorContext
 
 
 def time_residuals(predictions: Sequence[Prediction], seconds: Mapping[str, float]) -> list[Residual]:
@@ -285,7 +285,7 @@ def time_residuals(predictions: Sequence[Prediction], seconds: Mapping[str, floa
     for each in predictions:
         if each.run.measured_s and each.run.id in seconds:
             error = math.log(each.run.measured_s / seconds[each.run.id])
-            groups[each.run.source, each.run.group].append(Residual(each.run.source, error, circumstances(each.run)))
+            groups[each.run.source, each.run.group].append(Residual(each.run.source, error, context(each.run)))
     return [
         Residual(members[0].source, float(np.mean([each.error for each in members])), members[0].of)
         for members in groups.values()
@@ -295,7 +295,7 @@ def time_residuals(predictions: Sequence[Prediction], seconds: Mapping[str, floa
 def memory_residuals(predictions: Sequence[Prediction]) -> list[Residual]:
     """Return the residuals of memory where it is known what was counted, and of which microbatch."""
     return [
-        Residual(each.run.source, math.log(each.run.measured_gib / each.memory_gib), circumstances(each.run))
+        Residual(each.run.source, math.log(each.run.measured_gib / each.memory_gib), context(each.run))
         for each in predictions
         if each.run.measured_gib and each.run.counter in _COUNTERS and each.run.microbatch
     ]
@@ -303,15 +303,15 @@ def memory_residuals(predictions: Sequence[Prediction]) -> list[Residual]:
 
 def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experience:
     """Learn scales and quantiles from residuals."""
-    doubts = _doubts(time, TIME_DOUBTS)
+    doubts = _fit_uncertainty(time, TIME_DOUBTS)
     near = [each for each in memory if abs(each.error) < _GROSS]
     short = [each for each in memory if each.error > _GROSS]  # what needs less than was thought does no harm
     gross = _share(memory, short) if memory else 0.0
-    spread = _doubts(near, MEMORY_DOUBTS) if near else Doubts(_LEAST_SPREAD, {})
+    spread = _fit_uncertainty(near, MEMORY_DOUBTS) if near else ErrorModel(_LEAST_SPREAD, {})
     return Experience(
         time=doubts,
         quantiles=_quantiles(time, doubts),
-        memory=Doubts(max(_LEAST_SPREAD, spread.spread), spread.weights),
+        memory=ErrorModel(max(_LEAST_SPREAD, spread.spread), spread.weights),
         gross=min(0.2, max(_LEAST_GROSS, gross)),
         gross_spread=_GROSS_SPREAD,
         runs=len(time),
@@ -327,7 +327,7 @@ def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
         others = [each for each in time if each.source != source]
         if not others:
             continue
-        doubts = _doubts(others, TIME_DOUBTS)
+        doubts = _fit_uncertainty(others, TIME_DOUBTS)
         quantiles = _quantiles(others, doubts)
         for each in time:
             if each.source == source:
@@ -368,10 +368,10 @@ def _share(every: Sequence[Residual], some: Sequence[Residual]) -> float:
     return sum(weights[id(each)] for each in some) / sum(weights.values())
 
 
-def _doubts(residuals: Sequence[Residual], names: Sequence[str]) -> Doubts:
+def _fit_uncertainty(residuals: Sequence[Residual], names: Sequence[str]) -> ErrorModel:
     """The scale by likelihood, where residuals over it have a double exponential density; doubts only widen."""
     sizes = np.array([abs(each.error) for each in residuals]) + 0.005
-    facts = np.array([[each.of.doubts[name] for name in names] for each in residuals])
+    facts = np.array([[each.of.uncertainty_terms[name] for name in names] for each in residuals])
     weights = _source_weights(residuals)
 
     def loss(logs: Array) -> tuple[float, float]:
@@ -387,10 +387,10 @@ def _doubts(residuals: Sequence[Residual], names: Sequence[str]) -> Doubts:
                 logs[column] = weight
                 tried.append((loss(logs)[0], float(weight)))
             logs[column] = min(tried)[1]
-    return Doubts(loss(logs)[1], {name: float(weight) for name, weight in zip(names, logs, strict=True) if weight})
+    return ErrorModel(loss(logs)[1], {name: float(weight) for name, weight in zip(names, logs, strict=True) if weight})
 
 
-def _quantiles(residuals: Sequence[Residual], doubts: Doubts) -> dict[float, tuple[float, float]]:
+def _quantiles(residuals: Sequence[Residual], doubts: ErrorModel) -> dict[float, tuple[float, float]]:
     """Lower and upper by level. The next run is of a new source, and sources are few: with n of them a tail is cut at
     1 - (1 - tail)(n + 1)/n, as a quantile of n + 1 (Dunn et al. 2018, arXiv 1809.07441), or at half of it."""
     scaled = np.array([each.error / doubts.scale(each.of) for each in residuals])

@@ -26,8 +26,8 @@ from weft.planner.scoring.metrics import (
     FAMILIES,
     Prediction,
     Residual,
-    circumstances,
     constant_rate,
+    context,
     coverage,
     experience,
     families,
@@ -50,7 +50,7 @@ _ENDS = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Remade:
+class RecomputeChoice:
     """One way to recompute. share: of the layers. budget: share of what no recompute keeps, as the cheapest mix of
     kernels leaves it; inf: none."""
 
@@ -59,14 +59,14 @@ class Remade:
     budget: float = math.inf
 
 
-_STATED = {"half": Remade("full", 0.5), "experts": Remade("none", budget=0.4)} | {
-    name: Remade(name) for name in ("none", "attention", "selective", "full")
+_STATED = {"half": RecomputeChoice("full", 0.5), "experts": RecomputeChoice("none", budget=0.4)} | {
+    name: RecomputeChoice(name) for name in ("none", "attention", "selective", "full")
 }
 #: From nothing to all, in steps: recipes name single kernels or a number of layers.
 _NOT_STATED = (
-    Remade("none"),
-    *(Remade("none", budget=kept) for kept in (0.85, 0.7, 0.55, 0.4)),
-    *(Remade("full", share) for share in (0.25, 0.5, 0.75, 1.0)),
+    RecomputeChoice("none"),
+    *(RecomputeChoice("none", budget=kept) for kept in (0.85, 0.7, 0.55, 0.4)),
+    *(RecomputeChoice("full", share) for share in (0.25, 0.5, 0.75, 1.0)),
 )
 
 
@@ -122,9 +122,9 @@ def _expert_groups(run: PublishedRun) -> tuple[int, ...]:
     return tuple(e for e in (2**power for power in range(8)) if ranks % e == 0 and experts % e == 0)
 
 
-def _scores(run: PublishedRun) -> tuple[Remade, ...]:
+def _scores(run: PublishedRun) -> tuple[RecomputeChoice, ...]:
     """Recompute of attention's scores alone, where these are kept."""
-    return () if run.job.stack.flash else (Remade("attention"),)
+    return () if run.job.stack.flash else (RecomputeChoice("attention"),)
 
 
 def predict(run: PublishedRun, tables: Tables) -> tuple[Estimates, int]:
@@ -275,7 +275,7 @@ class _Data:
 
     @classmethod
     def of(cls, runs: Sequence[Prediction]) -> _Data:
-        facts = [circumstances(each.run) for each in runs]
+        facts = [context(each.run) for each in runs]
         marks: dict[str, tuple[list[float], float]] = {}
 
         def mark(name: str, holds: Callable[[int], bool], sd: float) -> None:
@@ -375,9 +375,9 @@ class ScoreReport:
     def foresight(self) -> dict[str, Any]:
         """Return the errors on kinds of runs: shipped, refitted to all, without the source, without the kind."""
         tables = scored(self.of_tier(TIERS[-1]))
-        return {name: self._seen_so(_of_family(tables, name), name) for name in (EVERY, *FAMILIES)}
+        return {name: self._observed(_of_family(tables, name), name) for name in (EVERY, *FAMILIES)}
 
-    def _seen_so(self, runs: Sequence[Prediction], family: str) -> dict[str, Any]:
+    def _observed(self, runs: Sequence[Prediction], family: str) -> dict[str, Any]:
         found = {
             "shipped": time_errors(runs),
             "refitted": time_errors(_with_times(runs, self.refitted.seen)),

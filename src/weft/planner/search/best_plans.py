@@ -48,7 +48,7 @@ def answer(question: Question) -> Answer[Candidate]:
     tally = Tally(question.facts)
     space, blocks = _space_in_bounds(question, tally)
     keep = _Keep(question, question.tables)
-    for parts in _together(part for block in blocks for part in block.chunks(_CHUNK, tally, question.job)):
+    for parts in _joint_parts(part for block in blocks for part in block.chunks(_CHUNK, tally, question.job)):
         keep.look_at(parts)
     ranked, pareto = keep.ranked()
     ranked = _refined(ranked, question)
@@ -67,7 +67,7 @@ def answer(question: Question) -> Answer[Candidate]:
     )
 
 
-def _together(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
+def _joint_parts(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
     """Parts that are estimated in one go: many blocks are small."""
     found: list[Columns] = []
     for part in parts:

@@ -51,7 +51,7 @@ def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Ro
     for name, value in found.items():
         if value is not before[name]:
             found[name] = _normal(name, value)
-    found["cp_mode"] = job.cp_way(found["cp_mode"], found["cp"], found["tp"])
+    found["cp_mode"] = job.cp_mode_of(found["cp_mode"], found["cp"], found["tp"])
     return tuple(found.values())
 
 

@@ -19,9 +19,8 @@ from weft.config.plan_text import split_plan
 from weft.config.rule import Facts, Rule
 from weft.config.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem
-from weft.planner import measured
 from weft.planner.cost.machine import Tables
-from weft.planner.measured import profile_tables as here
+from weft.planner.measured import profile_tables
 from weft.planner.measured.machine_profile import Profile, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.search.verdicts import Verdicts
@@ -216,7 +215,9 @@ def _stack(planned: PlannedModel) -> Stack:
 @functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
     """Kept, because laws are fitted to a profile's samples."""
-    return Tables.of(cluster.device, tier) if profile is None else measured.measured_tables(profile, cluster, tier)
+    return (
+        Tables.of(cluster.device, tier) if profile is None else profile_tables.measured_tables(profile, cluster, tier)
+    )
 
 
 def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:
@@ -225,12 +226,12 @@ def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None)
     Raises ConfigError for a profile of another device than the cluster's.
     """
     path = Path(profile) if profile is not None else None
-    if isinstance(cluster, str) and here.asks_for_here(cluster):
-        found = here.profile_here(path)
-        return here.cluster_of(found, cluster), found
+    if isinstance(cluster, str) and profile_tables.is_this_machine(cluster):
+        found = profile_tables.local_profile(path)
+        return profile_tables.cluster_of(found, cluster), found
     if isinstance(cluster, str) and Path(cluster).suffix == ".json":
         found = load_profile(cluster)
-        return here.cluster_of(found), found
+        return profile_tables.cluster_of(found), found
     machines = read_cluster(cluster)
     if path is None:
         return machines, None
@@ -257,7 +258,7 @@ def read_fixed(text: str) -> dict[str, Any]:
         raise PlanError(problems)
     plan = Plan.from_mapping(words)
     values = {name: getattr(plan, name) for name in words}
-    return {name: value for name, value in values.items() if not value or value != PLAN_FIELDS[name].open_word}
+    return {name: value for name, value in values.items() if not value or value != PLAN_FIELDS[name].auto_value}
 
 
 def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:

@@ -28,7 +28,7 @@ class PassSeconds:
     weight_gradient_s: float
 
     @property
-    def whole_s(self) -> float:
+    def pass_s(self) -> float:
         """Forward and backward."""
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s
 
@@ -92,8 +92,8 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
     return divide_by_rank(
         one.question.job.shape.layers,
         [stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank) for rank in range(plan.pp)],
-        first=parts.embedding.whole_s / parts.layer.whole_s,
-        last=parts.head.whole_s / parts.layer.whole_s,
+        first=parts.embedding.pass_s / parts.layer.pass_s,
+        last=parts.head.pass_s / parts.layer.pass_s,
     )
 
 
@@ -143,7 +143,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     return found
 
 
-def drawn_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
+def timed_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
     """Return the candidate's schedule with its seconds, to be drawn.
 
     Raises:

@@ -87,7 +87,7 @@ def _keeps(row: Row, fixed: Mapping[str, Any]) -> bool:
 def _is_idle(name: str, row: Row) -> bool:
     """Whether a field that may be left open says nothing, as a way of context parallelism without any."""
     known = PLAN_FIELDS[name]
-    return bool(known.open_word) and all(row[PLACES[axis]] == 1 for axis in known.needs)
+    return bool(known.auto_value) and all(row[PLACES[axis]] == 1 for axis in known.needs)
 
 
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
@@ -120,12 +120,12 @@ def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
                 if target == source:
                     continue
                 moved = sizes | {source: sizes[source] // factor, target: sizes[target] * factor}
-                yield moved | _kept_microbatch(plan, moved, question)
+                yield moved | _same_microbatch(plan, moved, question)
     for experts in common_divisors(question.job.shape.num_experts) if question.job.shape.num_experts else ():
         yield {"ep": experts}
 
 
-def _kept_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -> dict[str, Any]:
+def _same_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -> dict[str, Any]:
     batch, data = question.job.global_batch, moved["dp_replicate"] * moved["dp_shard"]
     sequences = max(1, batch // data)
     wanted = max(1, shares.samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
@@ -350,7 +350,7 @@ def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed
             fitting = [one for one in around if one.fits >= question.fits]
             met |= {one.row: one for one in fitting if one.step_s < best.step_s * (1 + _HOT)}
             fresh = [one for one in fitting if one.row not in visited]
-            chains[index] = _drawn(fresh, temperature, draw).candidate() if fresh else best
+            chains[index] = _generator_offset(fresh, temperature, draw).candidate() if fresh else best
             visited.add(row_of(chains[index].plan))
             best = min((best, chains[index]), key=lambda one: one.step_s)
     return [one.candidate() for one in sorted(met.values(), key=lambda one: one.step_s)[:64]]
@@ -372,7 +372,7 @@ def _estimated(listed: Sequence[Sequence[Row]], question: Question) -> list[list
     return [[next(every) for _ in each] for each in listed]
 
 
-def _drawn(around: Sequence[Neighbour], temperature: float, draw: random.Random) -> Neighbour:
+def _generator_offset(around: Sequence[Neighbour], temperature: float, draw: random.Random) -> Neighbour:
     """One of the plans: the faster, the likelier."""
     least = min(one.step_s for one in around)
     weights = [math.exp(-min(700.0, (one.step_s - least) / temperature)) for one in around]

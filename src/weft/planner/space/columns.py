@@ -138,10 +138,10 @@ class Job:
 
     def settled(self, plan: Plan) -> Plan:
         """Return the plan with its way of context parallelism said where it has any, and not said where it has none."""
-        mode = self.cp_way(plan.cp_mode, plan.cp, plan.tp)
+        mode = self.cp_mode_of(plan.cp_mode, plan.cp, plan.tp)
         return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
 
-    def cp_way(self, mode: str, cp: int, tp: int) -> str:
+    def cp_mode_of(self, mode: str, cp: int, tp: int) -> str:
         """Return a plan's way of context parallelism, settled so.
 
         Args:
@@ -356,7 +356,7 @@ def _decoded(name: str, *numbers: float) -> Any:
 #: The values of the default plan, in the order of the fields.
 _USUAL = {name: getattr(Plan(), name) for name in PLAN_FIELDS}
 #: Fields that an open word leaves to the planner, as "auto" does.
-_OPEN = {name: known for name, known in PLAN_FIELDS.items() if known.open_word}
+_OPEN = {name: known for name, known in PLAN_FIELDS.items() if known.auto_value}
 
 
 def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
@@ -421,7 +421,7 @@ def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
     return np.where(columns.sync > 0, weights, wire_bytes(columns, numel, own_bytes, "replicas"))
 
 
-def apart_bytes(columns: Columns) -> Array:
+def separate_bytes(columns: Columns) -> Array:
     """Return bytes per master that lies beside the weight which differences bring to it, where both are fp32."""
     return np.where(columns.gather == GATHERS.index("diff4"), 4.0, 0.0)
 

@@ -467,7 +467,7 @@ def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
         if not used and "zero" not in space.fixed:  # a single rank: zero=3 serves offload=params alone
             return (default_choice(name), (3, default_choice(name)[1]))
         return _shardings(space, sharded="dp_shard" in used, context="cp" in used)
-    if not known.needs or used.intersection(known.needs) or (name in space.fixed and not known.open_word):
+    if not known.needs or used.intersection(known.needs) or (name in space.fixed and not known.auto_value):
         return space.choices[name]
     return (default_choice(name),)
 

@@ -30,7 +30,7 @@ class Shape(DecoderWidths):
         """Of the layers, those without experts."""
         return (self.layers - self.moe_layers) / self.layers
 
-    def cut_widths(self, t: Any) -> tuple[Any, Any]:
+    def sharded_widths(self, t: Any) -> tuple[Any, Any]:
         """Return the widths of queries and of keys on one of `t` tensor-parallel ranks (numbers or numpy arrays)."""
         return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 

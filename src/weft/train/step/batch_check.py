@@ -23,13 +23,13 @@ from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
 from weft.data.batches import map_tensors
 from weft.errors import ModelError, WeftWarning
-from weft.parallel.context.context import cut_sequence, sequence_in_use
+from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.dropout import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.local_means import frequency_refusal
 from weft.parallel.random.streams import SampleNumbers
 from weft.private_torch import tree_leaves
-from weft.train.microbatches import cut_rows, samples_in
+from weft.train.microbatches import samples_in, split_rows
 from weft.train.step.pure_forward import seed_all, traceless
 
 #: Samples that run together; half of them run alone.
@@ -135,7 +135,7 @@ def check_first_batch(
 
     parts = mesh.data.size * forwards
     probed = Probed(model, forward, loss_fn, inside, limit_of(mesh), parts, forwards)
-    check_batch(probed, cut_sequence(model, batch), samples, mesh)
+    check_batch(probed, shard_sequence(model, batch), samples, mesh)
 
 
 def limit_of(mesh: Mesh) -> float:
@@ -216,7 +216,7 @@ def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
         if count < every:
             batch, numbers = _longer(batch, count), range(numbers[0], numbers[0] + every)
         runs = [range(every), range(every // 2), range(every // 2, every)]
-        batches = cut_rows(batch, runs)
+        batches = split_rows(batch, runs)
     except ModelError:
         return None
     return [Small(part, SampleNumbers(numbers[run.start : run.stop])) for part, run in zip(batches, runs, strict=True)]

@@ -43,7 +43,7 @@ class ReplicaWatch:
         self._steps += 1
         if self._axis.size == 1 or self._steps % EVERY:
             return None
-        self._checksum = checksum(list(self._engine.held_weights().values()))
+        self._checksum = checksum(list(self._engine.local_weights().values()))
         times = 1 - self._axis.size if self._axis.rank == 0 else 1
         return torch.tensor([float(self._checksum * times)], dtype=torch.float64, device=self._mesh.device)
 

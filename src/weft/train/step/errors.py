@@ -45,16 +45,16 @@ class ExplainedStep(Protocol):
     optimizer: torch.optim.Optimizer
     mesh: Mesh
 
-    def held_gradients(self) -> Iterable[torch.Tensor]:
+    def local_gradients(self) -> Iterable[torch.Tensor]:
         """The tensors that gradients lie in, also those that no parameter's `.grad` shows."""
         ...
 
 
-_S = TypeVar("_S", bound=ExplainedStep)
+_S = TypeVar("_StepT", bound=ExplainedStep)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBytes:
+class MemoryByKind:
     """Bytes of what training holds on this rank. expected_optimizer: of states that the first update will make."""
 
     parameters: int
@@ -93,7 +93,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(piece in str(error) for piece in _TEXTS)
 
 
-def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()) -> HeldBytes:
+def live_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()
+) -> MemoryByKind:
     """Count what model and optimizer hold on this rank, each storage once.
 
     Args:
@@ -109,12 +111,12 @@ def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: It
     leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
     states = [value for value in leaves if isinstance(value, torch.Tensor)]
     counted = [_count(part, seen) for part in (params, grads, [*owned, *states], model.buffers())]
-    return HeldBytes(*counted, expected_optimizer=0 if states else _expected(optimizer, owned))
+    return MemoryByKind(*counted, expected_optimizer=0 if states else _expected(optimizer, owned))
 
 
 def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
     """The text of OutOfMemory: what was live, by class, and three changes of the plan."""
-    mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.held_gradients())
+    mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.local_gradients())
     asked = _asked(error)
     held, other, lines = _rows(mesh.device, live)
     if live.expected_optimizer:
@@ -153,7 +155,7 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
     return "\n".join(text)
 
 
-def _rows(device: torch.device, live: HeldBytes) -> tuple[str, int, list[str]]:
+def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]]:
     """(total in words, bytes of activations and temporaries, table) of this rank."""
     rows = [
         ("parameters", live.parameters),
@@ -215,19 +217,19 @@ class CheckedStep(Protocol):
     has_trained: bool
 
 
-_S_whole_tensors = TypeVar("_S", bound=CheckedStep)
+_StepT = TypeVar("_StepT", bound=CheckedStep)
 
 
 def names_the_module(
-    call: Callable[Concatenate[_S_whole_tensors, _P], _R],
-) -> Callable[Concatenate[_S_whole_tensors, _P], _R]:
+    call: Callable[Concatenate[_StepT, _P], _R],
+) -> Callable[Concatenate[_StepT, _P], _R]:
     """For a step's call: raise ModelError, with the module and a plan to use, where the first step fails in the model.
 
     Only under plans that give a module's forward a part of its tensors; the model's own error is the cause.
     """
 
     @functools.wraps(call)
-    def checked(self: _S_whole_tensors, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def checked(self: _StepT, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if self.has_trained:
             return call(self, *args, **kwargs)
         try:
@@ -292,10 +294,9 @@ _LOOKED_AT = 4096
 
 
 def fingerprint(batch: Any) -> torch.Tensor:
-    """(1, f, f squared) of a whole number f that the batch's values make; float64.
+    """Return (1, f, f squared) of an integer fingerprint f of the batch, float64; zeros for a batch without tensors.
 
-    Three zeros for a batch without tensors. Sums of it over the ranks are for `warn_if_alike`. Nothing waits for the
-    device.
+    `warn_if_identical` reads its sums over the ranks. The host does not wait for the device.
     """
     found: Any = None
     for tensor in tensors_in(batch):
@@ -310,7 +311,7 @@ def fingerprint(batch: Any) -> torch.Tensor:
     return torch.stack([torch.ones_like(number), number, number.square()])
 
 
-def warn_if_alike(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
+def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
     """Warn where all ranks' fingerprints are one number. sums: of `fingerprint`. num_readers: data-parallel ranks."""
     num_known, total, squares = map(int, sums)
     # Equal only where no number differs from the mean; whole numbers, so nothing is rounded.

@@ -15,7 +15,7 @@ from weft.comm.mesh import Axis, Mesh
 from weft.config.plan import Plan
 from weft.data.random_state import kept_generators, seed_generators
 from weft.models.adapters import AdaptedLinear, without_adapter
-from weft.parallel.context.context import cut_sequence, sequence_in_use
+from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.drop_state import marked_samples
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import key_of
@@ -23,7 +23,7 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tensor.language_head import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
-from weft.train.losses import GatheredFeatures, LossFn, WholeBatchLoss, in_float32, needs_float32
+from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
 from weft.train.microbatches import Microbatches, stands_in
 from weft.train.state_io import on_first
 from weft.train.step.train_step import ForwardFn
@@ -55,7 +55,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
             for place, one in enumerate(found):
                 totals[place] += one
 
-    if isinstance(task.loss, WholeBatchLoss):
+    if isinstance(task.loss, GlobalBatchLoss):
         _compare_all(model, batches, mesh, task, totals)
     else:
         each_output(model, batches, mesh, task.loss, task.forward, add)
@@ -150,7 +150,7 @@ def each_output(
         nonlocal counts
         counts = not stands_in(batch)
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
-        return cut_sequence(model, moved)
+        return shard_sequence(model, moved)
 
     data_parallel(model).arrive()
     was_training = model.training

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.mesh import Mesh
-from weft.data.batches import check_batch, hold_batches, map_tensors, parts_of, tensors_in
+from weft.data.batches import check_batch, map_tensors, mark_reused_buffer, parts_of, tensors_in
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory.graph_recorder import CudaRecorder, Recorder, Recording, send_numbers
 from weft.parallel.batch_norm import norm_groups_of
@@ -101,7 +101,7 @@ class FixedBatch:
 
 def _memory(tensor: Tensor) -> Tensor:
     found = torch.empty_like(tensor)  # of other strides where elements share memory, or leave some out
-    hold_batches(found)
+    mark_reused_buffer(found)
     return found
 
 
@@ -181,7 +181,13 @@ class GraphedPasses:
         self, recorder: Recorder, model: nn.Module, engine: DataParallel, way: RecordedPasses, drops: Drops | None, *,
         device: torch.device, recomputes: bool, speaks: bool,
     ):  # fmt: skip
-        self._recorder, self._model, self._engine, self._way, self._drops = recorder, model, engine, way, drops
+        self._recorder, self._model, self._engine, self._kernel_choice, self._drops = (
+            recorder,
+            model,
+            engine,
+            way,
+            drops,
+        )
         self._device, self._recomputes, self._speaks = device, recomputes, speaks
         self._seen: dict[Hashable, int] = {}
         self._shapes: set[Hashable] = set()
@@ -204,13 +210,13 @@ class GraphedPasses:
         known = self._passes.get(found)
         if known is None and not self._is_ready(found):
             return None
-        with self._way.holding(), self._engine.microbatch(last):
+        with self._kernel_choice.holding(), self._engine.microbatch(last):
             if known is None:
                 known = self._passes[found] = self._recorded(given, compute, last)
             else:
                 known.memory.fill(given)
                 known.recording.replay()
-                self._way.leave(known.end)
+                self._kernel_choice.leave(known.end)
             self.num_replays += 1
             return known.recording.result.clone()
 
@@ -234,7 +240,7 @@ class GraphedPasses:
         modes = tuple(module.training for module in self._model.modules())
         frozen = (one for one in self._model.parameters() if not one.requires_grad)
         beside = tuple(one.data_ptr() for one in (*frozen, *self._model.buffers()))
-        return shape, len(given.samples.numbers), last, modes, beside, self._way.found(last)
+        return shape, len(given.samples.numbers), last, modes, beside, self._kernel_choice.found(last)
 
     def _is_ready(self, found: Hashable) -> bool:
         """Whether a pass ran eagerly often enough; else it does once more."""
@@ -251,7 +257,7 @@ class GraphedPasses:
 
     def _recorded(self, given: MicrobatchInputs, compute: Compute, last: bool) -> _Pass:
         """Record a pass, which is done by that."""
-        drops, keeps = self._drops, self._way.keeps(last)
+        drops, keeps = self._drops, self._kernel_choice.keeps(last)
         memory = _PassMemory(given, drops, self._device)
         memory.fill(given)
         with drops.held(memory.draws) if drops is not None and memory.draws is not None else nullcontext():
@@ -262,7 +268,7 @@ class GraphedPasses:
                 "graphs=on: the model draws from torch's generator, and a recorded pass that recomputes would draw "
                 "other numbers the second time. Use recompute=none, or graphs=off."
             )
-        return _Pass(memory, recording, self._way.left())
+        return _Pass(memory, recording, self._kernel_choice.left())
 
     def _say(self, what: str) -> None:
         """Say once what is not recorded, and why."""

@@ -163,7 +163,7 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
     usual = statistics.median(others) if others else None
     rank, found = ranks[0], None
     for one in ranks:
-        seen = findings[one].unusual or _beside_others(findings[one], findings)
+        seen = findings[one].unusual or _compared_with_others(findings[one], findings)
         if seen and (found is None or _factor(seen) > _factor(found)):
             rank, found = one, seen
     figures: dict[str, float] = {"loss": samples.mean} if math.isfinite(samples.mean) else {}
@@ -187,7 +187,7 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
     return _said("samples", rank, module, text, figures=figures)
 
 
-def _beside_others(own: RankFinding, findings: Sequence[RankFinding]) -> Sequence[Any] | None:
+def _compared_with_others(own: RankFinding, findings: Sequence[RankFinding]) -> Sequence[Any] | None:
     """(module, size, usual) beside ranks that computed other samples with the same part of the model."""
     peers = [
         one.sizes for one in findings

@@ -18,10 +18,10 @@ from weft.data.batches import tensors_in
 from weft.errors import CommError, ModelError
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import data_parallel
-from weft.train.batching_by_cost import StepPlaces
+from weft.train.batching_by_cost import StepBorders
 from weft.train.engine import TraceKind
-from weft.train.losses import WholeBatchLoss
-from weft.train.microbatches import Microbatches, cut_rows, samples_in, samples_of
+from weft.train.losses import GlobalBatchLoss
+from weft.train.microbatches import Microbatches, samples_in, samples_of, split_rows
 from weft.train.state_io import gather
 from weft.train.step.evaluation import each_output
 from weft.train.step.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
@@ -191,7 +191,7 @@ class StepTracer:
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
         self._model, self._mesh, self._task = model, mesh, task
-        self._places = StepPlaces.of(batches, task.config.train.global_batch)
+        self._places = StepBorders.of(batches, task.config.train.global_batch)
 
     def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
         """Return the event of a step, the same on all ranks. A collective.
@@ -235,7 +235,7 @@ class StepTracer:
 
     def _choose(self, step: TracedStep, given: Sequence[Any], numbers: Sequence[SampleNumbers]) -> tuple[int, int]:
         """The data rank and the number of the microbatch that is the worst of the step."""
-        if isinstance(self._task.loss, WholeBatchLoss):
+        if isinstance(self._task.loss, GlobalBatchLoss):
             found = self._compute(list(given), [range(0)] * len(given)).parts
         else:
             found = [LossPart(0.0, 0.0)] * len(given)
@@ -254,7 +254,7 @@ class StepTracer:
         """Mean losses of all parts of the first round; the last round; whether its parts are parts of a microbatch."""
         batch, own = given[index], numbers[index]
         rows = range(max(1, len(own.numbers)))
-        said = self._share([_can_cut(batch, own), len(rows)])
+        said = self._share([_can_split(batch, own), len(rows)])
         if not all(can for can, _ in said):
             others = [one for place, one in enumerate(given) if place != index]
             some = [batch, *others][:_WHOLE]
@@ -268,7 +268,7 @@ class StepTracer:
             runs = [rows[one.start : one.stop] for one in shares.share_out(len(rows), min(_PARTS, len(rows)))]
             # Ranks with fewer rows compute some of them again.
             padded = [*runs, *[runs[-1]] * (min(_PARTS, most) - len(runs))]
-            found = self._compute(cut_rows(batch, padded), padded, counts=not own.is_empty)
+            found = self._compute(split_rows(batch, padded), padded, counts=not own.is_empty)
             last = self._join(_Round(runs, found.parts[: len(runs)], found.calls[: len(runs)], found.error))
             means = _means(last) if means is None else means
             if most <= _PARTS:
@@ -291,7 +291,7 @@ class StepTracer:
         found: list[torch.Tensor] = []
 
         def add(output: Any, local: Any, _: bool) -> None:
-            if isinstance(task.loss, WholeBatchLoss):
+            if isinstance(task.loss, GlobalBatchLoss):
                 size = size_of(output)
                 pair = [torch.zeros(()) if size is None else size * 0.0, torch.zeros(())]
             else:
@@ -328,7 +328,7 @@ class StepTracer:
             "module": calls[bad].module if bad >= 0 else "",
             "got_finite": bad < 0 or math.isfinite(calls[bad].input_size),
             "input_finite": math.isfinite(
-                float(_size(cut_rows(batch, [last.runs[place]])[0] if last.runs[place] else batch))
+                float(_size(split_rows(batch, [last.runs[place]])[0] if last.runs[place] else batch))
             ),
             "unusual": unusual(sizes[place], others) if others else None,
             "sizes": None if others else sizes[place],
@@ -360,12 +360,12 @@ def _means(found: _Round) -> list[float]:
     return [part.mean for parts in found.joined.values() for part in parts if part.count and not part.is_bad]
 
 
-def _can_cut(batch: Any, own: SampleNumbers) -> bool:
+def _can_split(batch: Any, own: SampleNumbers) -> bool:
     """Whether the rows of a microbatch are its samples."""
     if samples_in(batch) != max(1, len(own.numbers)):
         return False
     try:
-        cut_rows(batch, [range(1)])
+        split_rows(batch, [range(1)])
     except ModelError:
         return False
     return True

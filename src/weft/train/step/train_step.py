@@ -22,7 +22,7 @@ from weft.optim.build import clip_factor
 from weft.optim.loss_scale import LossScale
 from weft.optim.step_decision import StepDecision
 from weft.parallel.batch_norm import norm_groups_of
-from weft.parallel.context.context import cut_sequence, sequence_in_use
+from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.dropout import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.local_means import TrainMode, trust_loss
@@ -33,11 +33,11 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
 from weft.parallel.tensor.language_head import expect_labels
-from weft.train.losses import CheckedLoss, Features, GroupLoss, LossFn, WholeBatchLoss, expect_whole_batches
+from weft.train.losses import CheckedLoss, Features, GlobalBatchLoss, GroupLoss, LossFn, expect_global_batch
 from weft.train.microbatches import Microbatches, call_model, microbatches_of, samples_of, values_in
 from weft.train.step.batch_check import check_first_batch
 from weft.train.step.checks import ReplicaWatch, UpdateRatio
-from weft.train.step.errors import explains_memory, fingerprint, names_the_module, warn_if_alike
+from weft.train.step.errors import explains_memory, fingerprint, names_the_module, warn_if_identical
 from weft.train.step.graphed_passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
 
 
@@ -215,9 +215,9 @@ class TrainStep:
         self.measures_update = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, mesh, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
-        self._whole = loss_fn if isinstance(loss_fn, WholeBatchLoss) else None
+        self._whole = loss_fn if isinstance(loss_fn, GlobalBatchLoss) else None
         if self._whole is not None:
-            expect_whole_batches(mesh.plan)
+            expect_global_batch(mesh.plan)
         trust_loss(model)
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
@@ -227,7 +227,7 @@ class TrainStep:
             self._rarely.begin()
         self._weights_follow = weights_follow
         if weights_follow:
-            self._data_parallel.let_weights_follow()
+            self._data_parallel.prefetch_weights()
         self._pipeline = pipeline_of(model)
         self._checks_batch = check_batch and self._pipeline is None and (several or mesh.world_size > 1)
         self._experts, self._norms = ExpertBalance(model, mesh), norm_groups_of(model)
@@ -313,7 +313,7 @@ class TrainStep:
         totals = self._first_totals(batch, watched)
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
         coders = self._data_parallel.coders
-        if coders.owes:  # and then the host decides about every step
+        if coders.has_residual:  # and then the host decides about every step
             coders.set_unit(float(scale))
         self._experts.begin(scale)
         if self._norms is not None:
@@ -328,7 +328,7 @@ class TrainStep:
             seeds = [drops.seed_at(key, one, self.model) for one in samples]
         inside = insides_of(self.model, self._experts, samples, key)
         if self._pipeline is not None:
-            parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
+            parts = [shard_sequence(self.model, microbatch) for microbatch in microbatches]
             loss = self._counted_loss(samples)
             work = StepWork(parts, self._forward, self._with_labels, loss, scale, totals, seeds, inside)
             # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
@@ -342,7 +342,7 @@ class TrainStep:
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
-            self.settle()
+            self.finalize()
             self._data_parallel.finish(totals)
             norm = self._data_parallel.norm()
             return torch.cat([totals, norm.to(totals).reshape(1)]), watched is not None
@@ -371,7 +371,7 @@ class TrainStep:
         """Whether only the device knows what it decided of the last step."""
         return self._unread is not None
 
-    def settle(self, metrics: StepMetrics | None = None) -> None:
+    def finalize(self, metrics: StepMetrics | None = None) -> None:
         """Read what the device decided of the last step. All ranks call it.
 
         metrics: of the step to read; nothing waits where a later one was launched, which has read it. None: the last.
@@ -389,9 +389,9 @@ class TrainStep:
         """Wait for the last step's weights, before anyone but a forward reads parameters."""
         self._data_parallel.arrive()
 
-    def held_gradients(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
-        return self._data_parallel.held_gradients()
+        return self._data_parallel.local_gradients()
 
     def _counted_loss(self, samples: list[SampleNumbers]) -> CountedLoss:
         """The loss of a microbatch by its number; zero, with gradients of zero, for one that stands in for none."""
@@ -436,7 +436,7 @@ class TrainStep:
                     self.microbatch_losses[index] = (counted[0], counted[1])
                     continue
             with self._data_parallel.microbatch(last), sequence_in_use(self.model), inside(index):
-                microbatch = cut_sequence(self.model, whole)
+                microbatch = shard_sequence(self.model, whole)
                 with self._meter.phase("forward"):
                     output = self._with_labels(self.model, microbatch)
                     loss_sum, num_tokens = loss(output, microbatch, index)
@@ -447,7 +447,7 @@ class TrainStep:
                     (loss_sum * scale).backward()
 
     def _compared(
-        self, whole: WholeBatchLoss, microbatches: list[Any], samples: list[SampleNumbers], inside: Inside,
+        self, whole: GlobalBatchLoss, microbatches: list[Any], samples: list[SampleNumbers], inside: Inside,
         seeds: Sequence[int] | None,
     ) -> CountedLoss:  # fmt: skip
         """The loss of a microbatch as a part of that of the global batch."""
@@ -468,7 +468,7 @@ class TrainStep:
     def _look_for_copies(self, fingerprints: list[float]) -> None:
         """In the first step: whether all ranks read the same samples. fingerprints: added up over the ranks."""
         if fingerprints and self.mesh.rank == 0:
-            warn_if_alike(fingerprints, self.mesh.world_size, self.mesh.data.size)
+            warn_if_identical(fingerprints, self.mesh.world_size, self.mesh.data.size)
         self._looks_for_copies = False
 
     def _update_jointly(self, numbers: list[float]) -> StepMetrics:

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.config.rule import Facts
 from weft.config.run_config import RunConfig
-from weft.train.batching_by_cost import StepPlaces, cost_limits, costs_of, traced_costs
+from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
 from weft.train.tasks.data_share import Batches, MapDataset, Share
 from weft.train.tasks.description import Forwards
 from weft.units import format_count
@@ -186,14 +186,14 @@ class Task:
         samples = self.samples("train") or ()
         return IndexedBatches(samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.places())
 
-    def places(self) -> StepPlaces:
+    def places(self) -> StepBorders:
         """Return which samples each step takes: train.global_batch of them, or those that train.global_cost allows.
 
         Asked after `prepare` or `open`.
         """
         from weft.train.tasks.indexed import epoch_order
 
-        return StepPlaces.of_task(self, lambda number, epoch: epoch_order(number, self.config.seed, epoch))
+        return StepBorders.of_task(self, lambda number, epoch: epoch_order(number, self.config.seed, epoch))
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
         """Return how long each training sample is, by its index; None: the task has no batches by cost.

@@ -20,7 +20,7 @@ from weft.errors import DataError
 from weft.models.multimodal import build_media_decoder, build_media_pairs, encoder_tokens, sound_tokens
 from weft.optim.build import freeze
 from weft.parallel.pipeline.runtime import pipeline_of
-from weft.train.losses import WholeBatchLoss
+from weft.train.losses import GlobalBatchLoss
 from weft.train.tasks.base import Metric
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 from weft.train.tasks.description import Forwards
@@ -309,8 +309,8 @@ class ContrastTask(MixedTask):
         return tuple(F.normalize(one if one.itemsize == 8 else one.float(), dim=-1) for one in model(**batch))
 
     @property
-    def loss(self) -> WholeBatchLoss:  # pyright: ignore[reportIncompatibleMethodOverride] - a loss of the whole batch is an object
-        return WholeBatchLoss(self._compare, self._score)
+    def loss(self) -> GlobalBatchLoss:  # pyright: ignore[reportIncompatibleMethodOverride] - a loss of the whole batch is an object
+        return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: Tensor) -> tuple[Tensor, int]:
         """InfoNCE both ways: the own text among all texts, and the own picture or recording among all."""

@@ -53,9 +53,9 @@ class TextClassTask(FolderTask):
 
     def __post_init__(self) -> None:
         self.metrics = _NUMBERS if self.regression else _CLASSES
-        self.settle({})
+        self.finalize({})
 
-    def settle(self, found: Mapping[str, Any]) -> None:
+    def finalize(self, found: Mapping[str, Any]) -> None:
         self._names: list[str] = found.get("labels", [])
         self.sum_names = class_counts.PAIR_SUMS if self.regression else class_counts.class_sum_names(len(self._names))
 
@@ -163,9 +163,9 @@ class TokenClassTask(FolderTask):
     )
 
     def __post_init__(self) -> None:
-        self.settle({})
+        self.finalize({})
 
-    def settle(self, found: Mapping[str, Any]) -> None:
+    def finalize(self, found: Mapping[str, Any]) -> None:
         self._names: list[str] = found.get("labels", [])
         self.sum_names = class_counts.class_sum_names(len(self._names))
 

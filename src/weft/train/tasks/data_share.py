@@ -46,7 +46,7 @@ class MapDataset(Protocol):
 class Batches(Protocol):
     """The microbatches of one rank, as a pure function of the step, so that a run resumes from one number.
 
-    One whose steps differ in samples says which they take in `places`, a `StepPlaces`.
+    One whose steps differ in samples says which they take in `places`, a `StepBorders`.
     """
 
     @property

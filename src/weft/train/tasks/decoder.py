@@ -88,7 +88,7 @@ class DecoderTask(Task):
             refuse_other_data(folder, data)
         self._data = data
 
-    def _expect_apart(self, model: nn.Module) -> None:
+    def _expect_separate(self, model: nn.Module) -> None:
         """Refuse packed documents in a model of transformers in which they would see each other."""
         from weft.parallel.layers.documents import why_documents_mix
 

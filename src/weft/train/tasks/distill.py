@@ -134,7 +134,7 @@ class DistillTask(DecoderTask):
         longest, length = hugging_face.longest_sequence(model), self.config.train.seq_len
         if longest is not None and length > longest:
             raise _wrong("teacher", self._teacher, f"it reads at most {longest} tokens. Use train.seq_len={longest}.")
-        self._expect_apart(model)
+        self._expect_separate(model)
         super().prepare(folder, report)
         rows, entries = model.get_output_embeddings().weight.shape[0], self.data.vocab_size
         if rows < entries:

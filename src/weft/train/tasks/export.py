@@ -22,7 +22,7 @@ from weft.errors import ConfigError, ModelError
 from weft.files import copy_companions
 from weft.models.adapters import Adapted, merge_adapter, merged_weight
 from weft.models.quantized_linear import BASE_FORMATS
-from weft.parallel.state.flat_slices import read_whole
+from weft.parallel.state.flat_slices import read_full
 from weft.train.folder import RunFolder
 from weft.train.model_state import expect_same_base, model_tensors, restore_model
 from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
@@ -161,7 +161,7 @@ class MergedBase:
         """
         if name in self._trained:  # a norm, say, that was trained beside the adapter
             return self._trained[name]
-        stored, path = read_whole(self._source, name), name.removesuffix(".weight")
+        stored, path = read_full(self._source, name), name.removesuffix(".weight")
         if path in self._record.packed:
             # What the adapter was trained beside: the numbers that the bytes stand for, and not the folder's.
             kept = BASE_FORMATS[self._record.base]
@@ -288,7 +288,7 @@ def as_published(
     """
     try:
         core: Any = importlib.import_module("transformers.core_model_loading")
-        groups = _stored_together(model, names, core)
+        groups = _stored_groups(model, names, core)
     except (ImportError, AttributeError):  # releases before 5 save names as they are
         yield from ((name, block_of(read(name))) for name in names)
         return
@@ -297,7 +297,7 @@ def as_published(
             yield target, block_of(tensor.contiguous())
 
 
-def _stored_together(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
+def _stored_groups(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
     """Names of tensors in the groups that transformers joins when it saves them."""
     tables: Any = importlib.import_module("transformers.conversion_mapping")
     # What transformers notes on a model that it loads: it looks it up again for each call otherwise.
@@ -313,7 +313,7 @@ def _stored_together(model: Any, names: Sequence[str], core: Any) -> list[list[s
     return list(groups.values())
 
 
-def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+def write_companions(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Write config, generation config, tokenizer and model card.
 
     Args:

@@ -245,7 +245,7 @@ class FolderTask(Task):
         """Look at all training records first, and return JSON values that their rows depend on."""
         return {}
 
-    def settle(self, found: Mapping[str, Any]) -> None:
+    def finalize(self, found: Mapping[str, Any]) -> None:
         """Take what `survey` found, before anything asks for the model or a batch."""
 
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -304,10 +304,10 @@ class FolderTask(Task):
         return hugging_face.load_model_config(self._base)
 
     def _weight_notes(self) -> list[str]:
-        from weft.train.tasks.published_weights import told_new, told_unexpected
+        from weft.train.tasks.published_weights import format_new_keys, format_unexpected_keys
 
         source, unexpected = source_with_head(self.shapes(), self._path, self.config.seed, new_head=self.new_head)
-        return [*told_unexpected(unexpected), *told_new(source.new_names, self.config.seed)]
+        return [*format_unexpected_keys(unexpected), *format_new_keys(source.new_names, self.config.seed)]
 
     def _check_length(self) -> None:
         from weft.models.inspect import hugging_face
@@ -333,7 +333,7 @@ class FolderTask(Task):
 
     def _take(self, tables: SplitTables) -> None:
         self._tables = tables
-        self.settle(tables.found)
+        self.finalize(tables.found)
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
         """Copy what lies beside the weights, with the task's own fields in config.json."""

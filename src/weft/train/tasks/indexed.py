@@ -13,7 +13,7 @@ from weft.data.batches import map_tensors
 from weft.data.order.loader import Prefetch
 from weft.data.order.stream import permutation
 from weft.errors import ConfigError, DataError, ModelError, Problem
-from weft.train.batching_by_cost import Costs, StepPlaces
+from weft.train.batching_by_cost import Costs, StepBorders
 from weft.train.microbatches import Microbatches
 from weft.train.tasks.data_share import MapDataset, Share
 
@@ -101,13 +101,13 @@ class IndexedBatches:
         *,
         seed: int,
         costs: Costs | None = None,
-        places: StepPlaces | None = None,
+        places: StepBorders | None = None,
     ):
         if not len(samples):
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
         self._costs = costs
-        self.places: StepPlaces = places or StepPlaces.of(None, share.global_batch)
+        self.places: StepBorders = places or StepBorders.of(None, share.global_batch)
         self._divided: dict[int, Sequence[Sequence[int]]] = {}
 
     @property
@@ -115,19 +115,19 @@ class IndexedBatches:
         return len(self._samples)
 
     def batches(self, step: int) -> list[Any]:
-        return self._cut(step, None)
+        return self._split_part(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
         """Return the same, read at once and with the next step's in view where the samples can."""
         if not hasattr(self._samples, "many"):
-            return self._cut(step, None)
+            return self._split_part(step, None)
         own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
         first, second = self.places.first(step), self.places.first(step + 1)
         place = {number: self.locate(first + number) for number in own}
         soon = [self.locate(second + number) for number in coming]
-        return self._cut(step, _reader(self._samples, place, soon))
+        return self._split_part(step, _reader(self._samples, place, soon))
 
-    def _cut(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
+    def _split_part(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
         first = self.places.first(step)
         read = read or (lambda number: self.sample(first + number))
         total = self.places.first(step + 1) - first
@@ -159,7 +159,7 @@ class IndexedBatches:
 
     def locate(self, place: int) -> tuple[int, int]:
         """Return (epoch, index) of the sample at a place of the endless row."""
-        return sample_place(len(self._samples), self._seed, place)
+        return sample_index(len(self._samples), self._seed, place)
 
     def sample(self, place: int) -> Any:
         """Return the sample at a place of the endless row."""
@@ -173,7 +173,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     return permutation(num_samples, "task", seed, epoch).take(np.arange(num_samples))
 
 
-def sample_place(num_samples: int, seed: int, place: int) -> tuple[int, int]:
+def sample_index(num_samples: int, seed: int, place: int) -> tuple[int, int]:
     """Return (epoch, index) of the sample at a place of the order of training.
 
     Args:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.data.media.audio import Hearing
+from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import LogMel
 from weft.data.media.audio_source import Sounds
 from weft.data.media.class_folder import ClassFolder, find_pictures
@@ -28,7 +28,7 @@ from weft.env import rank_env
 from weft.errors import CheckpointError, DataError, ModelError
 from weft.models.speech import build_speech_model
 from weft.models.vision import build_image_model
-from weft.monitor.plots import SheetEntry
+from weft.monitor.plots import GridSample
 from weft.train.folder import RunFolder, free_name
 from weft.train.tasks.base import Metric, Report, Task
 from weft.train.tasks.token_costs import TokenCosts
@@ -88,7 +88,7 @@ class MediaTask(Task):
         """Return what is made of the samples of a split: something that processes can decode."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Take note of the samples, before anything asks for the model or a batch."""
 
     # --- the samples ---
@@ -150,7 +150,7 @@ class MediaTask(Task):
         return self._media[split]
 
     def _find(self, report: Report | None) -> None:
-        whole = self.source("data", self.data, _told(report, self.data))
+        whole = self.source("data", self.data, _in_one_sentence(report, self.data))
         if self.eval:
             self._take({"train": whole, "eval": self._held(whole, report)})
             return
@@ -158,10 +158,10 @@ class MediaTask(Task):
 
     def _take(self, found: Mapping[str, Source]) -> None:
         self._media = found
-        self.settle()
+        self.finalize()
 
     def _held(self, whole: Source, report: Report | None) -> Source:
-        held = self.source("eval", self.eval, _told(report, self.eval))
+        held = self.source("eval", self.eval, _in_one_sentence(report, self.eval))
         if isinstance(held, MediaRecords):
             return with_classes(held, whole.classes, "task.options.eval")
         if held.classes != whole.classes:
@@ -187,21 +187,21 @@ class MediaTask(Task):
 
     def shown(self, place: int, split: str = "train") -> tuple[int, int]:
         """Return (epoch, index) of the sample at a place of the order of training, or of an evaluation."""
-        from weft.train.tasks.indexed import sample_place
+        from weft.train.tasks.indexed import sample_index
 
         samples = self.media(split)
-        return sample_place(len(samples), self.config.seed, place) if split == "train" else (0, place % len(samples))
+        return sample_index(len(samples), self.config.seed, place) if split == "train" else (0, place % len(samples))
 
     def described(self, index: int, split: str = "train") -> str:
         """Say where a sample lies, and what is learnt of it."""
         source = self.media(split)
         return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
 
-    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+    def sheet_entry(self, place: int, split: str) -> GridSample:
         """Return the sample at a place as it is drawn on a sheet: what the model gets, and what it learns."""
         raise NotImplementedError
 
-    def sheet_title(self, place: int, split: str) -> str:
+    def grid_title(self, place: int, split: str) -> str:
         """Say which sample stands at a place, and where it lies."""
         epoch, index = self.shown(place, split)
         return f"sample {place}, epoch {epoch}: {self.media(split).file(index)}"
@@ -220,7 +220,7 @@ class MediaTask(Task):
         return [*lines, *(f"left out: {reason}" for reason in train.unreadable[:3])]
 
 
-def _told(report: Report | None, what: str) -> Callable[[int, int], None] | None:
+def _in_one_sentence(report: Report | None, what: str) -> Callable[[int, int], None] | None:
     return None if report is None else lambda done, total: report(f"looking at {what}", done, total)
 
 
@@ -312,11 +312,11 @@ class ImageClassTask(MediaTask):
             look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
         return Pictures(source, look, self.config.seed)
 
-    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+    def sheet_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         said = [(f"class {source.classes[source.label(index)]!r}", 1.0)]
         pixels = self.made(source, split).decoded(epoch, index)
-        return SheetEntry(self.sheet_title(place, split), picture=pixels, text=said)
+        return GridSample(self.grid_title(place, split), picture=pixels, text=said)
 
     def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
         values = normalised(np.stack([pixels for pixels, _ in samples]))
@@ -453,18 +453,18 @@ class AudioClassTask(MediaTask):
         return find_records(path, files or [Path(path)], columns, cache_folder(self.config.data), told)
 
     def made(self, source: MediaRecords, split: str) -> Sounds:
-        hearing = Hearing(self.rate, self.seconds)
+        hearing = AudioTransform(self.rate, self.seconds)
         if split == "train":
-            hearing = Hearing(self.rate, self.seconds, self.augment, self.gain, self.noise, self.masks)
+            hearing = AudioTransform(self.rate, self.seconds, self.augment, self.gain, self.noise, self.masks)
         scale = self.rate / 16_000  # windows of 25 ms, 10 ms apart
         features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
         return Sounds(source, hearing, features, self.config.seed)
 
-    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+    def sheet_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         said, sounds = [(f"class {source.classes[source.label(index)]!r}", 1.0)], self.made(source, split)
         wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
-        return SheetEntry(self.sheet_title(place, split), wave=wave, rate=self.rate, bands=bands, text=said)
+        return GridSample(self.grid_title(place, split), wave=wave, rate=self.rate, bands=bands, text=said)
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         frames = [made.shape[1] for made, _ in samples]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
-from weft.data.media.audio import Hearing
+from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import LogMel
 from weft.data.media.images import Look
 from weft.data.media.media_records import MediaRecords, record_files
@@ -31,7 +31,7 @@ from weft.data.store.prepare import cache_folder
 from weft.env import rank_env
 from weft.errors import ConfigError, DataError, PlanError, Problem
 from weft.models.multimodal import ModelInputs, encoder_tokens, hears
-from weft.monitor.plots import SheetEntry
+from weft.monitor.plots import GridSample
 from weft.optim.build import freeze
 from weft.parallel.state.precision import Precision
 from weft.planner.search.model_source import PlannedModel
@@ -325,10 +325,10 @@ class MixedTask(MediaTask):
         return ""
 
     def made(self, source: Any, split: str) -> MixedItems:
-        look, hearing = Look(self.side), Hearing(self.rate, self.seconds)
+        look, hearing = Look(self.side), AudioTransform(self.rate, self.seconds)
         if split == "train":
             look = Look(self.side, self.augment, self.augment, self.colour)
-            hearing = Hearing(self.rate, self.seconds, False, self.gain, self.noise, self.masks)
+            hearing = AudioTransform(self.rate, self.seconds, False, self.gain, self.noise, self.masks)
         scale = self.rate / 16_000  # windows of 25 ms, 10 ms apart
         features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
         return MixedItems(source, look, hearing, features, self.config.seed)
@@ -435,13 +435,13 @@ class MixedTask(MediaTask):
         source = self.media(split)
         return f"{source.file(index)}: {self.codec.whole(source.tokens(index).tolist())!r}"
 
-    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+    def sheet_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         sample = self.made(source, split)
         tokens, learnt = source.tokens(index).tolist(), source.learnt(index).tolist()
         cuts = [0, *(at for at in range(1, len(tokens)) if learnt[at] != learnt[at - 1]), len(tokens)]
         said = [(self.codec.whole(tokens[a:b]), float(learnt[a])) for a, b in pairwise(cuts) if a < b]
-        entry = SheetEntry(self.sheet_title(place, split), text=said)
+        entry = GridSample(self.grid_title(place, split), text=said)
         for item, (is_sound, _) in zip(sample.of_sample(index), source.sizes(index), strict=True):
             if is_sound and entry.bands is None:
                 entry = replace(entry, bands=sample.medium(epoch, item))

@@ -50,7 +50,7 @@ class PretrainedTask(DecoderTask):
             ConfigError: for longer sequences than the model reads, and more tokens than it knows.
         """
         from weft.models.inspect import hugging_face
-        from weft.train.tasks.published_weights import pretrained_source, told_unexpected
+        from weft.train.tasks.published_weights import format_unexpected_keys, pretrained_source
 
         model: Any = self.shapes()  # whose methods transformers types loosely
         length = self.config.train.seq_len
@@ -59,11 +59,11 @@ class PretrainedTask(DecoderTask):
             raise _wrong("model.path", self.config.model.path, rule)
         if self._needs_folder or not base_of(folder).is_dir():
             _, names = pretrained_source(model, self._path)
-            self._unexpected = told_unexpected(names)
+            self._unexpected = format_unexpected_keys(names)
         longest = hugging_face.longest_text(model)
         if longest is not None and length > longest:
             raise _wrong("train.seq_len", length, f"the model reads at most {longest} tokens. Use {longest} or less.")
-        self._expect_apart(model)
+        self._expect_separate(model)
         super().prepare(folder, report)
         rows = model.get_input_embeddings().weight.shape[0]
         if self.data.vocab_size > rows:

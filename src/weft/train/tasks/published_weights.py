@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.checkpoint.pretrained import Computed, Joined, JoinedTensors, StoredWeights, stored_weights, under_model_names
 from weft.errors import CheckpointError
-from weft.parallel.state.flat_slices import StateSource, originals_of, read_whole
+from weft.parallel.state.flat_slices import StateSource, originals_of, read_full
 from weft.train.model_state import model_tensors
 
 _SHOWN = 3
@@ -115,23 +115,23 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
     Raises:
         CheckpointError: as `pretrained_source` raises it.
     """
-    fill_whole(model, pretrained_source(model, folder)[0])
+    fill_full(model, pretrained_source(model, folder)[0])
 
 
 @torch.no_grad()
-def fill_whole(model: nn.Module, source: StateSource) -> None:
+def fill_full(model: nn.Module, source: StateSource) -> None:
     """Give a plain model on one device what a source has of its tensors."""
     for name, tensor in model_tensors(model).items():
         if name in source.entries:
-            tensor.copy_(read_whole(source, name))
+            tensor.copy_(read_full(source, name))
 
 
-def told_unexpected(names: list[str]) -> list[str]:
+def format_unexpected_keys(names: list[str]) -> list[str]:
     """Return a line for people about stored tensors that the model has no place for; none where all are used."""
     return [f"weights: {_listed(names)} of the files not used: the model has no such tensor"] if names else []
 
 
-def told_new(names: list[str], seed: int) -> list[str]:
+def format_new_keys(names: list[str], seed: int) -> list[str]:
     """Return a line for people about tensors that the folder lacks; none where it has all."""
     return [f"weights: {_listed(names)} not in the files: they start anew, from seed={seed} and name"] if names else []
 

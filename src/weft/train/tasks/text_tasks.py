@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weft.planner.search.model_source import PlannedModel
-    from weft.train.losses import WholeBatchLoss
+    from weft.train.losses import GlobalBatchLoss
 
 #: Of the chosen tokens: those below the first number become the mask token, those up to the second any token.
 _MASKED, _REPLACED = 0.8, 0.9
@@ -365,10 +365,10 @@ class EmbedTask(FolderTask):
         return (*each.unbind(1), counted)
 
     @property
-    def loss(self) -> WholeBatchLoss:  # pyright: ignore[reportIncompatibleMethodOverride] - a loss of the whole batch is an object
-        from weft.train.losses import WholeBatchLoss
+    def loss(self) -> GlobalBatchLoss:  # pyright: ignore[reportIncompatibleMethodOverride] - a loss of the whole batch is an object
+        from weft.train.losses import GlobalBatchLoss
 
-        return WholeBatchLoss(self._compare, self._score)
+        return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """InfoNCE of some queries: their own text among all texts and all negatives of the batch."""

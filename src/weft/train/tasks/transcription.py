@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.config.rule import Facts
 from weft.config.traced_model import Limit
-from weft.data.media.audio import Hearing
+from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import folder_features
 from weft.data.media.audio_source import Sounds
 from weft.data.media.files import RecordColumns
@@ -21,7 +21,7 @@ from weft.data.media.media_records import MediaRecords, Survey, find_records, re
 from weft.data.media.records import SOUND
 from weft.data.store.prepare import cache_folder
 from weft.errors import ConfigError, DataError, Problem
-from weft.monitor.plots import SheetEntry
+from weft.monitor.plots import GridSample
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.train.folder import RunFolder
 from weft.train.tasks.base import Metric, Report
@@ -190,22 +190,22 @@ class TranscribeTask(MediaTask, FolderTask):
 
     def made(self, source: MediaRecords, split: str) -> Sounds:
         features, seconds = self._heard
-        hearing = Hearing(features.rate, seconds)
+        hearing = AudioTransform(features.rate, seconds)
         if split == "train":
-            hearing = Hearing(features.rate, seconds, False, self.gain, self.noise, self.masks)
+            hearing = AudioTransform(features.rate, seconds, False, self.gain, self.noise, self.masks)
         return Sounds(source, hearing, features, self.config.seed)
 
     def described(self, index: int, split: str = "train") -> str:
         source = self.media(split)
         return f"{source.file(index)}, text {source.text(index)!r}"
 
-    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+    def sheet_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         sounds = self.made(source, split)
         wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
         said = [(self._words.whole([self._words.start]), 0.0), (self._words.whole(source.tokens(index).tolist()), 1.0)]
-        title = self.sheet_title(place, split)
-        return SheetEntry(title, wave=wave, rate=sounds.hearing.rate, bands=bands, text=said)
+        title = self.grid_title(place, split)
+        return GridSample(title, wave=wave, rate=sounds.hearing.rate, bands=bands, text=said)
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         texts = [np.asarray(tokens) for _, tokens in samples]
