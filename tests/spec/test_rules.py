@@ -44,7 +44,7 @@ CASES = [
      "gather=int8: zero=2 gathers no weights before it uses them. Leave gather out, or use zero=3.",
      "dp_shard=2 zero=2"),
     ("compress-debts-zero", "dp_replicate=2 tp=2 zero=3 compress=int4", Facts(),
-     "compress=int4: what it rounds off is owed to the next step, which zero=3 with tp does not keep. "
+     "compress=int4: its rounding error is added to the next step, which zero=3 with tp does not keep. "
      "Use zero=2, or compress=int8, which owes nothing.", "dp_replicate=2 tp=2 zero=3 compress=int8"),
     ("compress-state-over-shard", "dp_shard=2 zero=3 compress=block8", Facts(),
      "compress=block8: it keeps what it rounds off, a whole gradient on every rank, which zero=3 has no room for. "

@@ -214,7 +214,7 @@ def _stack(planned: PlannedModel) -> Stack:
 
 @functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
-    """Kept, because laws are fitted to a profile's samples."""
+    """Return the constants of the cost model. Cached, because laws are fitted to the samples of a profile."""
     return (
         Tables.of(cluster.device, tier) if profile is None else profile_tables.measured_tables(profile, cluster, tier)
     )

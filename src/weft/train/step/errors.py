@@ -50,7 +50,7 @@ class ExplainedStep(Protocol):
         ...
 
 
-_S = TypeVar("_StepT", bound=ExplainedStep)
+_S = TypeVar("_S", bound=ExplainedStep)
 
 
 @dataclass(frozen=True, slots=True)
