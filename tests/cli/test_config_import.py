@@ -125,7 +125,7 @@ def test_a_table_on_a_terminal(file, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"bf16": {"enabled": true},}', "there is a comma before the closing bracket. Remove it."),
+        ('{"bf16": {"enabled": True}}', "this is not JSON: expecting value"),
         (
             '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}',
             "train_batch_size=3: it must be a multiple of 2",

@@ -29,9 +29,9 @@ REFUSED = {
     "aux for each token": "Net reads a value for each token that a block keeps",
     "aux of weights": "Net reads a value with a gradient that a block computed",
     "aux of weights kept for the loss": r"blocks\.0 \(Block\) keeps a number with a gradient in aux",
-    "lists of four": r"layers\.0 \(ModuleList\) is not called as one module",
-    "lists of two": r"layers\.0 \(ModuleList\) is not called as one module",
-    "dicts": r"layers\.0 \(ModuleDict\) is not called as one module",
+    "lists of four": r"layers\.0(\.0)? \(\w+\) is not called as one module",
+    "lists of two": r"layers\.0(\.0)? \(\w+\) is not called as one module",
+    "dicts": r"layers\.0(\.\w+)? \(\w+\) is not called as one module",
 }
 
 

@@ -207,6 +207,29 @@ class Noisy(Channels):
         return self.head(x * (torch.rand_like(x) < 0.7))
 
 
+class NoisyBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) * (torch.rand_like(x) < 0.7)
+
+
+class NoisyBlocks(Channels):
+    """Draws from torch's generator in blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def by_generator(step, index):
     """A plan with graphs draws all noise from torch's generator."""
     drops_of(step.model).may_place_noise = False
@@ -222,7 +245,7 @@ def test_torchs_generator_is_seeded_from_outside_of_a_recording(build):
 
 def test_what_recompute_would_draw_a_second_time_is_refused():
     with pytest.raises(ModelError, match=r"^graphs=on: the model draws from torch's generator.*Use recompute=none"):
-        train("precision=fp64 recompute=full", graphs=True, build=Noisy)
+        train("precision=fp64 recompute=full", graphs=True, build=NoisyBlocks)
 
 
 def reads_a_value(logits, batch):

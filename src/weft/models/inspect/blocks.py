@@ -84,7 +84,8 @@ def block_sites(model: nn.Module) -> list[Site]:
     found = listed
     for is_wanted in (_is_in_sequential, _is_numbered):
         around = outermost(model, is_wanted)
-        if around and _inside(found, around):
+        # One module around all blocks, such as an encoder between two layers, is not repeated.
+        if _inside(found, around) and (len(around) > 1 or (around and not found)):
             found = around
     return found or outermost(model, _is_sibling)
 

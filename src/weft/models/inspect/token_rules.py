@@ -19,7 +19,7 @@ from weft.private_torch import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenDim:
     """Position of the tokens of a tensor. inner: elements of a token that follow each other in that dim."""
 
     dim: int
@@ -74,7 +74,7 @@ class TokenStep:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
-    of: Callable[[Any], Tokens | None]
+    of: Callable[[Any], TokenDim | None]
     #: Whether all numbers of a tensor along a dim (counted from the end) are known to be equal.
     is_uniform: Callable[[torch.Tensor, int], bool]
 
@@ -83,7 +83,7 @@ class TokenStep:
         """The operation's name without its overload."""
         return str(self.func.overloadpacket).rpartition(".")[2]
 
-    def marks(self) -> list[tuple[torch.Tensor, Tokens]]:
+    def marks(self) -> list[tuple[torch.Tensor, TokenDim]]:
         """Return where the tokens of each result are.
 
         Raises:
@@ -112,7 +112,7 @@ class TokenStep:
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     @property
-    def _source(self) -> tuple[torch.Tensor, Tokens]:
+    def _source(self) -> tuple[torch.Tensor, TokenDim]:
         """The first argument, which must be what has tokens; no other may."""
         tensor = self.args[0]
         mark = self.of(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -120,7 +120,7 @@ class TokenStep:
             raise TokensMeet
         return tensor, mark
 
-    def _give(self, mark: Tokens, dim: int, outputs: Sequence[torch.Tensor] | None = None) -> Iterator[Any]:
+    def _give(self, mark: TokenDim, dim: int, outputs: Sequence[torch.Tensor] | None = None) -> Iterator[Any]:
         for output in self.outputs if outputs is None else outputs:
             if not 0 <= dim < output.dim() or output.shape[dim] % (mark.count * mark.inner):
                 raise TokensMeet
@@ -253,7 +253,7 @@ class TokenStep:
             raise TokensMeet
         yield from self._give(mark, mark.dim)
 
-    def _joined(self, dim: int, rank: int) -> Tokens:
+    def _joined(self, dim: int, rank: int) -> TokenDim:
         """Check tensors that are joined along another dim than the tokens'. Returns where those are in each."""
         parts = [part for part in self.args[0] if part.numel()]
         marks = [mark for part in parts if (mark := self.of(part)) is not None]
@@ -278,7 +278,7 @@ class TokenStep:
         mark = self._joined(-1, rank - 1)
         yield from self._give(mark, mark.dim + (dim <= mark.dim))
 
-    def _product(self, left: torch.Tensor, right: torch.Tensor) -> Tokens:
+    def _product(self, left: torch.Tensor, right: torch.Tensor) -> TokenDim:
         """Where the tokens of a matrix product, or of a batch of them, are."""
         one, other = self.of(left), self.of(right)
         rank = left.dim()
@@ -438,7 +438,7 @@ class TokenStep:
         yield from self._give(mark, mark.dim, self.outputs[:1])
 
 
-def follow_tokens(old: tuple[int, ...], new: tuple[int, ...], mark: Tokens) -> Tokens | None:
+def follow_tokens(old: tuple[int, ...], new: tuple[int, ...], mark: TokenDim) -> TokenDim | None:
     """Return where tokens are after a reshape, or None where one dim does not hold all of them."""
     if 0 in old or math.prod(old[: mark.dim + 1]) * math.prod(old[mark.dim + 1 :]) != math.prod(new):
         return None
@@ -448,5 +448,5 @@ def follow_tokens(old: tuple[int, ...], new: tuple[int, ...], mark: Tokens) -> T
         span, after = after, after // size
         if span >= stride * mark.count and after <= stride and stride % after == 0:
             inner = stride // after
-            return Tokens(dim, mark.count, inner) if size % (inner * mark.count) == 0 else None
+            return TokenDim(dim, mark.count, inner) if size % (inner * mark.count) == 0 else None
     return None

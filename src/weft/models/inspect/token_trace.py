@@ -1,4 +1,4 @@
-"""Tokens in one forward of a model: which tensors have them, and what happens to them outside of cut layers."""
+"""TokenDim in one forward of a model: which tensors have them, and what happens to them outside of cut layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.config.layout import Style
 from weft.models.inspect import hugging_face
 from weft.models.inspect.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 from weft.models.inspect.dry_run import call_traced, is_named
-from weft.models.inspect.token_rules import Tokens, TokensMeet, TokenStep
+from weft.models.inspect.token_rules import TokenDim, TokensMeet, TokenStep
 from weft.private_torch import TorchDispatchMode, named_modules, tree_flatten, tree_leaves, tree_unflatten
 
 #: Position of the tokens in what the blocks are given: (batch, tokens, features).
@@ -79,7 +79,7 @@ class TokenDivision:
 
 
 class TokenTrace:
-    """Tokens in forwards of a model.
+    """TokenDim in forwards of a model.
 
     problem: the first thing that is not known to be right, or None. called: paths of modules that ran. summed: as in
     `TokenRegions`.
@@ -109,7 +109,7 @@ class TokenTrace:
         self._trusted: list[str] = []
         self._own: list[set[int]] = []
         self._kept: list[torch.Tensor] = []  # so that ids stay theirs
-        self._marks: dict[int, Tokens] = {}
+        self._marks: dict[int, TokenDim] = {}
         self._uniform: set[int] = set()
         self._inner: set[int] = set()
         self._owned: set[int] = set()
@@ -173,11 +173,11 @@ class TokenTrace:
                 "of a rank's tokens, not of all."
             )
 
-    def of(self, value: Any) -> Tokens | None:
+    def of(self, value: Any) -> TokenDim | None:
         """Return the tokens of a tensor, or None."""
         return self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
 
-    def mark(self, tensor: torch.Tensor, tokens: Tokens) -> None:
+    def mark(self, tensor: torch.Tensor, tokens: TokenDim) -> None:
         """Record the tokens of a tensor."""
         self._kept.append(tensor)
         self._marks[id(tensor)] = tokens
@@ -327,7 +327,7 @@ class TokenTrace:
                     self.mark(leaf, _stream(leaf))
                 elif leaf.dim() == 2:
                     count = next((mark.count for mark in self._marks.values()), leaf.shape[0])
-                    self.mark(leaf, Tokens(0, count))
+                    self.mark(leaf, TokenDim(0, count))
                 return
 
     def _gathered(self, path: str, output: Any) -> Any:
@@ -388,7 +388,7 @@ class TokenTrace:
                 return
             self.mark(tensor, tokens)
 
-    def _takes(self, target: torch.Tensor, tokens: Tokens, is_uniform: bool) -> bool:
+    def _takes(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
         """Whether a tensor that is written into may get tokens, and with it the one that it is a view of."""
         before, base = self.of(target), self._bases.get(id(target))
         if before is not None:
@@ -473,8 +473,8 @@ def hidden_place(leaves: Sequence[Any], width: int) -> int | None:
     return None
 
 
-def _stream(hidden: torch.Tensor) -> Tokens:
-    return Tokens(TOKENS, hidden.shape[TOKENS])
+def _stream(hidden: torch.Tensor) -> TokenDim:
+    return TokenDim(TOKENS, hidden.shape[TOKENS])
 
 
 class _Operations(TorchFunctionMode):
@@ -543,7 +543,7 @@ class _Operations(TorchFunctionMode):
             self._check_sizes(name, args, kwargs, result, is_marked=mark is not None)
         return result
 
-    def _check_reshape(self, name: str, args: Any, kwargs: Any, mark: Tokens, result: torch.Tensor) -> None:
+    def _check_reshape(self, name: str, args: Any, kwargs: Any, mark: TokenDim, result: torch.Tensor) -> None:
         if (new := self.flow.of(result)) is None:
             return
         shape, made = [*args[0].shape], [*result.shape]
@@ -561,7 +561,7 @@ class _Operations(TorchFunctionMode):
             flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int)]
             dims = [dim for dim, size in enumerate(flat) if isinstance(size, Counted) and dim < result.dim()]
         if len(dims) == len(list(counted_in((args, kwargs)))) == 1 and (name in CONSTANTS or not is_marked):
-            self.flow.mark(result, Tokens(dims[0], result.shape[dims[0]]))
+            self.flow.mark(result, TokenDim(dims[0], result.shape[dims[0]]))
         else:
             self._misuse(f"uses {{}} in `{self.name}`")
 

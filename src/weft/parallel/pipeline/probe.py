@@ -1,7 +1,8 @@
 """What a module returns, without running it on numbers: one call of a copy on the meta device.
 
 A module that cannot be called so, such as experts whose tokens are counted, is called with zeros once. If that fails
-too, its output is taken to be like its first argument; the stage that holds the module checks it (`check`).
+too, it is called with its real arguments and zero weights, for every microbatch. As a last resort its output is
+taken to be like its first argument; the stage that holds the module checks it (`check`).
 
 A stand-in must return what its module returns: a tensor, a tuple, a dict or a dataclass, with the same shapes. What a
 module does besides returning is found as well: attributes that it sets (`self.aux`) are outputs like any other, and a
@@ -23,7 +24,7 @@ from torch import nn
 from weft.data.batches import map_tensors, parts_of, tensors_in
 from weft.errors import ModelError
 from weft.models.inspect import hugging_face
-from weft.parallel.pipeline.remote import RemoteTensor, to_meta
+from weft.parallel.pipeline.remote import RemoteTensor, is_remote, to_meta
 from weft.private_torch import TorchDispatchMode, storage_key, version_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -51,6 +52,7 @@ class Probe:
         self.state: set[tuple[str, str]] = set()  # attributes without tensors that its calls change
         self.guesses = False
         self._returns_first = False
+        self._needs_numbers = False  # its calls work with real arguments only, so nothing is cached
         self._known: dict[Any, Returned] = {}
 
     def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
@@ -60,32 +62,36 @@ class Probe:
             ModelError: if the module changes its arguments or leaves a tensor where no stage finds it.
         """
         form = self.module.training, _form((args, kwargs))
-        if form not in self._known:
-            self._known[form] = self._call(args, kwargs)
-            self.state.update(self._known[form].set_others)
-        return self._known[form]
+        if form in self._known:
+            return self._known[form]
+        found = self._call(args, kwargs)
+        if not self._needs_numbers:
+            self._known[form] = found
+        self.state.update(found.set_others)
+        return found
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
         if self._returns_first:
             return self._guessed(args, kwargs)
-        found = self._attempt(self.module, _without_caches(map_tensors(_plain, (args, kwargs))), on_meta=True)
-        if found is None:
-            found = self._with_zeros(args, kwargs)
+        found = None
+        if not self._needs_numbers:
+            found = self._attempt(self.module, _without_caches(map_tensors(_plain, (args, kwargs))), on_meta=True)
+            if found is None:
+                found = self._with_zeros(args, kwargs)
+            if found is not None:
+                return found
+        if not any(is_remote(each) or each.is_meta for each in tensors_in((args, kwargs))):
+            found = self._with_numbers(args, kwargs)
+            self._needs_numbers = found is not None
         return self._guessed(args, kwargs) if found is None else found
 
     def _with_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
         """Call a copy of the module whose weights and arguments are zeros."""
-        device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
-        memo: dict[int, Any] = {
-            id(each): nn.Parameter(torch.zeros_like(each, device=device), requires_grad=False)
-            if isinstance(each, nn.Parameter) else torch.zeros_like(each, device=device)
-            for each in _held(self.module)
-        }  # fmt: skip
+        module, device = self._zero_copy(args, kwargs)
 
         def zeros(tensor: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(_plain(tensor), device=device)
 
-        module = copy.deepcopy(self.module, memo)
         given = _without_caches(map_tensors(zeros, (args, kwargs)))
         first = next(tensors_in(given), None)
         found = self._attempt(module, given, on_meta=False)
@@ -93,6 +99,21 @@ class Probe:
             is_alike = found.value.shape == first.shape and not found.set_tensors and not found.set_others
             self._returns_first = is_alike
         return found
+
+    def _with_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
+        """Call a copy of the module whose weights are zeros with copies of its arguments."""
+        module, _ = self._zero_copy(args, kwargs)
+        given = _without_caches(map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs)))
+        return self._attempt(module, given, on_meta=False)
+
+    def _zero_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[nn.Module, torch.device]:
+        device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
+        memo: dict[int, Any] = {
+            id(each): nn.Parameter(torch.zeros_like(each, device=device), requires_grad=False)
+            if isinstance(each, nn.Parameter) else torch.zeros_like(each, device=device)
+            for each in _held(self.module)
+        }  # fmt: skip
+        return copy.deepcopy(self.module, memo), device
 
     def _attempt(self, module: nn.Module, given: Any, *, on_meta: bool) -> Returned | None:
         """Call a module and look for what it does besides returning; None if the call fails."""

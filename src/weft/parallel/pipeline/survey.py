@@ -29,6 +29,7 @@ from weft.models.inspect.chain import Chain
 from weft.parallel.layers.index_check import StandIn
 from weft.parallel.pipeline.probe import Probe
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local
+from weft.parallel.random.draws import drawing_by
 
 #: Number of a call, and of the tensor among its outputs.
 Value = tuple[int, int]
@@ -64,6 +65,16 @@ class StageRoute:
     entry: Mapping[int, EntryCall]
     values: Mapping[int, tuple[Value, ...]]
     last: Mapping[int, int]
+
+
+class _AnyPositions:
+    """Positions for `weft.randn_like` and similar functions, which need no generator: every stage draws the same."""
+
+    def next_draw(self, like: torch.Tensor, modules: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return a key and positions of the right shape."""
+        del modules
+        key = torch.zeros((), dtype=torch.int64, device=like.device)
+        return key, [torch.arange(size, device=like.device) for size in like.shape]
 
 
 class ValueSurvey:
@@ -113,7 +124,7 @@ class ValueSurvey:
         drawn = random.getstate()
         handle = self._model.register_forward_pre_hook(self._without_towers, with_kwargs=True)
         try:
-            with torch.random.fork_rng(devices=cuda), torch.no_grad():
+            with torch.random.fork_rng(devices=cuda), torch.no_grad(), drawing_by(_AnyPositions()):
                 state = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
                 output = forward(self._model, batch)
                 after = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
