@@ -293,9 +293,9 @@ class Bf16(Wire):
 class Largest(Wire):
     """Few values with their places: `spec.kept` of each `spec.block`."""
 
-    feeds_back = True
     # Sums of few values each are many: they would not fit what travels.
     sends_to_all = True
+    feeds_back = True
 
     def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         scales: list[torch.Tensor] = []

@@ -23,7 +23,7 @@ from weft.models.inspect.layers import is_linear, weight_of
 from weft.models.inspect.private_torch import children
 from weft.private_torch import tree_leaves, tree_map
 
-#: TokenDim of the shortest sequence that `Inputs` are made for.
+#: Tokens of the shortest sequence that `Inputs` are made for.
 SHORTEST = 8
 T = TypeVar("T")
 
@@ -296,7 +296,7 @@ class Inputs:
         return torch.zeros(shape, dtype=leaf.dtype, device="meta")
 
     def sequence_step(self, model: nn.Module, longest: int | None = None) -> int:
-        """TokenDim of the shortest sequence to trace; 0 where the model reads none.
+        """Tokens of the shortest sequence to trace; 0 where the model reads none.
 
         longest: that it reads; a trace takes sequences of four times the shortest.
         """

@@ -302,7 +302,7 @@ def cache_name(model: Any) -> str:
 
 
 def attention_chunk(module: nn.Module) -> int:
-    """TokenDim of the chunks that a module attends within (Llama 4); 0 where it attends to all."""
+    """Tokens of the chunks that a module attends within (Llama 4); 0 where it attends to all."""
     config = getattr(module, "config", None)
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     is_chunked = kinds is None or index is None or kinds[index] == "chunked_attention"
@@ -316,12 +316,12 @@ def scales_logits(model: nn.Module) -> bool:
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """TokenDim that the model reads at most; None where it does not say."""
+    """Tokens that the model reads at most; None where it does not say."""
     return number(getattr(model, "config", None) or getattr(model, "spec", None), "positions")
 
 
 def longest_text(model: nn.Module) -> int | None:
-    """TokenDim that the model reads at most; None where positions have no end or the model does not say.
+    """Tokens that the model reads at most; None where positions have no end or the model does not say.
 
     Tables of positions whose first rows stand for padding (RoBERTa) are shorter than the config says.
     """
