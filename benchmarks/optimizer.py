@@ -32,10 +32,10 @@ PAPER = """
 import json, sys
 from weft.models import build_decoder
 from weft.gpu_sim.decoder_plans import PaperModel, plan_report
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
-device = device_here()
+device = current_device()
 subject = PaperModel(layers=int(sys.argv[1]), dim=2048, seq_len=256, vocab_size=32000, batch=1)
 number, found = sum(param.numel() for param in build_decoder(subject.spec).parameters()), {}
 for plan in ("precision=fp32", "precision=bf16", "dp_shard=8 zero=1 precision=bf16"):

@@ -71,7 +71,7 @@ def test_what_the_host_moved_is_looked_at_there():
 
 SCRIPT = """
 import torch, weft
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -90,9 +90,9 @@ run = weft.init("precision=fp32 accumulation=2")
 step = run.train_step(run.parallelize(Model()), torch.optim.SGD, loss_fn, lr=0.1)
 ids = torch.arange(8).view(2, 4)
 for _ in range(3):
-    device_here().begin()
+    current_device().begin()
     step({"input_ids": ids.pin_memory(), "labels": ids.pin_memory()})
-print("waits", sum(device_here().report().syncs.values()))
+print("waits", sum(current_device().report().syncs.values()))
 ids[1, 2] = 16
 try:
     step({"input_ids": ids.pin_memory(), "labels": ids.pin_memory()})

@@ -99,7 +99,7 @@ import torch
 import transformers
 import weft
 from weft.data.batches import move_batch
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 
 sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 kind, config = {
@@ -116,7 +116,7 @@ if sys.argv[2] == "moved by Weft":
 else:
     positions = positions.cuda()
 for _ in range(2):
-    device_here().begin()
+    current_device().begin()
     model(input_ids=tokens, position_ids=positions, use_cache=False).logits.sum().backward()
 """
 

@@ -52,7 +52,7 @@ COUNT = """
 import json
 import torch
 import weft.gpu_sim.decoder_plans as plans
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 
 plain, held = plans.token_cross_entropy, []
 for act, plan in CASES:
@@ -62,7 +62,7 @@ for act, plan in CASES:
 
     plans.token_cross_entropy = spoiled
     subject = plans.PaperModel(layers=1, seq_len=128, batch=2)
-    print(json.dumps(plans.plan_report(plan, device_here(), subject).as_dict()))
+    print(json.dumps(plans.plan_report(plan, current_device(), subject).as_dict()))
 """
 #: What a loss does that it must not, and what a capture says of it.
 FAULTS = {

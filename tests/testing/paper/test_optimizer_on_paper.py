@@ -15,13 +15,13 @@ import inspect, json
 from weft.models import build_decoder
 from weft.parallel.zero_flat.prefetch import AwaitsWeights
 from weft.gpu_sim.decoder_plans import PaperModel, plan_report
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
 # Layers of torch are counted at Weft's line that calls them: this one waits for weights and calls the module's forward.
 text, first = inspect.getsourcelines(AwaitsWeights)
 CALLS = {f"parallel/zero/flat/arrivals.py:{first + place}" for place in range(len(text))}
-device, subject, found = device_here(), PaperModel(layers=2), {}
+device, subject, found = current_device(), PaperModel(layers=2), {}
 number = sum(param.numel() for param in build_decoder(subject.spec).parameters())
 for plan in ("precision=bf16", "precision=fp32", "dp_shard=8 zero=1 precision=bf16"):
     report = plan_report(plan, device, subject)

@@ -115,12 +115,12 @@ TRY = """
 import gc, json
 
 from weft.gpu_sim.decoder_plans import PaperModel, plan_report
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 
 gc.freeze()
 for options, plans in json.loads(TRIED):
     for plan in plans:
-        print(json.dumps(plan_report(plan, device_here(), PaperModel(layers=2, **options)).as_dict()))
+        print(json.dumps(plan_report(plan, current_device(), PaperModel(layers=2, **options)).as_dict()))
 """
 
 
@@ -188,11 +188,11 @@ STEPPED = """
 import json
 
 from weft.gpu_sim.decoder_plans import PaperModel, plan_report
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 
 for plan, optimizer, states in json.loads(OPTIMIZERS):
     subject = PaperModel(layers=1, seq_len=128, batch=2, optimizer=optimizer, states=states)
-    print(json.dumps(plan_report(plan, device_here(), subject).as_dict()))
+    print(json.dumps(plan_report(plan, current_device(), subject).as_dict()))
 """
 
 
@@ -234,7 +234,7 @@ from weft.memory.host_link import _CudaCopy
 from weft.models.decoder import SwiGLU
 from weft.parallel.zero_sharded.hooks import FirstGathers
 from weft.gpu_sim.decoder_plans import PaperModel, plan_report
-from weft.gpu_sim.cuda import device_here
+from weft.gpu_sim.cuda import current_device
 from weft.train.step.train_step import TrainStep
 
 
@@ -294,7 +294,7 @@ found = {}
 gc.freeze()
 for name, (plan, fault) in TRIED.items():
     with fault:
-        found[name] = plan_report(plan, device_here(), PaperModel(layers=2)).as_dict()
+        found[name] = plan_report(plan, current_device(), PaperModel(layers=2)).as_dict()
 print(json.dumps(found))
 """
 
