@@ -1,4 +1,6 @@
-"""What one device can do, and what several kinds at one job can: a plan gives all equal work, so the least of each."""
+"""Devices and clusters: specifications of one device, and how many devices a cluster has. Base units: bytes, FLOP/s,
+watts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import cast
 
 from weft.errors import ConfigError, Problem, did_you_mean, shown
 
-#: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
+#: Fraction of host memory that all ranks of a host may pin; the default of `memory.pinned_limit`.
 _PINNED_SHARE = 0.6
 #: The name of a host's cores as a device.
 HERE = "here"
@@ -21,9 +23,9 @@ HERE = "here"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """What one device can do. None is not known; every rate is for one device and one direction.
+    """Specification of one device. None is unknown. Every rate is for one device and one direction.
 
-    peaks: dense peak FLOP/s by precision. measured_flops: the best bf16 matmul that was measured, in FLOP/s.
+    peaks: dense peak FLOP/s by precision. measured_flops: the best measured bf16 matmul, in FLOP/s.
     scale_up_bytes_per_s: the fast links between the devices of one domain of `scale_up_domain` devices.
     nic_bytes_per_s: its share of the network between nodes. host_bytes_per_s: the link to host memory.
     host_memory_bytes: its share of the memory of its host.
@@ -55,11 +57,13 @@ class DeviceSpec:
 
     @property
     def pinnable_bytes(self) -> float:
-        """What its rank may pin of its host's memory; where nothing is known of that, it has twice the device's."""
+        """Host memory that a rank may pin. Unknown host memory counts as twice the device's."""
         return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32", or None if the device lacks the
+        precision.
+        """
         return dict(self.peaks).get(precision)
 
 
@@ -94,12 +98,12 @@ def slowest_of(kinds: Sequence[tuple[DeviceSpec, int]]) -> DeviceSpec:
 
 
 def _least(values: Iterable[float | None]) -> float | None:
-    """The least of what is known; None where nothing is."""
+    """Return the smallest known value, or None."""
     known = [value for value in values if value is not None]
     return min(known, default=None)
 
 
-# The machines: what one device can do, and how many there are. Numbers are in base units: bytes, FLOP/s, watts.
+# Clusters: nodes, devices per node, and their description in text or TOML.
 
 #: How the fast links join the devices of a scale-up domain.
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
@@ -110,7 +114,7 @@ _POWER_EXPONENT = 0.85
 #: A memory size behind the name of a device, as in "a100-40gb"; sizes are GB or GiB, so they may differ by 7 %.
 _MEMORY_SUFFIX = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b")
 _MEMORY_TOLERANCE = 0.07
-#: What people write beside a device's name: numbers, and signs for "times".
+#: Numbers and multiplication signs around the name of a device.
 _BESIDE = re.compile(r"[0-9]{1,7}")
 _BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
 #: Number of a device file -> (field of DeviceSpec, factor to its base unit).
@@ -136,11 +140,13 @@ _CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` gives the shorthand.
+    """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` returns the shorthand.
 
-    rack_nodes: nodes of a rack (of a leaf of the network); 0: the network is one. oversubscription: how many times the
-    adapters of a rack carry what its links to other racks do. kinds: where its nodes are not of one kind, how many
-    devices of each there are; `device` is then as slow as the slowest of them in each respect.
+    rack_nodes: nodes of a rack (one leaf switch of the network), or 0 for a flat network. oversubscription: ratio of
+    the
+    bandwidth of a rack's adapters to its links to other racks. kinds: number of devices of each kind in a mixed
+    cluster;
+    `device` then has the slowest rate of all kinds in every respect.
     """
 
     nodes: int
@@ -163,7 +169,7 @@ class ClusterSpec:
         "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest.
 
         Raises:
-            ConfigError: for a text that cannot be read, and a device that is not known.
+            ConfigError: for text that cannot be read, and for an unknown device.
         """
         if "+" in text:
             return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
@@ -186,12 +192,13 @@ class ClusterSpec:
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
-        """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
+        """Read a table: nodes (default 1), devices_per_node, and device: a name, or a table of numbers.
 
-        It has rack_nodes and oversubscription where racks share thin links, and devices_per_host_link where devices
-        share a link to their host, as behind one PCIe switch.
+        rack_nodes and oversubscription describe racks that share thin links. devices_per_host_link is the number of
+        devices
+        that share one link to their host, as behind one PCIe switch.
 
-        A device's table starts from a known one where it has `like = "h100"`.
+        A device's table starts from a known device if it has `like = "h100"`.
 
         Raises:
             ConfigError: with every mistake of the table, each from `origin`.
@@ -242,17 +249,17 @@ class ClusterSpec:
 
 @functools.cache
 def devices() -> Mapping[str, DeviceSpec]:
-    """Return the devices that Weft knows, by name."""
+    """Return the built-in devices by name."""
     text = Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
     tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
     return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
 
 
 def device(name: str) -> DeviceSpec:
-    """Return a known device by its name or an alias.
+    """Return a built-in device by its name or an alias.
 
     Raises:
-        ConfigError: for any other; it lists the known ones.
+        ConfigError: for any other name; the message lists the built-in ones.
     """
     found = _known_device(name)
     if found is not None:
@@ -269,7 +276,7 @@ def device(name: str) -> DeviceSpec:
 
 
 def device_by_torch_name(name: str) -> DeviceSpec | None:
-    """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3", or None if it is not in the table."""
     wanted = " ".join(word for word in name.split() if word not in _MAKERS)
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
 
@@ -317,7 +324,7 @@ def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
 
 
 def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:
-    """The device with its part of a link to the host that so many devices share; what is wrong goes to the problems."""
+    """Return the device with its share of a host link that `count` devices share. Append mistakes to `problems`."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
         rule = "a whole number from 1 to 64 is needed"
         problems.append(Problem("devices_per_host_link", f"devices_per_host_link={shown(count)}: {rule}. Use e.g. 2."))
@@ -334,7 +341,7 @@ def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Pr
 
 
 def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int, float]:
-    """Nodes of a rack and how thin its links to others are, as a table says; what is wrong goes to the problems."""
+    """Return (nodes of a rack, oversubscription) of a cluster table. Append mistakes to `problems`."""
     nodes, factor = table.get("rack_nodes", 0), table.get("oversubscription", 1.0)
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
         problems.append(Problem("rack_nodes", f"rack_nodes={shown(nodes)}: a whole number is needed. Use e.g. 16."))
@@ -350,7 +357,7 @@ def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int
 
 
 def _expect_order(text: str) -> None:
-    """ConfigError for "h100x8", "8h100" and the like, which says how it is written."""
+    """Raise ConfigError for "h100x8", "8h100" and similar text, with the right form."""
     low = text.strip().lower()
     names = [each for one in devices().values() for each in (one.name, *one.aliases)]
     for name in sorted(names, key=len, reverse=True):
@@ -383,11 +390,11 @@ def _device_of(value: object) -> DeviceSpec:
 
 
 def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
-    """Return a device whose power cap costs it matmul rate; one at its rated power, or never measured, as it is.
+    """Return a device with the matmul rate of its power cap, or the device if it is not capped or was never measured.
 
     Args:
-        spec: with the cap as its power.
-        rated_watts: of the device as it is sold.
+        spec: the device, with the cap as its power.
+        rated_watts: power of the device as sold.
     """
     if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
         return spec

@@ -1,4 +1,4 @@
-"""A condition over figures, as data: what the grammar reads and what alerts are judged by."""
+"""Alert conditions over metrics: their data types, their grammar, and the standard alerts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Unit = Literal["s", "steps", "evaluations"]
 
 @dataclass(frozen=True, slots=True)
 class RunSpan:
-    """A stretch of a run: so many seconds, or readings of a step or an evaluation."""
+    """A span of a run: seconds, or readings of a step or an evaluation."""
 
     amount: float
     unit: Unit
@@ -45,11 +45,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A figure beside a number.
+    """A metric compared with a number.
 
-    of: the number is a factor on what was planned ("plan"), on the median of a span ("median"), or counts deviations
-    above or below it ("sigma"); "": it is a value. For ranks and machines the worst one counts: the greatest for ">",
-    the least for "<". hold: it must be so for this long.
+    of: "" compares with a value; "plan" with a factor on the planned value; "median" with a factor on the median of a
+    span; "sigma" with deviations from that median. For ranks and machines the worst series counts: the largest for ">",
+    the smallest for "<". hold: time for which the comparison must be true.
     """
 
     series: Series
@@ -71,9 +71,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class NoImprovement:
-    """A figure without a new best for a span.
+    """A metric without a new best for a span.
 
-    way: which way better lies. by: gain that counts, as a share where it is `relative`.
+    way: direction of improvement. by: gain that counts, as a fraction if `relative`.
     """
 
     series: Series
@@ -85,7 +85,7 @@ class NoImprovement:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A figure that rises or falls over a span by an amount, as a share of its start where it is `relative`."""
+    """A metric that rises or falls over a span by an amount, as a fraction of its start if `relative`."""
 
     series: Series
     rises: bool
@@ -111,7 +111,7 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """All of several conditions at once."""
+    """Conjunction of several conditions."""
 
     parts: tuple[Condition, ...]
 
@@ -146,13 +146,13 @@ def parse_condition(text: str) -> Condition:
     """Read a condition.
 
     Raises:
-        ValueError: says what is wrong and what to write; without the text itself and its place.
+        ValueError: with the mistake and the remedy, without the text and its position.
     """
     return _Reader(text).whole()
 
 
 class _Reader:
-    """Reads one text, word by word."""
+    """Recursive descent parser of one condition."""
 
     def __init__(self, text: str):
         if len(text) > 1000:
@@ -185,7 +185,7 @@ class _Reader:
         return word
 
     def _takes(self, *words: str) -> bool:
-        """Go past the words where they are next."""
+        """Consume the given tokens if they come next, and return True."""
         if tuple(self._words[self._at : self._at + len(words)]) != words:
             return False
         self._at += len(words)
@@ -341,14 +341,14 @@ class _Reader:
 _EXAMPLE = "'eval.loss no better for 3 evaluations' or 'gpu.temperature > 87 for 60s'"
 
 
-# The ready set of alerts, `alerts = "standard"`: what every run should hear of, quiet on runs that are well.
+# The standard alerts, `alerts = "standard"`. Healthy runs never trigger them.
 
 Severity = Literal["info", "warning", "critical"]
 
 
 @dataclass(frozen=True, slots=True)
 class StandardAlert:
-    """One of the set. says: what a person may do about it. after_step: steps that are let pass before."""
+    """One standard alert. says: the advice in its message. after_step: first step that counts."""
 
     name: str
     when: str

@@ -1,4 +1,4 @@
-"""What a rule between the keys of one config is."""
+"""The type of a rule between the keys of one config."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from weft.errors import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigRule:
-    """One thing that a config must not ask for.
+    """A constraint on a config.
 
-    keys: the dotted keys that the rule looks at; the first is the one to blame.
-    predicate: True where the config breaks the rule. reason: why, in one sentence that holds for every config.
+    keys: the dotted keys that the rule reads; the first is the one to blame.
+    predicate: True if the config breaks the rule. reason: why, in one sentence that holds for every config.
     message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and its equals sign.
     """
 
@@ -25,7 +25,7 @@ class ConfigRule:
     message: Callable[[RunConfig], str]
 
     def check(self, config: RunConfig) -> Problem | None:
-        """The problem, or None where the config keeps the rule."""
+        """Return the problem, or None if the config satisfies the rule."""
         if not self.predicate(config):
             return None
         return Problem(self.keys[0], f"{self.keys[0]}={self.message(config)}")

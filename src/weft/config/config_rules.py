@@ -45,15 +45,15 @@ GRAPH_CONFIG_RULES: tuple[ConfigRule, ...] = (
 )
 
 
-# What must hold of alerts, channels and sinks: conditions that can be read, actions that exist, what a kind needs.
+# Rules of alerts, channels and sinks: readable conditions, existing actions, required settings of each kind.
 
-#: What the ranks can be asked for by an alert.
+#: Actions that an alert may request of a run.
 RUN_WORDS = ("checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back")
 _NEEDS_URL = ("mlflow", "pushgateway", "otlp", "http")
 
 
 def watch_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what is wrong with the tables [[alert]], [[channel]] and [[sink]]."""
+    """Yield the problems of the tables [[alert]], [[channel]] and [[sink]]."""
     for kind, tables in (("alert", config.alert), ("channel", config.channel), ("sink", config.sink)):
         names = [sink_name(one) if isinstance(one, SinkSection) else one.name for one in tables]
         for place, name in enumerate(names):
@@ -71,7 +71,7 @@ def watch_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def sink_name(sink: SinkSection) -> str:
-    """Return what a sink is called."""
+    """Return the display name of a sink."""
     return sink.name or sink.kind
 
 
@@ -143,11 +143,11 @@ def _secret_url(key: str, url: str | None, *, everything: bool = False) -> Itera
     )
 
 
-# What must hold between the keys of one config, as data; and the plan's rules, asked with what a config knows.
+# Rules between the keys of one config, as data, and the plan's rules with the facts of the config.
 
 
 def _layout_problem(config: RunConfig) -> str:
-    """Why the layout cannot be read; empty where it can, or none is given."""
+    """Return why the layout cannot be read, or ""."""
     try:
         Layout.read(config.layout or "x=replicate")
     except LayoutError as error:
@@ -368,12 +368,12 @@ def config_problems(
     """Return every rule that a config breaks: between its keys, of the model's shape, and of the plan.
 
     Args:
-        config: with defaults in the place of what was refused.
-        broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
-        origins: dotted key -> where it was typed.
-        fallback: the origin of what was typed nowhere.
-        world_size: the number of ranks, where that is known.
-        device: what they run on, where that is known.
+        config: with defaults in place of refused values.
+        broken: dotted keys that hold a default because their value was refused; no rule reads them.
+        origins: dotted key -> origin of its value.
+        fallback: the origin of values that were not typed.
+        world_size: the number of ranks, or None if unknown.
+        device: the device kind of the ranks, or None if unknown.
     """
     found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
     for rule in CONFIG_RULES:
@@ -394,7 +394,7 @@ def config_problems(
 
 
 def least_vocab(config: RunConfig) -> int:
-    """Count a tokenizer's entries as far as the config tells: all of one to be trained, at least one of any other."""
+    """Count the entries of the config's tokenizer: all of one that will be trained, at least one of any other."""
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
 
 
@@ -425,7 +425,7 @@ def _plan_problems(
         global_batch=None
         if _touches("plan", broken) or _touches("train.global_batch", broken)
         else config.train.global_batch,
-        # What a task of one's own reads is not known before its class is loaded.
+        # The options of a user's task are unknown before its class is loaded.
         seq_len=None if not _is_on_text(config) or _touches("train.seq_len", broken) else config.train.seq_len,
         device=device,
         open_axis=open_axis,

@@ -24,20 +24,21 @@ class DecoderSpec:
     max_seq_len: longest sequence; the size of the position table in the gpt2 family.
     tied: the output head shares the embedding's weight.
     rope_theta: base of the rotary frequencies (llama family).
-    rope_scale: how far the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192 tokens;
-    1 leaves them as they are.
+    rope_scale: factor by which the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192
+    tokens;
+    1 leaves them unchanged.
     norm_eps: added to the mean square (or the variance) inside the norms.
 
     With experts (llama family), some feed-forward layers are a router and `num_experts` SwiGLU layers:
-    num_experts: 0 for a dense model. top_k: experts that each token visits.
-    expert_ffn_dim: hidden width of one expert; 0: ffn_dim. num_shared_experts: experts' widths that all tokens visit.
+    num_experts: 0 for a dense model. top_k: experts per token.
+    expert_ffn_dim: hidden width of one expert; 0: ffn_dim. num_shared_experts: number of experts that all tokens use.
     first_moe_layer, moe_every: layer i has experts from first_moe_layer on, every moe_every-th; the others are dense.
     router: scores are the "softmax" over the experts, or a "sigmoid" each. normalise_top_k: the chosen scores are
-    divided by their sum. route_scale: what they are multiplied with then.
+    divided by their sum. route_scale: factor on the scores after that.
     balance: "aux_loss" adds balance_rate times the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17);
     "bias" moves each expert's selection bias by balance_rate a step (arXiv 2408.15664); "none".
-    capacity_factor: an expert takes at most this many times its even share of a sequence, and tokens beyond, the later
-    ones, skip it; 0: no token is dropped.
+    capacity_factor: an expert accepts at most this many times its even share of a sequence, and later tokens skip it;
+    0: no token is dropped.
     """
 
     family: str = "llama"

@@ -1,7 +1,4 @@
-"""What each key of a config takes, as sentences: one description for every way in which a value can be wrong.
-
-Read from the JSON schema of `RunConfig`, so that a new field brings its own error texts.
-"""
+"""Error texts for wrong config values, generated from the JSON schema of `RunConfig`."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ def _resolved(node: Node) -> Node:
 
 
 def keys_of(node: Node) -> dict[str, Node]:
-    """The keys that a table takes, with what each takes; empty where the node is no table with fixed keys."""
+    """Return the keys of a table with their schemas; empty if the node is not a table with fixed keys."""
     return cast(dict[str, Node], _resolved(node).get("properties", {}))
 
 
 def node_at(path: KeyPath) -> Node | None:
-    """The schema of the value at a path, or None where no such key is known."""
+    """Return the schema of the value at a path, or None for an unknown key."""
     node: Node | None = _schema()
     for part in path:
         node = _child(_resolved(node), part)
@@ -58,7 +55,7 @@ def _child(node: Node, part: str | int) -> Node | None:
 
 
 def takes_text(node: Node | None) -> bool:
-    """Whether the key takes text and nothing else, so that an override needs no quotes whatever it says."""
+    """Return True if the key accepts text only, so that an override needs no quotes."""
     return node is not None and node.get("type") == "string"
 
 
@@ -85,7 +82,7 @@ def wrong_value(path: KeyPath, value: object) -> str:
 
 
 def _is_secret(node: Node) -> bool:
-    """Whether people may have typed a secret there: it is not printed."""
+    """Return True if the value may be a secret, which is not printed."""
     return any(bool(branch.get("x-secret")) for branch in _branches(node))
 
 
@@ -112,7 +109,7 @@ def unknown_key(path: KeyPath) -> str:
 
 
 def _setting_like(name: str) -> str:
-    """Return the setting that a key of another section or another tool stands for, or ''."""
+    """Return the setting that matches a key of another section or another tool, or ""."""
     if name in PLAN_FIELDS:
         return f"plan.{name}"
     meanings = {

@@ -1,4 +1,4 @@
-"""A config as it was loaded: its values, and where each of them was typed."""
+"""Config files: read TOML with overrides, keep the origin of each value, print configs and their schema."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.errors import ConfigError, PlanError, Problem, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A config, and where each of its values was typed.
+    """A config with the origin of each value.
 
     origins: dotted key of every value -> "default", "train.toml:12" or "command line".
     """
@@ -33,7 +33,7 @@ class LoadedConfig:
     origins: Mapping[str, str]
 
     def check(self, *, world_size: int | None = None, device: DeviceSpec | None = None) -> None:
-        """Ask the rules again once the ranks are known. Raises ConfigError with every problem and its origin."""
+        """Check the rules that need the number of ranks. Raise ConfigError with every problem and its origin."""
         problems = config_problems(self.config, origins=self.origins, world_size=world_size, device=device)
         if problems:
             raise ConfigError(sorted(problems, key=by_line))
@@ -69,7 +69,7 @@ def by_line(problem: Problem) -> tuple[int, int]:
     return (0, int(line)) if line.isdigit() else (1, 0)
 
 
-# Print a config: as a TOML file, and what may stand in one as a JSON Schema.
+# Printing: a config as a TOML file, and the JSON Schema of config files.
 
 
 def format_config(config: RunConfig) -> str:
@@ -111,8 +111,8 @@ def _plan_table() -> dict[str, object]:
     return {"type": "object", "additionalProperties": False, "properties": fields}
 
 
-# Read a run's config: a TOML file, dotted overrides on top, defaults below; all mistakes at once, each with its
-# line.
+# Reading: a TOML file, with dotted overrides on top and defaults below. All mistakes are reported together, with
+# lines.
 
 __all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "run_name", "show_origins"]
 
@@ -137,8 +137,8 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
 
     Args:
         text: TOML.
-        name: of the file, for the origins of what is wrong.
-        overrides: key=value words of the command line, applied in order.
+        name: the file's name, for the origins of mistakes.
+        overrides: key=value arguments of the command line, applied in order.
         file: the run takes its name from it if nothing else names it.
 
     Raises:
@@ -224,7 +224,7 @@ def run_name(path: Path) -> str:
 
 
 def _name_run(tables: dict[str, object], path: Path) -> bool:
-    """Call the run after its file where nothing else names it, so that two files never share a run's folder."""
+    """Name the run after its file unless something else names it, so that two files never share a run folder."""
     section = tables.setdefault("run", {})
     if not isinstance(section, dict) or "name" in section:
         return False
@@ -252,7 +252,7 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
 
 
 def _as_integers(node: object, path: KeyPath = ()) -> object:
-    """The tables with 1e3 as 1000 where a whole number is needed; TOML reads it as a number with a fraction."""
+    """Return the tables with 1e3 as 1000 for integer settings; TOML reads 1e3 as a float."""
     if isinstance(node, float):
         return int(node) if node.is_integer() and takes_integers(node_at(path)) else node
     if isinstance(node, dict) and len(path) < 4:  # no setting lies deeper, whatever was typed
@@ -264,7 +264,7 @@ def _as_integers(node: object, path: KeyPath = ()) -> object:
 
 
 def _resolve_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
-    """Of steps and epochs the one on the command line counts; two in one place are a mistake."""
+    """Keep steps or epochs: the command line wins over the file, and both in one source are a mistake."""
     train = tables.get("train")
     if not isinstance(train, dict) or not {"steps", "epochs"} <= train.keys():
         return []
@@ -279,7 +279,7 @@ def _resolve_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> li
 
 
 def _read_plan(tables: dict[str, object]) -> list[Problem]:
-    """Turn the plan into its text in `tables`; take it out where it cannot be read."""
+    """Replace the plan in `tables` by its text, or remove it if it cannot be read."""
     plan = tables.get("plan")
     if not isinstance(plan, str | dict):
         return []  # absent, or of a type that validation refuses
@@ -298,7 +298,7 @@ def _read_plan(tables: dict[str, object]) -> list[Problem]:
 
 
 def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
-    """The config, with defaults in the place of what is wrong, and the problems."""
+    """Return the config, with defaults in place of wrong values, and the problems."""
     problems: list[Problem] = []
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Numbers of a Hugging Face config, whatever its family calls them: of config.json, or of an object of transformers.
+"""Numbers of a Hugging Face config under the names of all model families, from config.json or a config object.
 
-All that Weft knows of those names stands here; nothing of it needs torch.
+This is the only module that has those names. It needs no torch.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _BESIDE = {
 
 
 def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
-    """Return all numbers of a shape that a config.json holds, by what they are; `name` is said in errors.
+    """Return the numbers of a model's shape from the table of a config.json; `name` appears in errors.
 
     Raises:
-        ModelError: where one is no whole number, or what every model has is missing.
+        ModelError: if a number is not an integer, or a required one is missing.
     """
     found: dict[str, int] = {}
     for field, keys in _NAMES.items():
@@ -84,7 +84,7 @@ def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
 def number(config: object, field: str) -> int | None:
     """Return one number of a config's shape: "vocab", "hidden", "layers", "heads", "positions" and so on.
 
-    config: an object of transformers, or any that has its names. None where it has no whole number above 0 there.
+    config: a config object of transformers, or any object with its attributes. Returns None without a positive integer.
     """
     for key in _NAMES[field]:
         value = getattr(config, key, None)
@@ -94,7 +94,7 @@ def number(config: object, field: str) -> int | None:
 
 
 def decoder_shape(config: object) -> DecoderSpec | None:
-    """Return what rules ask of a model of transformers; None where its config has no width, layers and heads."""
+    """Return the shape that rules need of a transformers model, or None if its config lacks width, layers or heads."""
     hidden, layers, heads = (number(config, field) for field in ("hidden", "layers", "heads"))
     if hidden is None or layers is None or heads is None:
         return None
@@ -113,13 +113,14 @@ def decoder_shape(config: object) -> DecoderSpec | None:
 
 
 def resize(config: Any, **sizes: int) -> None:
-    """Give numbers of a config of transformers other values, in place, wherever it names them.
+    """Set numbers of a transformers config to other values, in place, under all names that the config uses.
 
-    sizes: by what they are, as in `number`, or by the names beside. Numbers that the config leaves to
-    its model (None) stay so, and so do those that it works out from others.
+    sizes: by the keys of `number`, or by the keyword names. Numbers that the config leaves to its model (None) or
+    derives
+    from others are unchanged.
     """
     for field, value in sizes.items():
-        # The width of an expert goes by the name of a layer's where there are no dense layers.
+        # Models without dense layers use the name of a layer's width for the width of an expert.
         names = _NAMES.get(field, ())[: 1 if field == "expert_ffn" else None]
         for name in (*names, *_BESIDE.get(field, ())):
             with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
@@ -128,7 +129,7 @@ def resize(config: Any, **sizes: int) -> None:
 
 
 def image_shape(config: object) -> tuple[int, int, int] | None:
-    """Return channels, height and width of the images that a model reads; None where it reads none."""
+    """Return channels, height and width of a model's images, or None if it reads no images."""
     for part in (config, getattr(config, "vision_config", None)):
         size: Any = getattr(part, "image_size", None)
         if size:

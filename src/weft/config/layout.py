@@ -1,8 +1,8 @@
-"""The layout: which part of a model is cut how, by module path. Pure data; `parallel/` carries it out.
+"""Layout: how each module is sharded, by module path. Pure data; `parallel/` applies it.
 
-Text form: words `pattern=style`, in order; the first pattern that fits decides. In a pattern `*` stands for one part
-of a path and `{q,k,v}` for one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". A fused
-layer has its segments behind the style: "h.*.attn.c_attn=colwise:3".
+Text form: `pattern=style` items in order; the first matching pattern decides. In a pattern `*` matches one part
+of a path and `{q,k,v}` one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". A fused
+layer has its segments after the style: "h.*.attn.c_attn=colwise:3".
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 from weft.errors import LayoutError, did_you_mean
 
-#: colwise: output features are cut; rowwise: input features are cut, outputs are partial sums; vocab: rows of an
-#: embedding or head are cut; replicate: every rank has all of it; partial: every rank has all of it, and sees only its
-#: own heads or features, so gradients add up; expert: whole experts are spread; spread: every rank has all of an
-#: encoder, and computes some of its items; spread:data: those of other data ranks too.
+#: colwise: shard the output features; rowwise: shard the input features, outputs are partial sums; vocab: shard the
+#: rows
+#: of an embedding or head; replicate: every rank has all of it; partial: every rank has all of it but uses its own
+#: heads
+#: or features only, so gradients are summed; expert: distribute experts; spread: every rank has the full encoder and
+#: computes some of its items; spread:data: also items of other data ranks.
 STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data")
-#: A fused layer's style says how many equal segments it joins, or their sizes: colwise:3, colwise:64+16+16.
+#: The style of a fused layer has the number of equal segments, or their sizes: colwise:3, colwise:64+16+16.
 _FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)
 
 _PART = r"(?:\*|[A-Za-z0-9_]+|\{[A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)*\})"
@@ -66,10 +68,10 @@ class Style(NamedTuple):
     segments: tuple[int, ...] = ()
 
     def sizes(self, total: int) -> tuple[int, ...]:
-        """Return the rows of each segment of a layer with `total` rows; () where it is not fused.
+        """Return the rows of each segment of a layer with `total` rows, or () for a layer that is not fused.
 
         Raises:
-            LayoutError: where they do not add up to the layer.
+            LayoutError: if they do not add up to the layer.
         """
         if not self.segments:
             return ()
@@ -100,7 +102,7 @@ class Layout:
             seen.add(pattern)
 
     def match(self, path: str) -> str | None:
-        """Return the style of the module at `path`, or None where no pattern fits."""
+        """Return the style of the module at `path`, or None if no pattern matches."""
         return next((style for pattern, style in self.pairs if _compiled(pattern).fullmatch(path)), None)
 
     def style(self, path: str) -> Style | None:
@@ -118,7 +120,7 @@ class Layout:
 
     @property
     def without_distributed(self) -> Layout:
-        """The words for what is cut or left whole."""
+        """The layout's text without encoders that ranks share."""
         return Layout(tuple(pair for pair in self.pairs if not pair[1].startswith("spread")))
 
     def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
@@ -149,7 +151,7 @@ class Layout:
         """Read the text form.
 
         Raises:
-            LayoutError: for a word that is not pattern=style.
+            LayoutError: for an item that is not pattern=style.
         """
         pairs: list[tuple[str, str]] = []
         for word in text.split():
@@ -163,12 +165,12 @@ class Layout:
 
     @classmethod
     def read(cls, source: str | Path) -> Layout:
-        """Return what a setting says: the words themselves, or the file of them that `weft layout MODEL --save` writes.
+        """Return the layout of a setting: its text, or the text of a file that `weft layout MODEL --save` writes.
 
-        In a file, '#' begins a comment.
+        In a file, '#' starts a comment.
 
         Raises:
-            LayoutError: for a file that cannot be read, or a word that is not pattern=style.
+            LayoutError: for a file that cannot be read, or an item that is not pattern=style.
         """
         text = str(source)
         if "=" in text and not Path(text).is_file():
@@ -220,7 +222,7 @@ def _part_expression(part: str) -> str:
     return f"(?:{part[1:-1].replace(',', '|')})" if part.startswith("{") else part
 
 
-# Divisors of whole numbers, for rules that ask what comes out even.
+# Divisors, for rules about numbers that must divide evenly.
 
 
 def common_divisors(*numbers: int) -> list[int]:
@@ -232,5 +234,5 @@ def common_divisors(*numbers: int) -> list[int]:
 
 
 def nearest(values: Iterable[int], wanted: int) -> int:
-    """The value that lies next to the wanted one; of two the smaller."""
+    """Return the value closest to the wanted one; the smaller of two."""
     return min(values, key=lambda value: (abs(value - wanted), value))

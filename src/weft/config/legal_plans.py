@@ -1,8 +1,7 @@
-"""Every legal plan among given values of its fields, listed from the rules: what the rules allow, nobody has to name.
+"""Enumeration of all legal plans with given values of the fields, pruned by the rules.
 
-Fields are decided one after another. A rule that comes to its verdict from decided fields alone speaks for all plans
-that agree in them, so whole branches fall at once; a rule that reads an undecided field is asked again once it is
-decided.
+Fields are decided one after another. A rule that reads decided fields only decides for all plans that agree in them,
+so it prunes the branch. A rule that reads an undecided field is checked again when that field is decided.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def legal_plans(choices: Choices, facts: Facts, rules: Sequence[Rule] = RULES) -
     """Yield all plans whose fields have one of their `choices`, and that break none of the rules, in a fixed order.
 
     Args:
-        choices: by field; a field that is not named has its default.
-        facts: what rules may know. The mesh axes are pruned by the number of ranks as they are decided.
-        rules: those that count.
+        choices: by field; other fields have their default.
+        facts: facts that rules may read. The mesh axes are pruned by the number of ranks as they are decided.
+        rules: the rules to check.
     """
     usual = Plan()
     columns: list[tuple[str, list[object]]] = []
@@ -66,7 +65,7 @@ def _decide(
 
 
 def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[_Waiting]) -> list[_Waiting] | None:
-    """The rules that have no verdict yet; None where one is broken whatever comes."""
+    """Return the rules without a verdict, or None if a rule is broken for all remaining choices."""
     plan = cast(Plan, _Values(values))
     waiting: list[_Waiting] = []
     for rule, field in rules:
@@ -84,7 +83,7 @@ def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[_Waiting
 
 
 def _fits(values: Mapping[str, object], facts: Facts) -> bool:
-    """Whether the axes decided so far divide the number of ranks: sooner known than their product."""
+    """Return True if the axes decided so far divide the number of ranks. This prunes earlier than their product."""
     try:
         rest = facts.world_size
     except UnknownFact:

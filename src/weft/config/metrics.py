@@ -1,4 +1,4 @@
-"""What a figure is: a number that a run or its machines are measured by, with name, unit, help and label."""
+"""Metrics of runs and machines: name, unit, help and label of each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ _PLAIN = re.compile(r"[^a-zA-Z0-9_]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One kind of number.
+    """One kind of metric.
 
-    name: dotted, as conditions and events write it. unit: "s", "bytes", "ratio", ... or "" for a plain number. label:
-    what tells its series apart, such as "phase"; "" where there is one series. owner: whose number it is. grows: it
-    is a total that only rises while the run lasts. worse: which way trouble lies, "" where neither is.
+    name: dotted, as in conditions and events. unit: "s", "bytes", "ratio", ... or "" for a plain number. label: the
+    label
+    of its series, such as "phase", or "" for a single series. owner: the rank, machine or run that it measures. grows:
+    it
+    is a total that only rises during a run. worse: the bad direction, or "".
     """
 
     name: str
@@ -53,10 +55,10 @@ def series(name: str, label: str = "") -> str:
 
 
 def split_series(text: str) -> tuple[str, str]:
-    """Return (name, label) of a series' text; the label is "" where it has none.
+    """Return (name, label) of a series' text; the label may be "".
 
     Raises:
-        ValueError: where it is neither `name` nor `name{label}`.
+        ValueError: if the text is neither `name` nor `name{label}`.
     """
     match = _SERIES.fullmatch(text)
     if match is None:
@@ -254,5 +256,5 @@ _RUN = (
 FIGURES: Mapping[str, Figure] = {
     figure.name: figure for figure in (*_TRAINING, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)
 }
-#: Short names that conditions may use, and what they stand for.
+#: Short names in conditions and the metrics that they stand for.
 SHORT: Mapping[str, str] = {"disk.free": "disk.free_bytes", "host.memory_free": "host.memory_free_bytes"}

@@ -63,7 +63,7 @@ def shape_rules() -> tuple[ShapeRule, ...]:
 
 
 def _expert_rules() -> tuple[ShapeRule, ...]:
-    """What must hold where a model has experts; a dense one keeps all of these."""
+    """Return the rules of models with experts. Dense models satisfy all of them."""
     return (
         ShapeRule(
             "num_experts",

@@ -152,7 +152,7 @@ class DecoderWidths:
         return ends + layers + self.last_norm_params
 
 
-# What a model is made of, without torch: shapes of the known families, and parameter counts of any model.
+# Model specifications without torch: shapes of the built-in families, and parameter counts of any model.
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What the planner knows of a model. Parameters shared by several modules are counted once."""
+    """A model's parameter counts for the planner. Parameters shared by several modules are counted once."""
 
     name: str
     layers: tuple[LayerSpec, ...]
@@ -179,7 +179,7 @@ class ModelSpec:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token meets: all but the experts that it does not visit."""
+        """Parameters used by one token: all except the experts that it is not routed to."""
         return self.num_params - (DecoderWidths.of_decoder(self.shape).idle_params if self.shape else 0)
 
     @classmethod
@@ -187,7 +187,7 @@ class ModelSpec:
         """Count the parameters of a named size, by formula.
 
         Raises:
-            ModelError: for a name that is not known.
+            ModelError: for an unknown name.
         """
         return cls.of_decoder(decoder_spec(name), name)
 
@@ -228,7 +228,7 @@ def _block_path(layers: list[int], num_layers: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NamedSize:
-    """A size that has a name. open_vocab: the vocabulary is the tokenizer's, whatever `spec` says."""
+    """A named model size. open_vocab: the vocabulary is the tokenizer's, not that of `spec`."""
 
     name: str
     spec: DecoderSpec
@@ -280,7 +280,7 @@ def _deepseek_moe() -> DecoderSpec:
 
 
 def named_sizes() -> tuple[NamedSize, ...]:
-    """Return every size that Weft knows, small ones first."""
+    """Return every built-in size, smallest first."""
     return (
         # Made for this project: heads and layers split evenly by 2 and 4, so that every plan can be tried on them.
         NamedSize("tiny", replace(_llama(256, 6, 8, 4, 768, 4096, 1024), tied=True), open_vocab=True),
@@ -329,9 +329,9 @@ def model_names() -> tuple[str, ...]:
 
 
 def size_hides(source: str) -> str:
-    """Return what to tell a user whose `source` names a size and a file or folder of the working directory; else ''.
+    """Return a note for users if `source` names both a built-in size and a file or folder, else "".
 
-    The size is taken: a folder that happens to lie there must not change what a command means.
+    The size wins: a folder with that name must not change the meaning of a command.
     """
     if source not in model_names() or not os.path.exists(source):
         return ""
@@ -342,7 +342,7 @@ def decoder_spec(name: str) -> DecoderSpec:
     """Return the shape of a named size.
 
     Raises:
-        ModelError: for a name that is not known.
+        ModelError: for an unknown name.
     """
     return _named_size(name).spec
 

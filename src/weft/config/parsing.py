@@ -1,6 +1,6 @@
-"""On which line of a TOML file each key was typed. tomllib does not say; this scanner reads only what it needs to know.
+"""Parsing of TOML keys, overrides and origins. A scanner finds the line of each key, which tomllib does not report.
 
-It expects text that tomllib has accepted, and never decides whether a file is right.
+The scanner expects text that tomllib has accepted, and never decides whether a file is valid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def error_line(error: Exception, text: str) -> tuple[int, str]:
-    """Line of a TOML syntax error, and its reason without the place."""
+    """Return the line of a TOML syntax error, and its reason without the position."""
     if not isinstance(error, tomllib.TOMLDecodeError):  # Python reads no number of thousands of digits
         number = _HUGE_NUMBER.search(text)
         line = text.count("\n", 0, number.start() if number else 0) + 1
@@ -40,7 +40,7 @@ def error_line(error: Exception, text: str) -> tuple[int, str]:
 
 
 def _unfinished_line(text: str) -> int:
-    """Where the statement begins that runs into the end of the text: all lines above it can be read."""
+    """Return the first line of the statement that is cut off by the end of the text."""
     lines = text.split("\n")
     for count in range(min(len(lines) - 1, 5000), 0, -1):
         try:
@@ -54,7 +54,9 @@ def _unfinished_line(text: str) -> int:
 
 
 def split_key(text: str) -> tuple[str, ...]:
-    """The parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c"). ValueError where it is none."""
+    """Return the parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c"). Raise ValueError for anything
+    else.
+    """
     if "=" in text or "\n" in text or "#" in text:
         raise ValueError("not a dotted key")
     node: object = tomllib.loads(f"{text} = 0")
@@ -126,7 +128,7 @@ class _Scanner:
         return tuple(place)
 
     def _key(self) -> list[str]:
-        """The parts of a dotted key; stands behind it afterwards."""
+        """Read a dotted key and return its parts; the position is after it."""
         parts: list[str] = []
         while True:
             self._skip_blank()
@@ -201,19 +203,19 @@ def _unquoted(literal: str) -> str:
     return str(tomllib.loads(f"key = {literal}")["key"])
 
 
-# Where the values of a config were typed: "train.toml:12", "command line", or the default.
+# Origins of values: "train.toml:12", "command line", or the default.
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
 
 def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
-    """Return where the first of these dotted keys that was typed stands; a key stands where its table does.
+    """Return the origin of the first of these dotted keys that was typed. A key has the origin of its table.
 
     Args:
         origins: dotted key -> origin.
-        keys: asked in this order.
-        fallback: for keys that were typed nowhere.
+        keys: in order of preference.
+        fallback: for keys that were not typed.
     """
     for key in keys:
         origin = _around(origins, key) or _inside(origins, key)
@@ -240,7 +242,7 @@ def _inside(origins: Mapping[str, str], key: str) -> str:
 
 
 def apply_override(tables: dict[str, object], text: str, problems: list[Problem]) -> KeyPath | None:
-    """Put one override into `tables`; its path, or None where it cannot be applied (`problems` then says why)."""
+    """Apply one override to `tables` and return its path, or append to `problems` and return None."""
     key, equals, value = text.partition("=")
     try:
         parts = split_key(key.strip())
@@ -279,7 +281,7 @@ def _problem(key: str, message: str) -> Problem:
 
 
 def _indexed(parts: tuple[str, ...]) -> KeyPath:
-    """Numbers become indices where the schema has an array: data.train.0.path."""
+    """Return the path with numbers as indices of arrays: data.train.0.path."""
     path: KeyPath = ()
     for part in parts:
         is_index = part.isascii() and part.isdigit() and len(part) < 9
@@ -334,7 +336,7 @@ def _put(tables: dict[str, object], path: KeyPath, value: object, problems: list
 
 
 def _start(path: KeyPath) -> object:
-    """What an override finds where the file says nothing: the default's elements for an array, else an empty table."""
+    """Return the initial value that an override changes: the default's elements of an array, else an empty table."""
     schema = node_at(path)
     if schema is None or schema.get("type") == "object" or path == ("plan",):
         return {}

@@ -1,4 +1,6 @@
-"""How much travels, or is computed, at a time: gradients in buckets, logits in chunks of tokens."""
+"""Partitioning: chunk sizes, layers to stages, samples to microbatches, sequences to ranks. Runtime and planner share
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any, overload
 
 from weft.config.layout import common_divisors
 
-#: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2 on CPUs: large enough to
-#: amortise a collective's latency, small enough that several are under way at once.
+#: Bytes of fp32 masters in a bucket under ZeRO 0 to 2 on CPUs: large enough to amortize a collective's latency, small
+#: enough for several to be in flight.
 _BUCKET_BYTES = 16 * 2**20
 #: On GPUs, whose links reach half their rate at some MiB for each rank, and whose hosts launch each collective.
 _GPU_BUCKET_BYTES = 128 * 2**20
-#: Buckets whose gradients are on their way at once.
+#: Buckets whose gradients are in flight together.
 BUCKETS_UNDER_WAY = 3
 
 
@@ -29,7 +31,7 @@ _LOSS_SHARE = 64
 def bucket_bytes(device: str) -> int:
     """Return the bytes of fp32 masters in a bucket.
 
-    device: "cpu" or "cuda", where the first of a backward is smaller.
+    device: "cpu" or "cuda"; the first bucket of a backward is smaller on CUDA.
     """
     return _GPU_BUCKET_BYTES if device == "cuda" else _BUCKET_BYTES
 
@@ -42,10 +44,11 @@ class LossChunk:
 
     @classmethod
     def of_device(cls, device_bytes: int = 0) -> LossChunk:
-        """Choose by the memory of a GPU in bytes; 0 for a CPU, which wants logits in its caches.
+        """Choose by the memory of a GPU in bytes; 0 for a CPU, whose caches should hold the logits.
 
-        A GPU wants large products: each chunk reads and writes the gradient of the weight. A power of two, so that what
-        vendors and drivers say is one size.
+        A GPU needs large products: each chunk reads and writes the gradient of the weight. The result is a power of
+        two, so
+        that sizes reported by vendors and drivers are equal.
         """
         if not device_bytes:
             return cls(_LOSS_CHUNK)
@@ -67,7 +70,7 @@ class LossChunk:
         return -(-tokens // num_chunks)
 
 
-# Who gets what: layers to stages, samples to microbatches. Runtime, planner and tests ask here.
+# Layers to stages, and samples to microbatches.
 
 
 def batch_unit(data_ranks: int, num_microbatches: int) -> int:
@@ -91,7 +94,7 @@ def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches:
 
 
 def even_passes(global_batch: int, data_ranks: int) -> list[int]:
-    """List the numbers of microbatches into which ranks can cut their samples evenly; none where they cannot."""
+    """List the numbers of microbatches that divide the samples of each rank evenly; may be empty."""
     return [] if global_batch % data_ranks else common_divisors(global_batch // data_ranks)
 
 
@@ -143,7 +146,7 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")
     sums = [0.0, *accumulate(costs)]
-    # least[n]: the least cost of the most costly stage when the first n layers lie in the stages so far.
+    # least[n]: the smallest cost of the most expensive stage when the first n layers are in the stages so far.
     least = [0.0] + [float("inf")] * num_layers
     cuts: list[list[int]] = []
     for stage in range(num_stages):
@@ -217,7 +220,7 @@ def divide_by_rank(
     most = _layers_by_rank(num_layers, [len(own) for own in stages], extra)
     found = [0] * num_stages
     for rank, own in enumerate(stages):
-        # The stages beside embedding and head are relieved first.
+        # Stages next to embedding and head are relieved first.
         order = sorted(own, key=lambda stage: (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0))
         for index in range(most[rank]):
             found[order[index % len(order)]] += 1
@@ -246,12 +249,11 @@ def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[
     return found
 
 
-# Context parallelism as arithmetic: which way suits a shape, which chunks of a sequence a rank holds. Without
-# torch.
+# Context parallelism as arithmetic: the mode for a shape, and the chunks of a sequence on a rank.
 
-#: What a plan may say; "auto" takes one of the others by the shape.
+#: Values in a plan; "auto" selects one of the others by the shape.
 CP_MODES = ("auto", "gather", "ring", "ulysses")
-#: The ways themselves, first the one that a search never leaves out.
+#: The modes, first the one that a search never omits.
 CP_WAYS = ("ring", "gather", "ulysses")
 #: From this many tokens on a rank the attention of one step outlasts the message around the ring (at 8 query heads
 #: for each key-value head and 2,500 FLOP for each byte of the link), and gathered keys of all ranks grow large.

@@ -1,4 +1,4 @@
-"""What a rank does in a pipeline: one action, or a forward and a backward of two microbatches side by side."""
+"""Pipeline schedules: each rank's ordered list of actions in one optimizer step, and the transfers between ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parts(step: Step) -> tuple[Action, ...]:
     return (step.forward, step.backward) if isinstance(step, Pair) else (step,)
 
 
-# Writes one rank's list: counts the microbatches of each stage, so that a generator says only which stage is next.
+# Writer of one rank's list. It counts the microbatches of each stage, so a generator names only the next stage.
 
 
 class Writer:
@@ -116,7 +116,7 @@ class Writer:
             self.steps.append(action)
 
 
-# Schedules whose stages go around the ranks: stage s lies on rank s % p.
+# Looped schedules: stage s is on rank s % p.
 
 
 def gpipe(p: int, m: int, v: int, r: int) -> list[Step]:
@@ -174,7 +174,7 @@ def _chunks(p: int, m: int, v: int) -> list[int]:
     return [chunk for _ in range(m // p) for chunk in range(v) for _ in range(p)]
 
 
-# Schedules whose stages go down the ranks and up again: stages r and 2p - 1 - r lie on rank r.
+# V-shaped schedules: stages r and 2p - 1 - r are on rank r.
 
 
 def zb_v(p: int, m: int, v: int, r: int) -> list[Step]:
@@ -266,7 +266,7 @@ Generator = Callable[[int, int, int, int], list[Step]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a schedule asks for: its generator, stages on each rank, and which numbers of microbatches it can order."""
+    """Requirements of a schedule: its generator, stages per rank, and supported numbers of microbatches."""
 
     generator: Generator
     #: Stages go down the ranks and up again; otherwise around.
@@ -275,7 +275,7 @@ class Form:
     virtual_stages: int | None = 1
     #: Microbatches come in groups of the number of ranks.
     in_groups: bool = False
-    #: At least so many microbatches for each rank.
+    #: Minimum number of microbatches per rank.
     least_per_rank: int = 0
 
 
@@ -383,7 +383,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int) -> list[Problem]:
-    """Why a schedule cannot be, in the words of plans; empty where it can."""
+    """Return why a schedule is impossible, in terms of the plan, or an empty list."""
     form, found = FORMS[name], list[Problem]()
     legal = form.virtual_stages
     if virtual_stages != legal if legal is not None else virtual_stages < 2:
@@ -402,11 +402,11 @@ def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_
     return found
 
 
-# What an action of a pipeline needs of others, and what it makes for them.
+# Inputs that an action needs from others, and its outputs.
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
-    """Return what must be made before this action, as F and B: see `makes`."""
+    """Return the actions, F and B, whose outputs this action needs; see `makes`."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
@@ -422,7 +422,7 @@ def makes(action: Action) -> tuple[Action, ...]:
     return action._replace(kind="B"), action._replace(kind="W")
 
 
-# When activations and gradients travel: a rank's list with its sends and receives put in their places.
+# Transfers: a rank's list with its sends and receives.
 
 
 class Transfer(NamedTuple):
@@ -459,7 +459,7 @@ def with_transfers(schedule: Schedule) -> list[Program]:
     place, done = [0] * schedule.num_ranks, set[Action]()
     remaining = sum(map(len, schedule.ranks))
     while remaining:
-        # All ranks that can, take one step; what they made is sent after all of them have.
+        # All ranks that can take one step, and then send their outputs.
         ready = [
             (rank, steps[place[rank]])
             for rank, steps in enumerate(schedule.ranks)
@@ -542,7 +542,7 @@ def _step_needs(schedule: Schedule, step: Step) -> list[Action]:
 
 
 def _send(schedule: Schedule, programs: list[Program], rank: int, action: Action) -> None:
-    """Put the transfer of what `action` made into both ranks' lists, where another rank needs it."""
+    """Add the transfer of the output of `action` to both ranks' lists, if another rank needs it."""
     kind, stage, microbatch = action
     if kind == "W" or (kind == "F" and stage == schedule.num_stages - 1) or (kind != "F" and stage == 0):
         return

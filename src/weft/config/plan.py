@@ -1,7 +1,7 @@
-"""The Plan: how one model is laid over the machines. A frozen value without torch; everything else derives from it.
+"""The Plan: how one model is distributed over the ranks. A frozen value without torch; everything else derives from it.
 
-Text form: only what differs from the defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
-`Plan.parse(plan.format()) == plan` for every plan. What may be combined with what is in `spec/rules/`.
+Text form: fields that differ from their defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
+`Plan.parse(plan.format()) == plan` for every plan. The rules of combinations are in `plan_rules.py`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from weft.errors import PlanError, Problem
 
 #: Mesh axes, outermost first by default. `ep` is a second view over dp_shard x cp x tp: no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-#: What the planner estimates; its codes are positions here, so new ones come last. The runtime has no fp4.
+#: Precisions that the planner estimates. Codes are indices in this tuple, so append new ones. The runtime has no fp4.
 PLANNED_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp4", "tf32")
 PRECISIONS = tuple(name for name in PLANNED_PRECISIONS if name != "fp4")
-#: Wires that gradients may travel as, also such as are registered later; "fp32" is the format of the master weights.
+#: Wire formats of gradients, including those registered later; "fp32" is the format of the master weights.
 REDUCES = WIRES
 RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
@@ -63,12 +63,12 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is laid over the machines: a field for each thing that may be chosen, described where it is declared.
+    """How a model is distributed: one field per choice, described at its declaration.
 
     `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
 
     Raises:
-        PlanError: when it is made, with every field that cannot be used.
+        PlanError: at construction, with every invalid field.
     """
 
     # One field after another, in the order in which they are printed.
@@ -247,7 +247,7 @@ class Plan:
 
     @property
     def sync_method(self) -> str:
-        """How replicas exchange what they learnt: "step", "average" or "diloco"."""
+        """How replicas synchronize: "step", "average" or "diloco"."""
         return sync_of(self.sync)[0]
 
     @property
@@ -257,7 +257,9 @@ class Plan:
 
     @property
     def sync_fragments(self) -> int:
-        """In how many fragments, each on its way during a step; 0: all at once, and nobody computes meanwhile."""
+        """Number of fragments that are synchronized one after another during steps; 0: all together, while no rank
+        computes.
+        """
         return sync_of(self.sync)[2]
 
     @property
@@ -277,7 +279,7 @@ class Plan:
 
     @property
     def axis_order(self) -> tuple[str, ...]:
-        """All mesh axes, outermost first; those that `order` leaves out have one rank and come first."""
+        """All mesh axes, outermost first; those missing in `order` have one rank and come first."""
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     def axis_sizes(self) -> dict[str, int]:
@@ -312,10 +314,10 @@ class Plan:
         If they leave one rank for `dp_shard=*`, zero becomes 0, so "dp_shard=* zero=3" fits any number of ranks.
         zero=3 with offload=params stays, since it loads parameters block by block on one rank too.
 
-        world_size: number of ranks; needed only where the text holds a `*`.
+        world_size: number of ranks; required if the text has a `*`.
 
         Raises:
-            PlanError: for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
+            PlanError: for an unknown field, a bad value, a repeated field, or a `*` that does not divide evenly.
         """
         return cls._close(text, world_size)
 
@@ -372,7 +374,7 @@ class Plan:
         return self.format() or "dp_replicate=1"
 
 
-#: What each field of the plan is, by name, in the order in which they are printed.
+#: Description of each field of the plan by name, in printing order.
 PLAN_FIELDS = descriptions(Plan)
 _all_values = operator.attrgetter(*PLAN_FIELDS)
 

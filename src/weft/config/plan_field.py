@@ -19,9 +19,10 @@ _KEY = "weft"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFacts:
-    """What the values that are worth a search depend on.
+    """Facts that decide which values are searched.
 
-    layers: of the model. half_formats: which of bf16 and fp16 the device computes in. flash: attention keeps no scores.
+    layers: number of layers. half_formats: which of bf16 and fp16 the device computes in. flash: attention stores no
+    scores.
     """
 
     layers: int
@@ -41,15 +42,15 @@ Tried = Callable[[int, Sequence[int]], Sequence[Any]]
 class PlanField:
     """One field of the plan.
 
-    kind: how its values are read, checked, printed and encoded. default: what a plan has that does not name it.
+    kind: how its values are read, checked, printed and encoded. default: the value of plans that do not set it.
     help: its meaning, for the documentation.
-    needs: axes; where none of them is in use the field has its default.
-    searched: the values that the planner enumerates; None: the default, or what the user decides. Where it decides
-    several fields at once it gives tuples, and these fields name it in `searched_with`.
-    nearby: values that refinement tries besides. tried: what tests try. divides_work: says how ranks divide the work,
-    and not how one rank does its part.
+    needs: axes; if none of them is in use the field has its default.
+    searched: the values that the planner enumerates; None: the default, or the user's value. If it decides
+    several fields together it has tuples, and these fields name it in `searched_with`.
+    nearby: additional values for refinement. tried: values that tests try. divides_work: True if it decides how ranks
+    divide the work, and not how one rank does its part.
     asks: what a model may refuse of it: "" nothing, "use" any value but the default, "value" single values.
-    probed: tests try it alone, before they combine it.
+    probed: tests try it alone before they combine it.
     """
 
     name: str
@@ -77,7 +78,7 @@ class PlanField:
 
     @property
     def auto_value(self) -> str:
-        """The word that leaves the choice to the planner, or the empty string."""
+        """The value that leaves the choice to the planner, or ""."""
         return self.kind.open if isinstance(self.kind, OneOf) else ""
 
 
@@ -95,7 +96,7 @@ def described(
     asks: str = "",
     probed: bool = False,
 ) -> Any:
-    """Declare a field of the plan: `tp: int = described(Whole(), 1, "...", tried=divisors)`; see `PlanField`."""
+    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...", tried=divisors)`; see `PlanField`."""
     values = searched if searched is None or callable(searched) else _always(searched)
     description = PlanField(
         name="", kind=kind, default=default, help=help, needs=needs, searched=values, searched_with=searched_with,

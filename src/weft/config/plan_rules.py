@@ -14,7 +14,7 @@ from weft.units import counted
 
 
 def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
-    """Numbers that divide the experts, and the ranks where these are known."""
+    """Return the sizes that divide the experts, and the ranks if their number is known."""
     if facts.open_axis in ("dp_shard", "cp", "tp"):
         return common_divisors(facts.model.num_experts)
     return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)
@@ -178,12 +178,12 @@ ORDER_RULES: tuple[Rule, ...] = (
 
 # The rules of plans, as data. One list feeds config errors, the planner's pruning, the docs' table and the tests.
 
-#: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
+#: Legal plans that the runtime does not support yet. Delete a rule when its technique exists.
 NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
 
 
 def _with_offload(plan: Plan, name: str, other: str) -> Plan:
-    """`other` on the host in place of `name`, with the larger of the two shares."""
+    """Return the plan with `other` on the host instead of `name`, with the larger of the two fractions."""
     share = max(plan.offload_share(name), plan.offload_share(other))
     rest = tuple(part for part in plan.offload if part.partition(":")[0] not in (name, other))
     return plan.replace(offload=(*rest, f"{other}:{share:.6f}" if share < 1 else other))
@@ -240,7 +240,7 @@ def _sequence_unit(plan: Plan) -> int:
 
 
 def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
-    """Chunks of a sequence under cp ranks; of "auto" the way that this shape takes."""
+    """Return the chunks of a sequence under cp ranks, for "auto" in the mode that this shape uses."""
     if cp == 1:
         return 1
     mode = plan.cp_mode
@@ -520,11 +520,11 @@ RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
 
 
 def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
-    """Return every rule that the plan breaks, at most one for each field: the first in the list says the most.
+    """Return every rule that the plan breaks, at most one per field: the first in the list.
 
     Args:
-        plan: what is checked.
-        facts: what is known besides; a rule that needs more is passed over. None: nothing.
+        plan: the plan.
+        facts: additional facts; a rule that needs an unknown one is skipped. None: no facts.
         rules: None: all of RULES.
     """
     found: dict[str, Violation] = {}

@@ -1,4 +1,4 @@
-"""Reading a plan: its text as words, and words or a table as the values of its fields."""
+"""Reading the text of a plan, and the values that searches and tests try."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def is_auto(text: str) -> bool:
 
 
 def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
-    """Return the words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
+    """Return the items of a plan's text as a table of unchecked values, and the problems of the items.
 
-    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Wrong: a word without a value, a field given twice, and "auto".
+    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Problems: an item without a value, a repeated field, and "auto".
     """
     table: dict[str, object] = {}
     problems: list[Problem] = []
@@ -41,7 +41,7 @@ def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
 def read_values(
     source: str | Mapping[str, object], known: Mapping[str, PlanField]
 ) -> tuple[dict[str, Any], str | None]:
-    """The values of a plan's text or table in their normal form, and the axis that is `*`, where there is one.
+    """Return the values of a plan's text or table in normal form, and the axis that is `*`, or None.
 
     Raises PlanError with every mistake found.
     """
@@ -65,7 +65,7 @@ def read_values(
     return values, stars[0] if stars else None
 
 
-#: Words of other tools, and how a plan says them.
+#: Names in other tools, and the plan's form.
 _ELSEWHERE = {
     "dp": " Write dp_shard=N (states are shared out) or dp_replicate=N (copies).",
     "fsdp": " Write dp_shard=N zero=3.",
@@ -77,7 +77,7 @@ _ELSEWHERE = {
 
 
 def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem]:
-    """What is wrong with names that no field has."""
+    """Return the problems of names that are no field."""
     every = f" Known: {', '.join(known)}."
     return [
         Problem(name, f"unknown plan field {name!r}.{_ELSEWHERE.get(name) or did_you_mean(name, known) or every}")
@@ -86,9 +86,9 @@ def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem
     ]
 
 
-# Which values of a plan's fields the planner looks at, which lie near a plan, and which tests try.
+# Values of fields for searches, refinement and tests.
 
-#: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
+#: Fractions of saved activations and optimizer states between all and nothing: round ones, and fine ones.
 _BUDGETS = ("75%", "50%", "25%")
 _FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
 _SHARES = ("optimizer:0.5", "activations:0.5")
@@ -106,7 +106,7 @@ def schedules(facts: SearchFacts) -> list[tuple[str, int]]:
 
 
 def recomputes(facts: SearchFacts) -> tuple[str, ...]:
-    """Policies; flash attention keeps no scores that a policy of its own could drop."""
+    """Return the policies; with flash attention there are no scores that a separate policy could drop."""
     return ("none", "selective", "full", *(() if facts.flash else ("attention",)))
 
 
@@ -137,7 +137,7 @@ def offloads_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[s
 
 
 def orders_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
-    """Other orders of the axes in use: all of up to three, and of more those in which two neighbours change places."""
+    """Return other orders of the axes in use: all of up to three, else those with two neighbors swapped."""
     now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
     if len(now) <= 3:
         yield from itertools.permutations(now)

@@ -1,6 +1,6 @@
-"""Kinds of values that a plan's fields hold: how each is read, checked, printed, and turned into the planner's numbers.
+"""Kinds of plan values: how each is read, checked, printed, and encoded for the planner.
 
-A kind knows nothing of the plan. `plan_field.py` says what else belongs to a field; `plan.py` has the fields.
+A kind is independent of the plan. `plan_field.py` has the other properties of a field; `plan.py` has the fields.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class PlanColumn:
 
 
 class Kind(ABC):
-    """What the values of a field are. `check` gives the normal form, which all other methods then take."""
+    """Type of a field's values. `check` returns the normal form, which all other methods then accept."""
 
     def read(self, value: object) -> object:
-        """A value of a text or table in the field's type, where it can be; `check` refuses the rest."""
+        """Convert a value of a text or table to the field's type if possible; `check` refuses the rest."""
         return value
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Integer(Kind):
-    """A whole number. rule: what an error says of the limits. star: `*` may stand for the ranks that are left."""
+    """An integer. rule: text for errors about the limits. star: `*` may stand for the remaining ranks."""
 
     low: int = 1
     high: int = LARGEST
@@ -124,7 +124,7 @@ class Integer(Kind):
 
 @dataclass(frozen=True, slots=True)
 class PassCount(Integer):
-    """Passes of a step. The planner counts them under every plan alike, in columns of its own."""
+    """Passes of a step. The planner counts them separately, in the same way for every plan."""
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
         return ()
@@ -166,11 +166,10 @@ class Switch(Kind):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Kind):
-    """One of a few words.
+    """One of several names.
 
-    open: the word that leaves the choice of another one to the machine. codes: what the planner's numbers stand for,
-    where these are not the words; it names the way that an open word stands for before it encodes a plan. instead: the
-    word to use for one of `codes` that no plan has.
+    open: the name that leaves the choice to the machine. codes: the names that the planner encodes, if different; it
+    resolves an open name before it encodes a plan. instead: the name to use for one of `codes` that no plan has.
     """
 
     known: Sequence[str]
@@ -232,7 +231,7 @@ class Compression(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPolicy(OneOf):
-    """When gathered parameters go; the first word also with among how many ranks their second shards lie."""
+    """When gathered parameters are freed; the first name may have the number of ranks that share second shards."""
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
@@ -267,7 +266,7 @@ class ReshardPolicy(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class SyncEvery(Kind):
-    """When replicas meet: "step", or a way and after how many steps ("diloco:50"), and in how many fragments ("/4")."""
+    """How often replicas synchronize: "step", or a method with a number of steps ("diloco:50") and of fragments ("/4")."""
 
     def check(self, name: str, value: object) -> str:
         try:
@@ -342,7 +341,7 @@ class PolicyOrBudget(Kind):
         )
 
     def encode(self, value: Any) -> tuple[float, ...]:
-        """The policy, so many blocks (0: all), and bytes (inf: no budget; below 1: a share)."""
+        """Return the policy, the number of blocks (0: all), and bytes (inf: no budget; below 1: a fraction)."""
         policy, _, blocks = str(value).partition(":")
         if policy in self.known:
             return self.known.index(policy), int(blocks or 0), math.inf
@@ -368,7 +367,7 @@ def refused(field: str, message: str) -> PlanError:
 
 
 def choice(name: str, value: object, known: Sequence[str]) -> str:
-    """The value, which must be one of the known words. Raises PlanError."""
+    """Return the value if it is one of the known names. Raise PlanError otherwise."""
     if not isinstance(value, str) or value not in known:
         hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
         rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
@@ -377,7 +376,7 @@ def choice(name: str, value: object, known: Sequence[str]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """The words for the documentation."""
+    """Return the names for the documentation."""
     return ", ".join(f"`{word}`" for word in words)
 
 
@@ -432,7 +431,7 @@ class Counts(_Listed):
 
 @dataclass(frozen=True, slots=True)
 class AxisOrder(_Listed):
-    """Some of the axes, each once, outermost first. Those that are left out have one rank and come first."""
+    """Some of the axes, each once, outermost first. Missing axes have one rank and come first."""
 
     axes: tuple[str, ...]
 
@@ -470,7 +469,7 @@ def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class NamedShares(_Listed):
-    """Any of a few words, each whole or with a share of it: "optimizer", "optimizer:0.5", "optimizer:50%"."""
+    """Any of several names, each with an optional fraction: "optimizer", "optimizer:0.5", "optimizer:50%"."""
 
     known: tuple[str, ...]
 
@@ -493,7 +492,7 @@ class NamedShares(_Listed):
         return tuple(chosen[word] for word in self.known if word in chosen)
 
     def _shared(self, name: str, part: object) -> tuple[str, str]:
-        """ "optimizer", and "optimizer" or "optimizer:0.5": the word, and the word with its share."""
+        """Return "optimizer" and "optimizer:0.5": the name, and the name with its fraction."""
         if not isinstance(part, str):
             return choice(name, part, self.known), ""
         word, colon, share = part.partition(":")
@@ -524,6 +523,6 @@ class NamedShares(_Listed):
 
 
 def share_of(value: Sequence[str], word: str) -> float:
-    """The share that a value of `NamedShares` has of a word: 0.0 to 1.0."""
+    """Return the fraction of a name in a value of `NamedShares`: 0.0 to 1.0."""
     shares = [part.partition(":")[2] or "1" for part in value if part.partition(":")[0] == word]
     return float(shares[0]) if shares else 0.0

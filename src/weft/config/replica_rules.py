@@ -1,4 +1,4 @@
-"""What must hold of a config whose replicas are worlds of their own (`launch.replicas_apart`)."""
+"""Rules of configs whose replicas are separate worlds (`launch.replicas_apart`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
-    """The plan and its open axis; None where the planner is to choose it, or it cannot be read."""
+    """Return the plan and its open axis, or None if the planner chooses it or it cannot be read."""
     try:
         return None if is_auto(config.plan) else Plan.read_open(config.plan)
     except PlanError:
@@ -21,7 +21,7 @@ def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
 
 
 def _meets_never_rarely(config: RunConfig) -> bool:
-    """Whether the plan is known to have no replicas that meet rarely."""
+    """Return True if the plan is known to have no local SGD."""
     found = _plan(config)
     if not config.launch.replicas_apart or found is None:
         return False

@@ -1,6 +1,6 @@
-"""What a rule of plans is: the rule, the facts that it may look at, and the violation that it finds.
+"""Types of plan rules: the rule, the facts that it may read, and the violation that it finds.
 
-The rules themselves are in `plan_rules.py`.
+The rules themselves are in `plan_rules.py` and `technique_rules.py`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _T = TypeVar("_T")
 
 
 class UnknownFact(Exception):
-    """A rule asked for a fact that nobody knows yet."""
+    """Raised when a rule reads a fact that is not known yet."""
 
 
 class Facts:
-    """What is known besides the plan; None is unknown. Reading an unknown fact ends the rule that reads it.
+    """Facts besides the plan. None is unknown. Reading an unknown fact ends the rule that reads it.
 
     Args:
         model: the model's shape.
-        world_size: ranks that were started.
+        world_size: number of started ranks.
         global_batch: sequences in one optimizer step.
         seq_len: tokens in one sequence.
-        device: what each rank runs on.
+        device: the device of each rank.
         limits: values that a traced model allows of a plan's fields.
-        open_axis: the mesh axis that is still `*`, and 1 in the plan; None where all are numbers.
+        open_axis: the mesh axis that is still `*`, and 1 in the plan, or None.
     """
 
     __slots__ = ("_device", "_global_batch", "_limits", "_model", "_seq_len", "_world_size", "open_axis")
@@ -67,7 +67,7 @@ class Facts:
         return _known(self._world_size)
 
     def divides_ranks(self, count: int) -> bool:
-        """Return whether the ranks can be shared out in groups of so many; True where their number is not known."""
+        """Return True if `count` divides the number of ranks, or that number is unknown."""
         return self._world_size is None or self._world_size % count == 0
 
     @property
@@ -82,7 +82,7 @@ class Facts:
 
     @property
     def device(self) -> DeviceSpec:
-        """What each rank runs on."""
+        """The device of each rank."""
         return _known(self._device)
 
     @property
@@ -103,12 +103,12 @@ def _no_fix(plan: Plan, facts: Facts) -> Plan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that a plan must not ask for.
+    """A constraint on plans.
 
     name: for tests and docs. field: the plan's field, or the dotted config key, that is to blame.
-    predicate: True where the plan breaks the rule. reason: why, in one sentence that holds for every plan.
-    finding: this plan's case in numbers, without a full stop. remedy: what to type instead, likewise.
-    fix: the nearest legal plan, or None where the plan alone cannot be mended.
+    predicate: True if the plan breaks the rule. reason: why, in one sentence that holds for every plan.
+    finding: this plan's case in numbers, without a full stop. remedy: the text to type instead, likewise.
+    fix: the nearest legal plan, or None if the plan alone cannot be fixed.
     """
 
     name: str
@@ -120,14 +120,14 @@ class Rule:
     fix: Callable[[Plan, Facts], Plan | None] = _no_fix
 
     def is_broken(self, plan: Plan, facts: Facts) -> bool:
-        """Return whether the plan breaks the rule; False where a fact is unknown."""
+        """Return True if the plan breaks the rule; False if a fact is unknown."""
         try:
             return self.predicate(plan, facts)
         except UnknownFact:
             return False
 
     def check(self, plan: Plan, facts: Facts) -> Violation | None:
-        """Return the violation, or None where the plan keeps the rule or a fact is unknown."""
+        """Return the violation, or None if the plan satisfies the rule or a fact is unknown."""
         try:
             if not self.predicate(plan, facts):
                 return None
@@ -154,7 +154,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that a plan breaks: the message in the error grammar, and the nearest legal plan where there is one."""
+    """A broken rule: the message in the error grammar, and the nearest legal plan if there is one."""
 
     rule: str
     field: str

@@ -1,7 +1,7 @@
-"""RunConfig: one training run as typed data. Unknown keys are errors; every field says its unit and meaning.
+"""RunConfig: one training run as typed data. Unknown keys are errors. Every field documents its unit and meaning.
 
 The defaults are a complete run: `weft train` with no arguments trains the `tiny` decoder on the sources of
-Python's standard library. Reading files and overrides lives in `config_file.py`.
+Python's standard library. `files.py` reads config files and overrides.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class RunSection(Section):
     """Folder that holds the run folders."""
     mode: Literal["private", "group", "umask"] = "private"
     """Who may read a new run folder and checkpoints of `checkpoint.dir`. private: only you (0700, files 0600); group:
-    your group too (0750, 0640); umask: as your umask allows. An existing run folder keeps its rights, and new files in
-    it get the same ones: use chmod to change them. Exported models and prepared data follow your umask."""
+    your group too (0750, 0640); umask: as your umask allows. An existing run folder keeps its permissions, and new
+    files
+    in it get the same ones: use chmod to change them. Exported models and prepared data follow your umask.
+    """
 
 
 class TaskSection(Section):
-    """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
+    """The kind of training; by default a decoder on text, from the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
     """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
@@ -74,13 +76,14 @@ class ModelSection(Section):
     """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config decides
     all of the shape, so the other settings of [model] and [tokenizer] stay out."""
     name: str = "tiny"
-    """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
+    """A built-in size, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
     """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention; gpt2: LayerNorm, learned positions, GELU,
     biases. This setting and those below override single fields of the named size."""
     vocab_size: Extent | None = None
-    """Vocabulary size, the rows of the embedding; by default that of the named size, or the tokenizer's if the size
-    sets none."""
+    """Vocabulary size, the rows of the embedding; by default the named size's, or the tokenizer's if the size sets
+    none.
+    """
     dim: Width | None = None
     """Width of the hidden state; a multiple of num_heads."""
     num_layers: Width | None = None
@@ -139,8 +142,9 @@ class TokenizerSection(Section):
     path: str = ""
     """For kind="file": a tokenizer.json, or a folder that holds one."""
     template: bool = False
-    """For kind="file": render chats with the chat template that lies beside the tokenizer.json, as transformers does.
-    False: as ChatML."""
+    """For kind="file": render chats with the chat template in the folder of the tokenizer.json, as transformers does.
+    False: as ChatML.
+    """
     train_bytes: PositiveInt = 20_000_000
     """Maximum number of bytes of text read to train a tokenizer."""
 
@@ -182,11 +186,11 @@ class DataSection(Section):
     """Whether each document begins with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by
     its post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
     max_record_bytes: PositiveInt = 64 * 2**20
-    """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
+    """Longest record in bytes; longer ones are quarantined. Plain text files are read in chunks and have no limit."""
     max_bad_fraction: Fraction = 0.01
     """Maximum share of broken records; a larger share stops the run."""
     check: Literal["refuse", "warn", "off"] = "refuse"
-    """What happens before the first step where answers could not be learned: see the shares below."""
+    """Action before the first step if answers could not be learned; see the fractions below."""
     max_untrained: Fraction = 0.1
     """Maximum share of documents with a mask that have no trained token."""
     max_cut: Fraction = 0.25
@@ -197,15 +201,18 @@ class DataSection(Section):
     """fixed: ranks and microbatches have equally many samples; cost: equal work, so that short samples are not filled
     up to long ones. Both give the same numbers."""
     microbatch_cost: PositiveFloat | Literal["auto"] = "auto"
-    """Of batching=cost: what a microbatch may cost, in tokens: its FLOPs, filled up to its longest sample, divided by
-    those of one token alone. auto: as much as the plan's microbatches of train.seq_len tokens."""
+    """For batching=cost: the cost limit of a microbatch, in tokens: its FLOPs, padded to its longest sample, divided by
+    those of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens.
+    """
     workers: Count | None = None
     """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
     one for each core that the machine's ranks leave, at most 8."""
     cache_features: bool = False
-    """Compute what frozen encoders of pictures and sound give before the first step, and keep it in `cache_dir`: later
-    runs and epochs read it. It changes no number, and needs `lr = 0` for the encoder (optimizer.groups) and no random
-    change of what the encoder sees."""
+    """Compute the outputs of frozen image and audio encoders before the first step, and store them in `cache_dir` for
+    later
+    runs and epochs. It changes no number. It needs `lr = 0` for the encoder (optimizer.groups) and no random change of
+    the encoder's inputs.
+    """
 
 
 class EarlyStopSection(Section):
@@ -219,15 +226,16 @@ class TrainSection(Section):
     steps: PositiveInt = 300
     """Optimizer steps of the whole run, including those before a resume."""
     epochs: PositiveFloat | None = None
-    """Passes over the training data, in place of `steps`."""
+    """Passes over the training data, instead of `steps`."""
     seq_len: Extent = 256
     """Tokens in one sequence."""
     global_batch: Extent = 8
     """Sequences in one optimizer step, over all ranks and microbatches."""
     global_cost: PositiveFloat | None = Field(default=None, examples=[8192.0])
-    """Of data.batching=cost, in place of global_batch in training: a step takes samples in their order while they cost
-    no more than this together, in tokens as data.microbatch_cost, each by its own length. Evaluation, the planner and
-    rules keep counting global_batch samples."""
+    """For data.batching=cost, instead of global_batch in training: a step takes samples in their order up to this total
+    cost, in tokens as in data.microbatch_cost, each by its own length. Evaluation, the planner and rules still count
+    global_batch samples.
+    """
     max_bad_steps: Count = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run stops."""
     on_bad: Literal["stop", "restart", "leave_out"] = "stop"
@@ -237,8 +245,10 @@ class TrainSection(Section):
     """Time limit such as 3h30m or 90s, counted from the start of the command. Before it expires, the run saves and
     stops with exit code 0; the same command resumes it. By default no limit."""
     collect_every: Count = 50
-    """Steps between runs of Python's garbage collector, which all ranks make at the same step; 0 lets Python choose
-    when, on each rank by itself."""
+    """Steps between runs of Python's garbage collector, at the same step on all ranks; 0 leaves the time to Python, on
+    each
+    rank independently.
+    """
     compress_after: Count = 100
     """First steps of a run that plan.compress=powersgd:R leaves exact, as gradients change fast there. Set more where
     the learning rate warms up for longer."""
@@ -250,8 +260,10 @@ class TrainSection(Section):
     """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan;
     0: of the samples of one microbatch on one rank, which depend on the plan."""
     check_batch: bool = True
-    """Whether the first step runs a few samples some more times and warns of what depends on how the plan divides a
-    batch: samples that meet, noise in forward, buffers that forward changes. Not checked under a pipeline."""
+    """Run a few samples some more times in the first step and warn of results that depend on how the plan divides a
+    batch:
+    samples that interact, noise in forward, buffers that forward changes. Not available with pp.
+    """
     bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
     """Of plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
     layers of N blocks at an end of the model."""
@@ -279,14 +291,16 @@ class CheckpointSection(Section):
     keep_best: bool = True
     """Whether to keep the checkpoint with the best evaluation too."""
     best_by: str = "loss"
-    """What says which evaluation is the best: loss, or one of the task's metrics by name."""
+    """Quantity that selects the best evaluation: loss, or one of the task's metrics by name."""
     best_is: Literal["lowest", "highest"] = "lowest"
     """Which value of `best_by` is the best."""
     keep_every: Count = 0
     """Never delete checkpoints whose step is a multiple of this; 0: off."""
     verify: Literal["auto", "start", "background"] = "auto"
-    """When digests of the checkpoint that a run goes on from are checked (sizes always are, at once): before the first
-    step, or behind training and before the first save. auto: at the start up to 256 MiB for each rank."""
+    """When to check the digests of the checkpoint that a run resumes from (sizes are always checked first): before the
+    first
+    step, or in the background before the first save. auto: at the start up to 256 MiB per rank.
+    """
     background: bool = True
     """Write checkpoints in the background: training waits only for a copy in host memory."""
     busy: Literal["wait", "skip"] = "wait"
@@ -294,9 +308,11 @@ class CheckpointSection(Section):
     retries: Count = 2
     """How many times Weft retries a failed save, with increasing pauses; training continues meanwhile."""
     peer_every: Count = 0
-    """Steps between copies of the state in memory, on each machine for itself and for the next one; 0: none. Where
-    ranks or a machine are lost, a restart goes on from the newest copy: at most so many steps are done again, and those
-    that were done while a copy or a checkpoint was being written. They end with the command."""
+    """Steps between copies of the state in memory, on each machine and the next one; 0: none. If ranks or a machine are
+    lost, a restart resumes from the newest copy: at most this many steps are repeated, plus those done while a copy or
+    a
+    checkpoint was being written. The copies end with the command.
+    """
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last retry: stop the run, or hold training and keep retrying until the save succeeds."""
 
@@ -332,8 +348,9 @@ class RunConfig(Section):
     """How training is spread over the ranks, as text or as a table; an axis set to '*' takes the remaining ranks. With
     "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     layout: str = ""
-    """How tensor parallelism cuts the model: pattern=style words, or a file of them. `weft layout MODEL --save FILE`
-    writes a file to edit. By default Weft derives the layout from the model."""
+    """How tensor parallelism shards the model: pattern=style items, or a file of them. `weft layout MODEL --save FILE`
+    writes a file to edit. By default Weft derives the layout from the model.
+    """
     seed: Count = 0
     """Seed of initial weights, data order and sampling."""
     run: RunSection = RunSection()
@@ -355,10 +372,10 @@ class RunConfig(Section):
     launch: LaunchSection = LaunchSection()
     monitor: MonitorSection = MonitorSection()
     alerts: Literal["none", "standard"] = "none"
-    """standard: a ready set of alerts (`weft alerts list` shows it), which all channels hear of."""
+    """standard: the standard alerts (`weft alerts list` shows them), sent to all channels."""
     alert: tuple[AlertSection, ...] = Field(default=(), strict=False)
     """Alerts of your own, each as a table [[alert]]."""
     channel: tuple[ChannelSection, ...] = Field(default=(), strict=False)
-    """Who hears of alerts, each as a table [[channel]]."""
+    """Recipients of alerts, each as a table [[channel]]."""
     sink: tuple[SinkSection, ...] = Field(default=(), strict=False)
-    """Where figures go beside events.jsonl, each as a table [[sink]]."""
+    """Destinations of metrics besides events.jsonl, each as a table [[sink]]."""

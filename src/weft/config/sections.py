@@ -1,4 +1,4 @@
-"""What all sections of a config have in common."""
+"""Sections of a run's config, and their common base."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Section(BaseModel):
     )
 
 
-# [adapter]: what is trained in place of all weights.
+# [adapter]: training an adapter instead of all weights.
 
 
 class AdapterSection(Section):
-    """An adapter beside frozen weights: low-rank matrices A and B for each of the chosen linear layers."""
+    """An adapter on frozen weights: low-rank matrices A and B for each of the chosen linear layers."""
 
     rank: Annotated[int, Field(ge=0, le=10**4)] = 0
     """Rank of A and B. 0: no adapter, all weights are trained."""
@@ -56,11 +56,13 @@ class AdapterSection(Section):
     kind: Literal["lora", "rslora", "dora"] = "lora"
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
     base: Literal["stored", "int8", "nf4"] = "stored"
-    """How frozen linear layers keep their weights. stored: as precision says; int8, nf4: rounded in blocks of 64, in
-    1.06 and 0.56 byte a weight, and unpacked in each product (QLoRA)."""
+    """Storage of frozen linear weights. stored: in the plan's precision; int8, nf4: quantized in blocks of 64, to 1.06
+    and
+    0.56 byte a weight, and unpacked in each product (QLoRA).
+    """
 
 
-# What a run uses of its machine: ranks and devices, pinned memory, kernels of the GPU.
+# Resources of the machine: ranks and devices, pinned memory, GPU kernels.
 
 
 class LaunchSection(Section):
@@ -70,46 +72,59 @@ class LaunchSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPUs if there are any, else the CPU."""
     numa: bool = True
-    """On GPUs: keep each rank on its share of the cores of the NUMA node that its GPU hangs on, with its threads and
-    the processes it starts. Cores that taskset, SLURM or others have chosen for it stay. `weft doctor` tells."""
+    """On GPUs: bind each rank, its threads and its child processes to its share of the cores of its GPU's NUMA node.
+    Cores
+    chosen by taskset, SLURM or others stay. `weft doctor` shows the binding.
+    """
     timeout: Duration = "30m"
     """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
     warn_after: Literal["auto"] | Duration = "auto"
-    """Report a wait that has lasted this long: which rank is missing, in which collective, since when. auto: 20 steps
-    as they usually take or were planned, at least 10 s; 1 minute before that is known, and for saves and other long
-    work. `timeout` or more: no reports."""
+    """Report a wait that has lasted this long: which rank is missing, in which collective, since when. auto: 20 usual
+    or
+    planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work. `timeout`
+    or
+    more: no reports.
+    """
     route: Literal["auto", "flat", "two_level"] = "auto"
-    """How bytes go between hosts of CPU ranks. auto: first within each host, then between them, where hosts hold equal
-    blocks of 2, 4, 8 ... neighbouring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
-    with an error where that is not possible. No result depends on it. GPUs use what NCCL chooses."""
+    """Route of bytes between hosts of CPU ranks. auto: first within each host, then between hosts, if hosts have equal
+    blocks of 2, 4, 8 ... neighboring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
+    but
+    an error if that is impossible. No result depends on it. GPUs use NCCL's choice.
+    """
     links: str | None = Field(default=None, examples=["links.json"])
-    """Profile of the links between ranks, from `weft calibrate --hosts`: with it, route=auto sends each call of CPU
-    ranks the way that was measured to be faster, by operation and size. Absent: links.json in the cache folder
-    (WEFT_HOME), where there is one. The first rank of each axis reads it and tells the others."""
+    """Profile of the links between ranks, from `weft calibrate --hosts`: route=auto then uses the faster measured route
+    for
+    each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
+    exists. The first rank of each axis reads it and sends it to the others.
+    """
     restarts: Count = 0
     """How many times in a row `weft train` restarts the ranks after a rank died, hung or failed: from the newest good
-    checkpoint, or from the newest copy in memory (checkpoint.peer_every) where that is later. A newer one than at the
-    restart before resets the count. Not for ranks that torchrun or srun started."""
+    checkpoint, or from the newest copy in memory (checkpoint.peer_every) if that is later. Progress since the restart
+    before resets the count. Not for ranks that torchrun or srun started.
+    """
     restart_pause: Duration = "5s"
     """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
     min_ranks: Width | None = None
-    """When the same rank fails twice in a row, go on without it, with at least this many ranks: the planner makes a
-    plan for them, and the global batch stays. Absent: always all ranks."""
+    """If the same rank fails twice in a row, continue without it, with at least this many ranks: the planner makes a
+    plan
+    for them, and the global batch stays. Default: always all ranks.
+    """
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
     replicas_apart: bool = False
-    """Under sync=diloco:H or average:H: start each replica as a world of its own, with its own processes, restarts and
-    checkpoints. One that is late or lost does not stop the others, and joins again at a meeting."""
+    """Under sync=diloco:H or average:H: start each replica as a separate world with its own processes, restarts and
+    checkpoints. A late or lost replica does not stop the others, and rejoins at a synchronization.
+    """
     meeting_timeout: Duration = "1m"
-    """How long replicas that are worlds of their own wait at a meeting for one that is late, and for a word or bytes of
-    another one."""
+    """How long separate replicas wait at a synchronization for a late one, and for a message or data of another one."""
     replica: Count | None = Field(default=None, examples=[1])
     """Start only this replica here, counted from 0, with the others on other machines. Absent: all of them here."""
     meet_at: HostPort | None = Field(default=None, examples=["10.0.0.1:29600"])
-    """HOST:PORT where replicas on several machines leave word: on the machine of replica 0, which listens there."""
+    """HOST:PORT of the rendezvous of replicas on several machines. The machine of replica 0 listens there."""
     meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
-    """Where the secret is that replicas on several machines prove to each other, of 16 characters or more, the same for
-    all: env:NAME or file:PATH. Needed where meet_at is not an address of this machine alone (127.0.0.1)."""
+    """Shared secret of replicas on several machines, of 16 characters or more: env:NAME or file:PATH. Required unless
+    meet_at is an address of this machine (127.0.0.1).
+    """
 
 
 class MemorySection(Section):
@@ -119,32 +134,37 @@ class MemorySection(Section):
 
 
 class KernelSection(Section):
-    """On GPUs: which kernels torch takes where it knows several. Results differ by rounding."""
+    """Choice of GPU kernels if torch has several. Results differ by rounding."""
 
     attention: Literal["auto", "flash", "efficient", "cudnn", "fa3", "fa4"] = "auto"
-    """What computes attention in bf16 and fp16 where it can; calls that it cannot take (masks, wide heads) go to the
-    others. auto: torch's own order; flash, efficient, cudnn: these first; fa3, fa4: FlashAttention 3 (Hopper, package
-    flash_attn_interface) or 4 (Hopper, Blackwell, package flash_attn.cute) in place of flash."""
+    """Preferred kernels for attention in bf16 and fp16; calls that they cannot run (masks, wide heads) use the others.
+    auto:
+    torch's own order; flash, efficient, cudnn: these first; fa3, fa4: FlashAttention 3 (Hopper, package
+    flash_attn_interface) or 4 (Hopper, Blackwell, package flash_attn.cute) instead of flash.
+    """
     convolutions: Literal["auto", "measured", "guessed"] = "auto"
-    """How cuDNN chooses among its algorithms for convolutions. measured: it tries them for each of the first 8 shapes
-    of batches and keeps the fastest: faster steps for a slower first one, and another choice in another run; guessed:
-    it knows at once. auto: measured where the model has convolutions, tp is 1 and torch was not told to be
-    deterministic; what torch was told to measure before stays."""
+    """How cuDNN chooses convolution algorithms. measured: it tries them for each of the first 8 batch shapes and keeps
+    the
+    fastest, for faster steps, a slower first one, and possibly another choice in another run; guessed: by heuristics.
+    auto: measured if the model has convolutions, tp is 1 and torch is not set to be deterministic; an earlier benchmark
+    setting of torch stays.
+    """
 
 
-# Sections of a config that say how a run is watched: figures, sinks, alerts and who hears of them.
+# Monitoring of a run: metrics, sinks, alerts and their recipients.
 
 
 class MonitorSection(Section):
     """Figures of ranks and machines."""
 
     figures: bool = True
-    """Whether each rank reports figures of itself and its machine (CPU, memory, GPU, disk, network, where a step's time
-    went); events.jsonl gets them folded over the ranks."""
+    """Report metrics of each rank and machine (CPU, memory, GPU, disk, network, step phases); events.jsonl has their
+    statistics over the ranks.
+    """
     every: Duration = "10s"
     """Time between two reports."""
     update_ratio_every: Count = 10
-    """Every so many steps, how far the step moved the weights is measured (`update_ratio`). 0: never."""
+    """Steps between measurements of the relative size of the weight update (`update_ratio`). 0: never."""
 
     def measures_update(self, step: int) -> bool:
         """Return whether a step, counted from 1, measures its update."""
@@ -152,9 +172,9 @@ class MonitorSection(Section):
 
 
 class SinkSection(Section):
-    """Where figures go beside events.jsonl.
+    """A destination of metrics besides events.jsonl.
 
-    A process beside the ranks sends them, so that none can hold up training; what cannot be sent now is sent later.
+    A separate process sends them, so that a sink never delays training. Data that cannot be sent now is sent later.
     """
 
     kind: Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus", "pushgateway", "otlp", "http"] = Field(
@@ -183,7 +203,7 @@ class SinkSection(Section):
 
 
 class ChannelSection(Section):
-    """Who hears of alerts."""
+    """A recipient of alerts."""
 
     name: Name = Field(examples=["ops"])
     """What `actions` of an alert call it."""
@@ -203,17 +223,17 @@ class ChannelSection(Section):
     password: SecretRef | None = None
     """mail: password of `user`: env:NAME or file:PATH."""
     url: Address | None = None
-    """webhook: where to post; apprise: its address. Where it holds a secret, as most do: env:NAME or file:PATH."""
+    """webhook: where to post; apprise: its address. If it contains a secret, as most do: env:NAME or file:PATH."""
     command: tuple[str, ...] = Field(default=(), strict=False)
     """command: the program and its arguments, as a list."""
     timeout: Duration = "20s"
     """How long one try may take."""
     standard: bool = True
-    """Whether it hears of the alerts of the standard set, from severity warning on."""
+    """Receive the standard alerts of severity warning and above."""
 
 
 class AlertSection(Section):
-    """A condition over figures, and what follows once it is true."""
+    """A condition over metrics, and the actions when it becomes true."""
 
     name: Name = Field(examples=["plateau"])
     """Its name in messages and events."""
@@ -221,28 +241,31 @@ class AlertSection(Section):
     """The condition, such as "eval.loss no better for 3 evaluations", "loss > 6 sigma over 200 steps" or "disk.free <
     20GiB"."""
     until: str | None = None
-    """Condition that ends the alert; by default `when` no longer holds. A bound apart from that of `when` keeps a
-    figure that wavers around it from alerting again and again."""
+    """Condition that ends the alert; by default `when` is no longer true. A bound different from the one of `when`
+    keeps an
+    oscillating metric from repeating the alert.
+    """
     severity: Literal["info", "warning", "critical"] = "warning"
     """How much it matters."""
     actions: tuple[str, ...] = Field(default=(), strict=False)
-    """Names of channels, and what the run does: checkpoint, hold (save, release the devices, wait for `weft resume`),
-    stop, lower_lr, skip_data, roll_back."""
+    """Names of channels, and actions of the run: checkpoint, hold (save, release the devices, wait for `weft resume`),
+    stop, lower_lr, skip_data, roll_back.
+    """
     quiet: Duration = "30m"
     """Time after an alert in which the same one is recorded and sends nothing."""
     after_step: Count = 0
     """Steps of the run that are let pass before it is judged."""
     factor: PositiveFloat = Field(default=0.5, le=1)
-    """lower_lr: what the learning rate is multiplied by."""
+    """lower_lr: factor on the learning rate."""
     says: str = ""
-    """What the message adds for its reader."""
+    """Additional text of the message."""
 
 
-# The optimizer and its schedule, as a config says them.
+# The optimizer and its schedule.
 
 
 class OptimizerGroup(Section):
-    """Parameters with a learning rate or weight decay of their own, chosen by name."""
+    """Parameters with a separate learning rate or weight decay, chosen by name."""
 
     match: str = Field(min_length=1, examples=["embed.*"])
     """Pattern of parameter names, such as "embed.*"; `*` matches any text. The first matching group applies."""
@@ -266,9 +289,10 @@ class OptimizerSection(Section):
     eps: PositiveFloat = 1e-8
     """AdamW: added to the denominator of the update."""
     states: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """AdamW: number format of its two running means. bf16 takes half the memory, fp8 (one-byte floats without scales) a
+    """AdamW: number format of its two running means. bf16 uses half the memory, fp8 (one-byte floats without scales) a
     quarter; both take more time. Rounding is stochastic, by seed, step and position in the parameter, so every plan
-    rounds the same way."""
+    rounds identically.
+    """
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices. Norms and biases are not decayed."""
     momentum: Fraction | None = None
@@ -284,7 +308,7 @@ class OptimizerSection(Section):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the optimizer is a class that Weft does not know."""
+        """Return True for a user's optimizer class."""
         return ":" in self.name
 
 

@@ -1,4 +1,4 @@
-"""Types of settings: numbers with their limits, and texts with the rule that is said where one breaks it."""
+"""Types of settings: numbers with limits, and text with a rule for its error message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, Strict, StringConstraints, WithJsonSchema
 
-# TOML has 64-bit integers; sizes have limits far above sense, so that a slip of the hand is refused at once.
+# TOML has 64-bit integers. Sizes have generous limits that still catch typing errors.
 PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Extent = Annotated[int, Field(gt=0, le=10**9)]
@@ -45,14 +45,14 @@ CodeName = Annotated[
     StringConstraints(pattern=_CODE),
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
-#: Tasks that have a name; `find_task` knows their classes. These train the model of a Hugging Face folder.
+#: Named tasks; `find_task` maps them to classes. These train the model of a Hugging Face folder.
 FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
 #: These train the text decoder by another loss.
 TEXT_TASKS = ("prefer", "distill")
 #: These train networks for pictures, sound and text, from new weights or a folder's.
 MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast")
 TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
-#: What a task trains, by its name; what is not here trains something else.
+#: The goal of each named task on preferences and tables.
 TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"
 _TASK_RULE = f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class"

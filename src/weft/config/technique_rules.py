@@ -1,4 +1,4 @@
-"""Rules of pipelines: what a schedule can order, and what does not go with stages. `plan_rules.py` lists them."""
+"""Rules of pipelines, wire formats and graphs. `plan_rules.py` lists them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _split_misfits(plan: Plan, facts: Facts) -> bool:
     return len(plan.split) != plan.pp * plan.virtual_stages or sum(plan.split) != facts.model.num_layers
 
 
-#: What the runtime cannot do yet under a pipeline.
+#: Not supported by the runtime under a pipeline yet.
 PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
     Rule(
         name="pp-recompute-budget-not-built",
@@ -137,7 +137,7 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
 )
 
 
-# Rules of what gradients and weights travel as, and of when replicas meet.
+# Rules of the formats of gradients and weights, and of how often replicas synchronize.
 
 
 def _keeps(plan: Plan) -> bool:
@@ -149,7 +149,7 @@ def _keeps_few(plan: Plan) -> bool:
 
 
 def _incompatible_setting(plan: Plan) -> str:
-    """What lets ranks owe parts that others owe too, or that no parameter is: an axis, or many replicas of int4."""
+    """Return the plan setting that is incompatible with error feedback: an axis, or many replicas of int4."""
     sizes = {"tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
     many = "" if plan.dp_replicate <= 2 or wire_spec(plan.compress).rank else "more than 2 replicas"
     return next((name for name, size in sizes.items() if size > 1), many)
@@ -291,12 +291,12 @@ WIRE_RULES: tuple[Rule, ...] = (
 
 # The rules of plans whose steps are launched as CUDA graphs.
 
-#: Axes whose collectives lie within forward and backward.
+#: Axes whose collectives are inside forward and backward.
 _INSIDE = ("cp", "tp", "ep")
 
 
 def _between(plan: Plan, facts: Facts) -> str:
-    """What the host or other ranks do between the kernels of one forward and backward; empty where nothing is."""
+    """Return the work of the host or other ranks between the kernels of one forward and backward, or ""."""
     if asks(plan, facts, "pp"):
         return "the host orders the passes of a pipeline"
     if plan.zero == 3:

@@ -1,4 +1,4 @@
-"""Keys and values of a config as people type them in TOML."""
+"""Keys and values of a config in TOML notation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import cast
 
-#: A place in nested tables and arrays: ("data", "train", 0, "path").
+#: A path in nested tables and arrays: ("data", "train", 0, "path").
 KeyPath = tuple[str | int, ...]
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-#: What of an address may be a password or a token.
+#: Parts of a URL that may be a password or a token.
 _SECRETS = re.compile(r"(?<=://)[^/]*(?=@)|(?<=\?).+", re.DOTALL)
 
 

@@ -58,8 +58,8 @@ class Matmul:
 
         Args:
             batch: sequences.
-            seq: tokens of each on this rank.
-            t: ranks that divide the layer, where it is cut.
+            seq: tokens of each sequence on this rank.
+            t: tensor-parallel ranks of a sharded layer.
         """
         found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
         place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
@@ -68,12 +68,12 @@ class Matmul:
         return found[0], found[1], found[2], found[3]
 
     def flops(self, batch: Any, seq: Any, t: Any) -> Any:
-        """Return the FLOPs of forward, on one rank.
+        """Return the FLOPs of forward on one rank.
 
         Args:
             batch: sequences.
-            seq: tokens of each on this rank.
-            t: ranks that divide the layer, where it is cut.
+            seq: tokens of each sequence on this rank.
+            t: tensor-parallel ranks of a sharded layer.
         """
         m, n, k, count = self.sizes(batch, seq, t)
         return 2.0 * m * n * k * count
@@ -86,7 +86,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class TracedAttention:
-    """One fused attention. queries: in all, B S of them; keys: that each may see. cut: heads are divided by t."""
+    """One fused attention. queries: total number, B S per sequence; keys: visible to each. cut: heads are divided by t."""
 
     heads: int
     kv_heads: int
@@ -97,13 +97,13 @@ class TracedAttention:
     cut: bool = False
 
     def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
-        """Return the FLOPs of forward, on one rank: a causal mask leaves half of the square.
+        """Return the FLOPs of forward on one rank; a causal mask halves the square.
 
         Args:
             batch: sequences.
-            seq: tokens of each on this rank.
-            t: ranks that divide the heads, where they are cut.
-            c: ranks that share a sequence: keys are those of all of it.
+            seq: tokens of each sequence on this rank.
+            t: tensor-parallel ranks, if heads are sharded.
+            c: context-parallel ranks; keys are those of the full sequence.
         """
         heads = self.heads / t if self.cut else self.heads
         rows = self.queries.at(batch, seq)
@@ -123,9 +123,9 @@ class DividedBytes:
 
         Args:
             batch: sequences.
-            seq: tokens of each.
-            t: ranks that divide what is cut.
-            between: what divides activations outside of cut regions: t under sp, else 1.
+            seq: tokens of each sequence.
+            t: divisor of sharded tensors.
+            between: divisor of activations outside sharded regions: t under sp, else 1.
         """
         return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
 
@@ -138,17 +138,18 @@ class DividedBytes:
 
 # What tracing found of a model: work, memory and parameters of each unique layer, by batch, sequence and layout.
 
-#: What a saved description begins with, and its version.
+#: Header of a saved description, with its version.
 FORMAT, VERSION = "weft-traced-model", 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLayer:
-    """One unique layer, or what runs before or after the layers. Bytes are those of a half precision.
+    """One unique layer, or the part before or after the layers. Bytes are for a half precision.
 
-    path: of its first instance; count: how often there is one like it. params_cut: parameters that t divides;
-    params_whole: those that every rank of tp has. moved_*: bytes that kernels other than products and attention read
-    and write, kernel by kernel, or with chains of them fused as torch.compile does (fused_*). saved: kept for
+    path: of its first instance; count: number of identical layers. params_cut: parameters that t divides;
+    params_whole: parameters that every rank of tp has. moved_*: bytes that kernels other than products and attention
+    read
+    and write, kernel by kernel, or with chains fused as by torch.compile (fused_*). saved: bytes kept for
     backward by policy: "none", "attention", "selective", "full", and "compiled" for "none" under torch.compile.
     reduced: values that tensor parallelism sums over its ranks in forward.
     kernels_forward: launches of forward; fused_kernels: the same, compiled.
@@ -179,10 +180,10 @@ class TracedLayer:
 
         Args:
             batch: sequences.
-            seq: tokens of each, whole.
-            tp: ranks that divide what is cut.
-            cp: ranks that share a sequence.
-            backward: those of backward in place of forward's.
+            seq: tokens of each full sequence.
+            tp: tensor-parallel ranks.
+            cp: context-parallel ranks.
+            backward: count backward instead of forward.
         """
         part = seq / cp
         products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
@@ -192,15 +193,15 @@ class TracedLayer:
     def saved_bytes(
         self, batch: Any, seq: Any, policy: str = "none", *, tp: Any = 1, cp: Any = 1, sp: bool = False
     ) -> Any:
-        """Return the bytes that one pass keeps for backward on one rank.
+        """Return the bytes that one pass saves for backward on one rank.
 
         Args:
             batch: sequences.
-            seq: tokens of each, whole.
-            policy: of recompute.
-            tp: ranks that divide what is cut.
-            cp: ranks that share a sequence.
-            sp: whether tp divides the rest of the activations too.
+            seq: tokens of each full sequence.
+            policy: the recompute policy.
+            tp: tensor-parallel ranks.
+            cp: context-parallel ranks.
+            sp: True if tp also divides the other activations.
         """
         return dict(self.saved)[policy].at(batch, seq / cp, tp, tp if sp else 1)
 
@@ -211,11 +212,11 @@ class TracedLayer:
 
         Args:
             batch: sequences.
-            seq: tokens of each, whole.
-            tp: ranks that divide what is cut.
-            cp: ranks that share a sequence.
-            sp: whether tp divides the rest of the activations too.
-            backward: those of backward in place of forward's.
+            seq: tokens of each full sequence.
+            tp: tensor-parallel ranks.
+            cp: context-parallel ranks.
+            sp: True if tp also divides the other activations.
+            backward: count backward instead of forward.
         """
         return (self.moved_backward if backward else self.moved_forward).at(batch, seq / cp, tp, tp if sp else 1)
 
@@ -230,15 +231,16 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """A model as tracing found it.
+    """A traced model.
 
-    layers: the unique repeated layers. before, after: what runs before the first and after the last of them, without
-    the table of the vocabulary and the head, which `vocab` and `tied` say. vocab: entries of the head; 0 without one.
-    hidden: values that go from one layer to the next, for each token, or for each sample where nothing is a sequence.
-    reads_sequence: whether S means anything. max_seq_len: what it reads at most. default_seq_len: of the example.
+    layers: the unique repeated layers. before, after: the parts before the first and after the last layer, without
+    the table of the vocabulary and the head, which `vocab` and `tied` describe. vocab: entries of the head, or 0.
+    hidden: values passed from one layer to the next, per token, or per sample if nothing is a sequence.
+    reads_sequence: True if S has a meaning. max_seq_len: longest input. default_seq_len: length of the example.
     limits: fields of a plan that cannot take every value with it. linears: inputs and outputs of the linear layers that
-    may have an adapter, and how many there are of each. crossings: tensors of `hidden` values a token that go from a
-    stage of a pipeline to the next, in the mean over all borders: an encoder's output travels on beside its decoder's.
+    may have an adapter, with their counts. crossings: tensors of `hidden` values per token that are sent from one
+    pipeline
+    stage to the next, averaged over all borders; an encoder's output is sent along with its decoder's.
     """
 
     name: str
@@ -258,12 +260,12 @@ class TracedModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers, alike ones counted each."""
+        """Number of layers, counting identical ones."""
         return sum(layer.count for layer in self.layers)
 
     @property
     def attention(self) -> TracedAttention | None:
-        """The first attention of its layers; None where there is none."""
+        """The first attention of its layers, or None."""
         return next((each for layer in self.layers for each in layer.attentions), None)
 
     def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:

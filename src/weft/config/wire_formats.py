@@ -1,7 +1,7 @@
-"""Wires: in what form gradients travel between ranks. What each costs is here, without torch; `weft.comm.wire` encodes.
+"""Wire formats of gradients and weights, with their cost, without torch. `weft.comm.wire` encodes them.
 
-A new wire is one file with its codec and one `register` line; its name is then a legal value of the plan's `reduce`,
-and where it rounds, of `compress`.
+A new format is one file with its codec and one `register` line. Its name is then a legal value of the plan's `reduce`,
+and of `compress` if it rounds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class WireSpec:
-    """What planner and plan know of a wire.
+    """Properties of a wire format for planner and plan.
 
-    name: in the plan. codec: its class as "module:Class", loaded when ranks use it. exact: nothing is rounded.
-    element_bytes: of one value on the wire; 0: as many as it has in memory. block, block_bytes: so many values share
-    so many bytes more (a scale). state_bytes: what each rank keeps from step to step, for each value it sends.
-    outer_only: a value of `compress` alone. rank: of the matrices that travel in place of larger ones; 0: it encodes
-    value by value. kept: so many values of each block travel, the others are owed; 0: all do. exact_steps: so many
-    first steps of a run are summed without it.
+    name: in the plan. codec: its class as "module:Class", loaded when ranks use it. exact: no rounding.
+    element_bytes: bytes of one value on the wire; 0: as in memory. block, block_bytes: additional bytes (a scale) per
+    block of values. state_bytes: bytes that each rank keeps from step to step, per value it sends.
+    outer_only: legal for `compress` only. rank: rank of the low-rank matrices that are sent; 0: values are encoded
+    one by one. kept: values of each block that are sent, the others are added to the residual; 0: all are sent.
+    exact_steps: number of first steps of a run that are summed without it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class WireSpec:
         return values + -(-numel // self.block) * self.block_bytes if self.block_bytes else values
 
     def copy_bytes(self, own_bytes: float = 4.0) -> float:
-        """Return bytes per value of the encoded copy that lies beside a travelling gradient; 0 where there is none."""
+        """Return bytes per value of the encoded copy that exists while a gradient is being sent, or 0."""
         many = 1 << 20
         return self.num_bytes(many, own_bytes) / many if self.element_bytes else 0.0
 
@@ -57,7 +57,7 @@ _KNOWN: dict[str, WireSpec] = {}
 
 
 def register(wire: WireSpec) -> WireSpec:
-    """Make a wire a legal value of `reduce`. The same one again changes nothing; PlanError where its name is taken."""
+    """Make a format a legal value of `reduce`. Registering it again changes nothing; raise PlanError for a taken name."""
     if _KNOWN.setdefault(wire.name, wire) != wire:
         raise PlanError(f"reduce={wire.name}: another wire has this name. Register it under a name of its own.")
     return wire
@@ -74,18 +74,18 @@ def wire_spec(name: str) -> WireSpec:
     return _KNOWN["int4" if name == "diff4" else name]  # differences have the bytes of int4
 
 
-#: Low rank, whose name ends with the rank: more than so much would send more than int8 of usual matrices.
+#: Low-rank formats end with the rank. A higher rank would send more than int8 for common matrices.
 LOW_RANK, LARGEST_RANK = "powersgd", 64
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank that `powersgd:4` names, 4; None where it is none."""
+    """Return the rank that `powersgd:4` names, 4, or None for another format."""
     found = re.fullmatch(rf"{LOW_RANK}:([1-9][0-9]?)", name, re.ASCII)
     return int(found[1]) if found and int(found[1]) <= LARGEST_RANK else None
 
 
 def _low_rank(rank: int) -> WireSpec:
-    # Of an n x n matrix 2 r n values travel; the planner takes n = 1024, and the sums that follow as large again.
+    # 2 r n values of an n x n matrix are sent; the planner assumes n = 1024, and later sums of the same size.
     return WireSpec(
         f"{LOW_RANK}:{rank}",
         "weft.comm.wire.low_rank:LowRank",
@@ -97,12 +97,12 @@ def _low_rank(rank: int) -> WireSpec:
     )
 
 
-#: The largest values, whose name ends with their share, at most so large; one of so many neighbours.
+#: Top-k formats end with the fraction of values that are sent, and its limit; values per block.
 LARGEST_VALUES, MOST_SHARE, _NEIGHBOURS = "top", 0.25, 4096
 
 
 def num_kept_of(name: str) -> int | None:
-    """Return how many of 4096 neighbours travel under `top:0.02`: 82; None where it names no such share."""
+    """Return how many of 4096 values `top:0.02` sends, 82, or None for another format."""
     found = re.fullmatch(rf"{LARGEST_VALUES}:(0\.[0-9]{{1,6}})", name, re.ASCII)
     share = float(found[1]) if found else 0.0
     return math.ceil(share * _NEIGHBOURS) if 0 < share <= MOST_SHARE else None
@@ -122,25 +122,25 @@ def _largest(name: str) -> WireSpec:
     )
 
 
-#: What weights may travel as: under zero=3 as `comm/wire/row_codes.py` encodes them, and under zero=1 and 2 as
-#: differences, in the bytes of int4.
+#: Formats of weights: under zero=3 as `comm/wire/codes.py` encodes them, and under zero=1 and 2 as differences in the
+#: bytes of int4.
 GATHERS = ("none", "int8", "diff4", "fp8")
-#: Those that no gradient travels as. A row has one scale in fp8; the planner takes rows of so many values.
+#: Formats of weights only. A row has one scale in fp8; the planner assumes rows of this length.
 _OF_WEIGHTS = {"fp8": WireSpec("fp8", "weft.comm.wire.codes:RowCodes", element_bytes=1.0, block=4096, block_bytes=2.0)}
 
-#: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
-#: DiLoCo's outer step.
+#: Synchronization of replicas: gradients in every step, or after a number of steps the average of weights, or DiLoCo's
+#: outer step.
 SYNCS = ("step", "average", "diloco")
 _SYNC = re.compile(r"(average|diloco):([1-9][0-9]{0,5})(?:/([1-9][0-9]{0,5}))?", re.ASCII)
 
 
 def sync_of(text: str) -> tuple[str, int, int]:
-    """Return how `diloco:50/4` synchronises, after how many steps, and in how many fragments, ("diloco", 50, 4).
+    """Return how `diloco:50/4` synchronizes, after how many steps, and in how many fragments, ("diloco", 50, 4).
 
-    Of "step" that is ("step", 1, 0); 0 fragments: all at once, and nobody computes meanwhile.
+    "step" is ("step", 1, 0); 0 fragments: all together, without computation at the same time.
 
     Raises:
-        ValueError: where it is none of SYNCS with a number of steps, and of no more fragments.
+        ValueError: if it is none of SYNCS with a number of steps, and at most as many fragments.
     """
     if text == SYNCS[0]:
         return text, 1, 0
@@ -185,7 +185,7 @@ class _RoundingNames(_Names):
         return name in self._all() or (isinstance(name, str) and has_number(name))
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """Return the place of a name, which it has from then on."""
+        """Return the index of a name, and register the name."""
         if isinstance(value, str) and has_number(value):
             wire_spec(value)
         return self._all().index(value, start, len(self._all()) if stop is None else stop)
@@ -195,7 +195,7 @@ class _RoundingNames(_Names):
 
 
 WIRES = _Names()
-#: What gradients may travel as over the outermost data axis alone.
+#: Formats of gradients over the outermost data axis only.
 COMPRESSES = _RoundingNames()
 
 register(WireSpec("fp32", "weft.comm.wire.codes:AsIs", exact=True))
