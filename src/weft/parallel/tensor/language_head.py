@@ -109,8 +109,7 @@ register_pytree_node(
 class Head:
     """State of a model's head in addition to its weight. vocab: entries without padding.
 
-    entry: entry of a sharded head. scales: the model changes logits after the head, so the head cannot compute the
-    loss.
+    entry: entry of a sharded head. scales: the model changes logits after the head, so it cannot compute the loss.
     way: chunk size, or None for the default of a CPU.
     """
 

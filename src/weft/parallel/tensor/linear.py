@@ -32,7 +32,7 @@ from weft.private_torch import Function, current_mode, is_watched
 
 
 def cuts(tokens: int, pieces: int) -> list[slice]:
-    """Return the ranges of a rank's tokens for each chunk. There are at most `pieces` chunks, and no empty ones."""
+    """Return the ranges of a rank's tokens for each chunk: at most `pieces` chunks, and no empty ones."""
     size = max(1, -(-tokens // pieces))
     return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
@@ -155,8 +155,8 @@ TOKENS = 1
 class SharedLayer:
     """The ranks that share a layer's matrices.
 
-    cuts_tokens: between such layers each rank has 1/size of the tokens. pieces: chunks of those tokens in
-    communication.
+    cuts_tokens: between such layers each rank has 1/size of the tokens. pieces: number of chunks to communicate them
+    in.
     """
 
     axis: Axis

@@ -245,7 +245,7 @@ def _replicated_mixers(
 
 
 def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, part: ShardPosition) -> None:
-    """Make the blocks work on this rank's tokens, in place. Entries gather tokens, and row-sharded layers scatter them."""
+    """Make blocks work on this rank's tokens, in place: entries gather tokens, row-sharded layers scatter them."""
     modules = dict(model.named_modules())
     for path, positions in sequence.summed.items():
         if positions and path in modules:

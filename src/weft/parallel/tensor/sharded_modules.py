@@ -193,7 +193,7 @@ class Entry:
         return inner.flatten(0, 1) if is_flat else inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the member's product with x. Members that read the same tensor share one product and one collective."""
+        """Return the member's product with x. Members that read the same tensor share a product and a collective."""
         if self._in_chunks and x is self._inner and not torch.is_autocast_enabled(x.device.type):
             return self._piecewise(member)
         if self.is_ahead:
