@@ -41,8 +41,7 @@ class LogitPasses(NamedTuple):
     sums: maps (logits_CV, labels, accumulation dtype) to (state for the other pass, local log-sum-exp_C, label
     logit_C).
     gradient: maps (state of the first pass, log-sum-exp_C over the full vocabulary, logit_C, labels, dtype) to the
-    gradient
-    of the logits, (C, V). Both may overwrite the logits.
+    gradient of the logits, (C, V). Both may overwrite the logits.
     """
 
     sums: Callable[[Tensor, Labels, torch.dtype], tuple[Any, Tensor, Tensor]]
@@ -220,8 +219,7 @@ def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
     """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens.
 
     In chats most tokens have no label. Only on a CPU: on a device, the host would wait for the count. All tp ranks have
-    the
-    same labels, so they make the same choice.
+    the same labels, so they make the same choice.
     """
     if labels_N.device.type != "cpu":
         return None

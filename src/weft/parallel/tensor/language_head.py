@@ -1,9 +1,8 @@
 """Head of a language model: returns logits, or computes the loss directly without storing all logits.
 
 A head that receives the labels before the forward (`expect_labels`) returns a `HeadLoss` instead of logits. It
-processes
-the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without labels it
-returns full logits, so a user's loss function works under every plan.
+processes the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without
+labels it returns full logits, so a user's loss function works under every plan.
 
 N tokens, C tokens per chunk, D features, V entries of the vocabulary of this rank.
 """

@@ -91,8 +91,7 @@ def column_gradients(
     """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients.
 
     The gather of the input overlaps with the product for x. The reduction of x's gradient overlaps with the products
-    for
-    the weights.
+    for the weights.
     """
     gathering = start_all_gather(x_BSD.contiguous(), axis, out=_by_ranks(x_BSD, axis)) if of_weights else None
     flat = [grad.flatten(0, -2) for grad in grads]
@@ -247,9 +246,8 @@ def columns(
     """Return each member's product with the same input, whose gradient is summed over the line.
 
     x: this rank's tokens, (B, S, D), which receives the gradient. whole: all tokens of x, or None to gather them in
-    chunks
-    during the products. held: queue for deferred weight gradients. Under sequence parallelism it then also retains the
-    gathered input.
+    chunks during the products. held: queue for deferred weight gradients. Under sequence parallelism it then also
+    retains the gathered input.
     """
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]

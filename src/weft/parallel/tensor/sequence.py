@@ -110,11 +110,9 @@ class TokenSharding:
 
     blocks: paths, in order. modules: modules whose gradients are partial sums. runs: first and last block of each local
     stage. with_ends: embedding and head are sharded too, and pipeline stages exchange sharded tokens. width: features
-    of
-    the residual stream. whole: modules that mix tokens and that the layout leaves unsharded; every rank gathers all
-    tokens
-    for them and computes all of them. reading: blocks that read an encoder's output. summed: indices of other outside
-    tensors among a block's arguments, whose gradients are sums over the ranks.
+    of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded; every rank gathers all
+    tokens for them and computes all of them. reading: blocks that read an encoder's output. summed: indices of other
+    outside tensors among a block's arguments, whose gradients are sums over the ranks.
     """
 
     blocks: tuple[str, ...]

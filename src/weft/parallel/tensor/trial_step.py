@@ -1,8 +1,7 @@
 """Trial step of a small model with and without tensor parallelism, on random inputs, before training.
 
 Tracing can miss Python code that reads sizes, or a custom backward. Unknown models are therefore tried if they are
-small
-enough for a second copy.
+small enough for a second copy.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ def watch_steps(
     """Register hooks that do the work of TrainStep around the optimizer's step, if TrainStep does not drive it.
 
     clear: additional work of the engine in `zero_grad`. before, after: work directly around every step of the
-    optimizer,
-    driven by TrainStep or not.
+    optimizer, driven by TrainStep or not.
 
     Raises:
         ModelError: at a step with a closure.

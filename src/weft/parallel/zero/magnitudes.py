@@ -39,9 +39,8 @@ def start_magnitudes(model: nn.Module) -> None:
     """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model.
 
     `add_adapter` does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen
-    weights
-    of a parallelized model calls this. All ranks call it, before the first step. Other adapter kinds have nothing to
-    set.
+    weights of a parallelized model calls this. All ranks call it, before the first step. Other adapter kinds have
+    nothing to set.
 
     Args:
         model: result of `parallelize`.

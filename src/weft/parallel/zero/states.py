@@ -21,8 +21,7 @@ from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 
 #: One state of one parameter: owner on the shard axis, shape ("cut" if it is sharded like the parameter), dtype, and
-#: the
-#: value of a single number.
+#: the value of a single number.
 StateEntry = dict[str, Any]
 #: dtypes by the name that `str(dtype)` returns.
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

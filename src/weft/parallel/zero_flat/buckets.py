@@ -241,8 +241,7 @@ def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], obje
         slot.param.grad = None
         slot.param.data = view
         # Autograd leaves gradients in the dtype of their computation: they are read once, when they are summed. A
-        # parameter that
-        # several modules use is the exception, because autograd adds its gradients.
+        # parameter that several modules use is the exception, because autograd adds its gradients.
         slot.param.grad_dtype = full.dtype if slot.is_shared else None
         slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), version_of(slot.param)
 

@@ -3,8 +3,7 @@
 The gathers start in the order in which forward needs the weights, so all but the first overlap with it. Each repeated
 block waits for its own weights when it is called, and so does a layer outside of blocks in models whose code is known.
 The module must have been called in an earlier forward: a block that a model reads without calling is excluded. All
-other
-weights are waited for before forward starts, and any read of parameters waits for all.
+other weights are waited for before forward starts, and any read of parameters waits for all.
 """
 
 from __future__ import annotations
@@ -85,10 +84,8 @@ class WeightDifference:
         seen += D(E(master - seen))
 
     `seen` is `weights`, which forward uses. It is bit-identical on all ranks: each rank decodes all encoded parts, its
-    own
-    too. The rounding error of a difference remains between master and seen, and is part of the next step's difference,
-    so
-    no other state is needed. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
+    own too. The rounding error of a difference remains between master and seen, and is part of the next step's
+    difference, so no other state is needed. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
     """
 
     @torch.no_grad()

@@ -26,8 +26,7 @@ from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 from weft.private_torch import foreach_mul_, foreach_norm
 
 #: Most buckets whose full gradients are in flight if their memory is released on completion: at stage 2, and for
-#: gradients
-#: in autograd's tensors. The next gradients then reuse that memory while it is still in the caches.
+#: gradients in autograd's tensors. The next gradients then reuse that memory while it is still in the caches.
 MOST_UNDER_WAY = 2
 
 
@@ -44,10 +43,9 @@ class Reducer:
     """Reduces the gradients of one step, bucket by bucket.
 
     stage: 2 releases a bucket's full gradient as soon as it is reduced. each: reduce after each microbatch, not only
-    after
-    the last (stage 2). note: called with each bucket that gets a gradient outside of microbatches. wire, outer_wire:
-    wire
-    formats of gradients in general, and over the outermost data axis. `coders` store their carried state.
+    after the last (stage 2). note: called with each bucket that gets a gradient outside of microbatches. wire,
+    outer_wire: wire formats of gradients in general, and over the outermost data axis. `coders` store their carried
+    state.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Reducer:
         """Begin a microbatch. holds: no gradient is communicated before it ends."""
         self._pass = "last" if last else "inner"
         self._next = 0
-        # In the first backward, the number of deliveries per parameter is not known yet.
+        # In the first backward, the number of deliveries per parameter is still unknown.
         self._launches = self._has_seen_backward and (last or self._each) and not holds
         self._waiting = [len(bucket.slots) + bucket.over.waits for bucket in self.buckets]
         for slot in self._slots:
@@ -250,8 +248,7 @@ class Reducer:
         """Return True if gradients of a pass ("inner" or "last") stay in autograd's tensors until they are reduced.
 
         Stage 2 needs memory for them until then in any case. At lower stages, the buffer of their sum already exists,
-        and later
-        microbatches would allocate a second set.
+        and later microbatches would allocate a second set.
         """
         kept = self._stage == 2 and bucket.num_shards > 1 and kind == "inner" and not self._each
         return kind == "last" or kept

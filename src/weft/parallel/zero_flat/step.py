@@ -1,9 +1,8 @@
 """Recorded forward and backward passes, and the recorded or fused optimizer step over flat buckets.
 
 While a pass is recorded, autograd's hooks run as usual. They copy gradients into buckets, accumulate them, or leave
-them
-in autograd's tensors, and all those kernels are recorded. A replay runs only the kernels, so the state that the hooks
-left is restored after it. No communication starts before a recorded pass ends.
+them in autograd's tensors, and all those kernels are recorded. A replay runs only the kernels, so the state that the
+hooks left is restored after it. No communication starts before a recorded pass ends.
 
 A step reads all values that change between steps from memory: learning rates, step counts, and the gradient factor.
 """
