@@ -129,7 +129,7 @@ class Order:
         self._place = 0
 
     def _leave_record(self, entry: Entry) -> None:
-        """Compare an operation that differs from the previous step. It is valid if all ranks changed in the same way."""
+        """Compare an operation that differs from the last step. It is valid if all ranks changed in the same way."""
         self._done = self._record[: self._place]
         self._follows = False
         act, unit, _ = self._record[self._place]
