@@ -41,7 +41,7 @@ class OpaqueModule(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Run the forward of its own class."""
+        """Run the forward of the original class."""
         handle = self._weft_handle
         if not torch.compiler.is_compiling() or not handle.is_open or torch.is_autocast_enabled(x.device.type):
             return super().forward(x, *others)
@@ -68,7 +68,7 @@ def _gathers_experts(plan: Plan) -> bool:
 
 
 def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """Run the module's own forward on its arguments, with a stand-in for each of its parameters."""
+    """Run the module's forward on its arguments, with a stand-in for each of its parameters."""
     del numbers
     names = [f"module.{name}" for name, _ in module.named_parameters()]
     count = len(inputs) - len(names)

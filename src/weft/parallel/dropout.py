@@ -72,7 +72,7 @@ class FunctionalDropout(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         site = self._weft_site
         if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
@@ -90,7 +90,7 @@ class UncompiledDropout(FunctionalDropout):
     """A torch layer with dropout inside, which runs outside of compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
             return self._uncompiled(*args, **kwargs)
         return super().forward(*args, **kwargs)
@@ -102,7 +102,7 @@ class NoisyModule(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with ByPosition(self._weft_site):
@@ -113,7 +113,7 @@ class RecurrentDropout(UncompiledDropout):
     """A recurrent network with dropout between its layers."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         if not self._weft_site.is_plain:
             self._weft_site.packed_order = input.sorted_indices if isinstance(input, PackedSequence) else None
         return super().forward(input, *args, **kwargs)
@@ -125,7 +125,7 @@ class DroppingBlock(nn.Module):
     _weft_sites: list[DropSite]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of its own class."""
+        """Run the forward of the original class."""
         for site in self._weft_sites:
             site.calls = 0
         return super().forward(*args, **kwargs)

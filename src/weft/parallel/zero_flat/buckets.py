@@ -185,7 +185,7 @@ class Bucket:
         return Parts(lines, self.size, self.master.dtype)
 
     def use_grads(self, flat: torch.Tensor) -> None:
-        """Use `flat` for full gradients. Its contents may be undefined; elements without a parameter are set to zero."""
+        """Use `flat` for full gradients. Its contents may be undefined; elements without a parameter become zero."""
         self.grads = flat
         for gap in self.gaps:
             flat[gap].zero_()

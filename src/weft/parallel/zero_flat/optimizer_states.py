@@ -180,7 +180,7 @@ class SlotErrorFeedback:
         coder.load(shaped)
 
     def _keys(self, bucket: Bucket) -> Iterator[tuple[str, str, int, int]]:
-        """Yield the residuals of a bucket's coder: owner, name in the coder, and first element and end in the bucket."""
+        """Yield the residuals in a bucket's coder: owner, name in the coder, first element and end in the bucket."""
         outer, span = bucket.over.outer, self._span(bucket)
         numel, size = span.stop - span.start, outer.size
         if self._sums.divides(bucket) and not self._sums.coders.outer_wire.spec.rank:
@@ -199,7 +199,7 @@ class SlotErrorFeedback:
         return slice(0, bucket.size) if self._sums.divides(bucket) or bucket.num_shards == 1 else bucket.own
 
     def _of(self, bucket: Bucket, whose: str, flat: torch.Tensor, low: int, high: int) -> Iterator[FlatSlice]:
-        """Yield the flat slices of all parameters with elements in `flat`, the bucket's elements from `low` to `high`."""
+        """Yield flat slices of all parameters with elements in `flat`, the bucket's elements from `low` to `high`."""
         for slot in bucket.slots:
             start, end = max(slot.start, low), min(slot.start + slot.numel, high)
             if start < end:
@@ -209,7 +209,7 @@ class SlotErrorFeedback:
                 yield FlatSlice(name, part, deal, start - slot.start, flat[start - low : end - low])
 
     def _ownership(self, bucket: Bucket, slot: Slot, whose: str) -> OwnershipMap:
-        """Return the ranks that write each element of a parameter's residual: the first of those with equal residuals."""
+        """Return the ranks that write each element of a parameter's residual: the first of those with equal ones."""
         kind, me = bucket.over, self._axes.mesh.rank
         near = kind.alike[0] - me
         shards = kind.shard.ranks if self._span(bucket) == bucket.own and bucket.num_shards > 1 else (me,)

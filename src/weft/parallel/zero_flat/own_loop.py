@@ -119,7 +119,7 @@ class OwnLoop:
             at_end_of_backward(self._end_backward)
 
     def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
-        """Scale gradients so that each bucket's mean over its ranks equals the mean over all ranks that read samples."""
+        """Scale gradients so that a bucket's mean over its ranks equals the mean over all ranks that read samples."""
         engine = self._held()
         for slot in slots:
             factor = kinds[slot].over.size / engine.axes.batch.size
@@ -161,7 +161,7 @@ class OwnLoop:
 
     @torch.no_grad()
     def finalize(self) -> None:
-        """Wait for ranks that are still in a backward, then collect all gradients in buckets, at the optimizer's step."""
+        """Wait for ranks that are still in a backward, then collect all gradients, at the optimizer's step."""
         self._wait_for_all()
         self._check_identical()
         engine = self._held()

@@ -298,7 +298,7 @@ class Reducer:
             self._under_way[bucket.index] = _PendingReduction(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
-        """Copy a bucket's sums to the host as soon as they are complete. Return the handle that the device waits for."""
+        """Copy a bucket's sums to the host as soon as they are complete. Return the handle to wait for."""
         is_final = self._pass == "last" or not self._each
         if bucket.host is None or not bucket.host.is_early or not is_final or self.coders.owed:
             return pending

@@ -286,7 +286,7 @@ class FullyShardedModel:
         return norm
 
     def prefetch_weights(self) -> None:
-        """Gather the first units of forward during the optimizer step. Other units are gathered when they are called."""
+        """Gather the first units of forward during the optimizer step. Other units are gathered at their calls."""
         self._first_gathers.switch_on()
 
     def arrive(self) -> None:

@@ -85,7 +85,7 @@ def _is_large_layer(site: blocks.Site, large: float) -> bool:
 
 
 def _is_block(site: blocks.Site) -> bool:
-    """Return True for an entry of a container that has a forward: not a list of blocks, and not a backbone with a head."""
+    """Return True for an entry of a container that has a forward: no list of blocks, no backbone with a head."""
     module = site.module
     if isinstance(module, blocks.LISTS) or not isinstance(site.parent, blocks.CONTAINERS):
         return False
@@ -158,7 +158,7 @@ def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup:
-    """Return the axis's process group. For an axis of size 1, return a group of this rank, which fully_shard requires."""
+    """Return the axis's process group, or for size 1 a group of only this rank, which fully_shard requires."""
     return axis.group if axis.group is not None else join_group(axis.ranks, "rank")
 
 
