@@ -51,7 +51,7 @@ class SampleGroups:
         mesh: mesh of the ranks.
         size: samples per group; the last group of a batch may be smaller.
         said: the setting and its value, for errors.
-        name: the setting.
+        name: name of the setting.
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):

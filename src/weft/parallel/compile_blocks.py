@@ -1,4 +1,4 @@
-"""torch.compile on each repeated block of a model, operators for code that graphs cannot trace, and uncompiled cases."""
+"""torch.compile on each repeated block of a model, operators for untraceable code, and uncompiled cases."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OpaqueModule(nn.Module):
 
 
 def register_operators(model: nn.Module, plan: Plan) -> None:
-    """Register experts, and attention over cp, as operators of compiled blocks. Call it before the blocks are compiled."""
+    """Register experts and attention over cp as operators of compiled blocks. Call it before compiling them."""
     recomputes = plan.recompute_policy != "none"
     register_context_operators(model, recomputes)
     register_dropped_attention(model, recomputes)

@@ -120,7 +120,7 @@ class RecurrentDropout(UncompiledDropout):
 
 
 class DroppingBlock(nn.Module):
-    """A block with dropout inside. Calls are counted from zero in each forward, so that a replay has the same counts."""
+    """A block with dropout inside. Each forward counts calls from zero, so that a replay has the same counts."""
 
     _weft_sites: list[DropSite]
 

@@ -201,7 +201,7 @@ class ElasticDiLoCo(RareSync):
         self._say()
 
     def _notify_all(self, call: Call) -> None:
-        """Log a message if other replicas contributed than in the previous outer step."""
+        """Log a message if the contributing replicas changed since the previous outer step."""
         away = sorted({*range(self.replicas)} - {*call.givers})
         if self.party.replica in away:
             self.party.says(f"step {self.step}: joined the others again at step {call.step}, with their weights")

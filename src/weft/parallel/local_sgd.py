@@ -42,8 +42,7 @@ _ATTRIBUTE = "_weft_rare_sync"
 
 @dataclass(slots=True)
 class Bundle:
-    """Tensors that are synchronized together. anchor: their flat anchor. momentum: of the outer step, or None without
-    it.
+    """Tensors that are synchronized together. anchor: their flat anchor. momentum: of the outer step, or None.
 
     places: index of each tensor among all stored tensors. sizes: elements of each. name: equal on all ranks that store
     the same tensors. fragment: its fragment of the model, if fragments synchronize one after another. owed: residual of

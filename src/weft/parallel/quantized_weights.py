@@ -11,7 +11,7 @@ from weft.parallel.zero_flat.optimizer_states import QuantizedWeights
 
 
 def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
-    """Yield this rank's slices of forward's weights under gather=diff4, and nothing under other plans. No collective."""
+    """Yield this rank's slices of forward's weights under gather=diff4, else nothing. No collective."""
     if isinstance(engine, FlatModel):
         engine.arrive()
         yield from QuantizedWeights(engine.reducer.buckets, engine.axes).stretches()
