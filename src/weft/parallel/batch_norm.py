@@ -231,8 +231,8 @@ class NormGroups:
 def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
     """Update running statistics as torch does: by `momentum`, or to the mean over all steps if it is None."""
     num = found[-1]
-    is_moved = (num > 0) & moved  # a norm that no group went through stays as it is
-    norm.num_batches_tracked += is_moved & getattr(norm, "_weft_counts", True)  # some subclasses leave it
+    is_moved = (num > 0) & moved  # a norm without any group is unchanged
+    norm.num_batches_tracked += is_moved & getattr(norm, "_weft_counts", True)  # some subclasses do not count
     factor = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked.clamp(min=1).double()
     means = (found[:-1] / num.clamp(min=1)).view(2, -1)
     for running, mean in zip((norm.running_mean, norm.running_var), means, strict=True):
@@ -318,7 +318,7 @@ def _normalise(
     moves: bool,
 ) -> Tensor:
     cut = groups.cut
-    if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows count for nothing, whatever they are
+    if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows are not counted
         return affine(x, weight, bias)
     rows = _rows_of_groups(cut, groups.size, x.shape[0])
     if cut.ends_alone and 1 in rows and x[0].numel() == x.shape[1]:
@@ -349,7 +349,7 @@ def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
     """Return the number of local rows of each group, out of `count` rows."""
     numbers = cut.samples.numbers
     if not numbers:
-        return (count,) + (0,) * (cut.num_groups - 1)  # a stand-in, which is normalised with some group and not counted
+        return (count,) + (0,) * (cut.num_groups - 1)  # a stand-in: normalized with some group, not counted
     per_sample = cut.samples.rows_of_each(count)
     if per_sample is None:
         raise ModelError(
@@ -409,7 +409,7 @@ class _Shared(Function):
         grad_bias, grad_weight = sums.sum(0).unbind(0)
         slope = torch.ones_like(mean_GC[0]) if weight is None else weight.to(dtype)
         first, second = (all_reduce(sums * slope, ctx.axis) / num_G[:, None]).unbind(1)
-        if not ctx.is_counted:  # a stand-in's rows are in no group's statistics
+        if not ctx.is_counted:  # a stand-in's rows are not part of any statistics
             first, second = torch.zeros_like(first), torch.zeros_like(second)
         # scale (slope grad - first - hat second), as an affine function of grad plus one of x.
         bend_GC = -scale_GC.square() * second
@@ -446,7 +446,7 @@ def _moments(x: Tensor, is_counted: bool) -> Tensor:
     num = x.numel() // x.shape[1] if is_counted else 0
     if not num:
         return x.new_zeros(1 + 2 * x.shape[1])
-    if x.device.type == "cpu":  # where var_mean takes three times as long
+    if x.device.type == "cpu":  # var_mean takes three times as long there
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     else:
         var, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)

@@ -63,7 +63,7 @@ def batch_norm_call(func: Any, args: Any, kwargs: dict[str, Any]) -> BatchNormCa
     """
     try:
         names = _NAMES.get(func)
-    except TypeError:  # a function that cannot be hashed
+    except TypeError:  # an unhashable function
         return None
     if names is None:
         return None

@@ -63,22 +63,22 @@ class Drops:
         self._is_compiled = mesh.plan.compile
         self._context = context
         self._seed = seed
-        self.num_keys = 0  #: how many were asked for here
+        self.num_keys = 0  #: number of keys drawn here
         self._is_driven = False
         self._key = 0
-        self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
-        self._in_one_sentence: int | None = None  # the key that compiled blocks have
+        self._samples: SampleNumbers | None = None  # None: a rank's samples follow the previous rank's
+        self._in_one_sentence: int | None = None  # the key in compiled blocks
         self._fixed: FixedDraws | None = None
-        self._kept: contextlib.ExitStack | None = None  # the generators of the loop, during a forward of it
+        self._kept: contextlib.ExitStack | None = None  # the loop's generator states, during its forward
         self._cp_rank = mesh["cp"].rank
         #: True if noise of samples can depend on their numbers. Recorded or compiled code draws it from torch's
         #: generators.
         self.may_place_noise = mesh["cp"].size == 1 and not mesh.plan.compile and not mesh.plan.graphs
-        self.places_noise = False  #: Whether it does now: not in a step that was given seeds for it.
+        self.places_noise = False  #: True if it does now: not in a step with given seeds.
         self._has_graphs = mesh.plan.graphs
         self._model: weakref.ref[nn.Module] | None = None
-        self._paths: dict[int, str] = {}  # of the model's modules by id, once something is drawn
-        self._draws: dict[str, int] = {}  # how many tensors each module drew in this forward
+        self._paths: dict[int, str] = {}  # by id of the module, filled at the first draw
+        self._draws: dict[str, int] = {}  # number of tensors that each module drew in this forward
         self._draw_sites: dict[str, DropSite] = {}
         self._is_replay = False
 
@@ -117,7 +117,7 @@ class Drops:
         if replayed is None:
             self.restart()
         else:
-            self.part.is_open = False  # a block begins in front of its cut layers
+            self.part.is_open = False  # a block begins in front of its sharded layers
         try:
             with drawing_by(self):
                 yield
@@ -283,7 +283,7 @@ class Drops:
         if self._in_one_sentence != self._key:
             keys = self.keys_of(self._key, _CALLS)
             for site, row in zip(self.sites, torch.tensor(keys, device=self.device).unbind(), strict=True):
-                site.keys = row  # another tensor, since the replay of an earlier forward reads the one before
+                site.keys = row  # a new tensor: replays of earlier forwards read the old one
             self._in_one_sentence = self._key
 
     def keys_of(self, key: int, calls: int) -> list[list[int]]:
@@ -386,13 +386,13 @@ class DropSite:
 
     def __init__(self, drops: Drops, path: str):
         self.calls = self.most_calls = 0
-        self.keys: Tensor | None = None  # of the first calls, for code that keeps numbers
-        self.handle = Handle()  # of attention, for compiled blocks
+        self.keys: Tensor | None = None  # keys of the first calls, for compiled or recorded code
+        self.handle = Handle()  # attention operator for compiled blocks
         self.is_sequence_first = False  # its inputs are (tokens, samples, features)
-        self.packed_order: Tensor | None = None  # of the packed sequences that it runs now: the sample of each row
-        self._drops = drops  # None once the module went through a pickle: then it is a plain one
+        self.packed_order: Tensor | None = None  # sample of each row of the current packed sequences
+        self._drops = drops  # None after unpickling: the module is then a plain one
         self._path = path
-        self._cuts_tokens = drops.part.sees_sharded_tokens(path)  # each rank of tp has a part of them
+        self._cuts_tokens = drops.part.sees_sharded_tokens(path)  # each tp rank has a part of the tokens
         self._sees_all = drops.part.sees_all(path)
         self._sees_whole = drops.sees_full_sequence(path)
 
@@ -547,7 +547,7 @@ class FixedDraws:
         self._drops = drops
         self.keys = torch.zeros((len(drops.sites), self._calls), dtype=torch.int64, device=device)
         self.samples = torch.zeros(len(samples.numbers), dtype=torch.int64, device=device)
-        self._sent: int | None = None  # the key that is there
+        self._sent: int | None = None  # the key in memory
 
     def fill(self, key: int, samples: SampleNumbers) -> None:
         """Write the state of a microbatch for the next replay.

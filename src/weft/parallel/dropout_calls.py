@@ -72,7 +72,7 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
     for one in kind.__mro__:
         if not _is_unread(one.__module__):
             for value in vars(one).values():
-                function = getattr(value, "__func__", value)  # of static and class methods
+                function = getattr(value, "__func__", value)  # unwrap static and class methods
                 if isinstance(function, types.FunctionType):
                     yield function
 
@@ -127,8 +127,8 @@ class _Reader:
         if code in self._seen:
             return False
         self._seen.add(code)
-        base: Any = None  # the value that an attribute is read from, where a global name gives it
-        before = ""  # the local variable that it is read from
+        base: Any = None  # value that an attribute is read from, if a global
+        before = ""  # local variable that it is read from
         may_drop = has_rate = False
         for step in dis.get_instructions(code):
             name = step.argval if isinstance(step.argval, str) else ""
@@ -294,7 +294,7 @@ class ByPosition(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _read(args, kwargs, 4, "dropout_p", 0.0) > 0:
             return self._attend(*args, **kwargs) if self._is_callers() else func(*args, **kwargs)
-        if func is Tensor.unflatten:  # which torch.compile does not follow from here; the two are the same
+        if func is Tensor.unflatten:  # equivalent; torch.compile cannot trace the method
             return torch.unflatten(*args, **kwargs)
         if not torch.compiler.is_compiling():
             if func in _OTHERS and self._is_callers():
@@ -327,7 +327,7 @@ class ByPosition(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        del enable_gqa  # heads are read off the shapes
+        del enable_gqa  # derived from the shapes
         if query.ndim != 4:
             return self._attend_in_four_dims(query, key, value, attn_mask, dropout_p, is_causal, scale)
         drop = self.site.attention(dropout_p, query.shape[0], query.shape[1], query.device)

@@ -68,7 +68,7 @@ class ElasticDiLoCo(RareSync):
         self.owes_meeting = False
         self.terms = ""
         self._is_first = True
-        self._away: list[int] = []  # who brought nothing to the last meeting
+        self._away: list[int] = []  # replicas without a contribution to the last outer step
 
     @property
     def is_due(self) -> bool:
@@ -122,7 +122,7 @@ class ElasticDiLoCo(RareSync):
         self.since, self.differs = self.since + 1, True
         self.step += 1
         self._say()
-        if self._is_first:  # one that starts again may find the others further on: what it learns counts for nothing
+        if self._is_first:  # after a restart, the others may be ahead, and this step would be discarded
             self._is_first = False
             is_due = self.party.is_behind() or is_due
         if is_due:
@@ -169,7 +169,7 @@ class ElasticDiLoCo(RareSync):
         gives = self.party.replica in call.givers
         source = None if call.givers == call.members else call.members.index(call.givers[0])
         if self._coders is not None:
-            self._coders.take_turn(call.number - 1)  # meetings before this one, as replicas of one world count
+            self._coders.take_turn(call.number - 1)  # number of earlier outer steps, as in `RareSync`
         held, found = self.held(), list[_Found]()
         for run in self._runs:
             here, one = run.among(held), _Found(torch.zeros_like(run.anchor))

@@ -247,7 +247,7 @@ class ExpertBalance:
         for router, tokens_E in zip(self._biased, counted.unbind(), strict=True):
             assert router.bias_ppm is not None
             if isinstance(moved, Tensor):
-                tokens_E = tokens_E * moved  # as if no token had gone anywhere: no expert had more than another
+                tokens_E = tokens_E * moved  # zero counts on a skipped step: all experts are balanced
             if not isinstance(moved, bool) or moved:
                 move_bias(router.bias_ppm, tokens_E, router.spec.balance_rate)
 
@@ -262,7 +262,7 @@ def _tokens(router: Router) -> Tensor:
 
 #: Runs this rank's experts on rows sorted by expert: (rows (N, D), number of rows up to each expert's end).
 Run = Callable[[Tensor, Tensor], Tensor]
-_COUNT = "num_experts"  # as modules of experts call it
+_COUNT = "num_experts"  # attribute of expert modules
 
 
 def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
@@ -350,7 +350,7 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
     """Exchange the number of rows between all ranks of ep. ends_E: ends of this rank's rows sorted by expert."""
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
     # All ranks' counts, and not only those for this rank: a few kilobytes avoid a collective for the maximum.
-    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # from, to, expert there
+    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # source rank, target rank, local expert
     # The host needs the numbers of sent and received rows: the only wait for the device in this layer.
     between = table.cpu().long().sum(2)
     send, receive = between[ep.rank].tolist(), between[:, ep.rank].tolist()
@@ -380,7 +380,7 @@ class TokenDispatch:
             return self._dispatch(run, x_MD, ids_MK, weights_MK, drops)
         num_tokens = x_MD.shape[0]
         rest = -num_tokens % self.tp.size
-        if rest:  # tokens that weigh nothing make the ranks' parts equal
+        if rest:  # pad with tokens of weight 0 to equal parts
             x_MD, weights_MK = (torch.cat((part, part.new_zeros(rest, part.shape[1]))) for part in (x_MD, weights_MK))
             ids_MK = torch.cat((ids_MK, ids_MK[:1].expand(rest, -1)))
         share = ids_MK.shape[0] // self.tp.size
@@ -434,7 +434,7 @@ def _run_gated(experts: StackedGated, rows_ND: Tensor, ends_L: Tensor) -> Tensor
 def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor, ends_L: Tensor) -> Tensor:
     """Run the class's own forward, with one expert of weight 1 for each row."""
     if not rows_ND.shape[0]:
-        return rows_ND  # many have no gradient for nothing, and the exchange back needs one
+        return rows_ND  # many forwards have no gradient for empty input, but exchange needs one
     ids_N = torch.searchsorted(
         ends_L, torch.arange(rows_ND.shape[0], device=ends_L.device, dtype=torch.int32), right=True
     )

@@ -98,7 +98,7 @@ class RareSync:
         self._buffers = buffers - trained
         self._names: frozenset[str] | None = None
         self._runs: list[Bundle] = []
-        self._is_away = False  # the anchor is in the model, and its weights are here
+        self._is_away = False  # the anchor is in the model, and its weights are in the bundles
 
     @property
     def is_due(self) -> bool:
@@ -395,7 +395,7 @@ class StreamedSync(RareSync):
         #: Step of a round after which each fragment's sum starts.
         self._leaves = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         self._sent: list[_Sent] = []
-        self._is_under_way = False  # a fragment, of which this rank may hold nothing
+        self._is_under_way = False  # a fragment is pending, even if this rank stores none of it
 
     @property
     def is_due(self) -> bool:
@@ -443,7 +443,7 @@ class StreamedSync(RareSync):
         for run in self._runs:
             here = run.among(held)
             if not all(start + one.name in source.entries for one in here):
-                continue  # another one, or it was cut otherwise: what it learnt goes with the next time
+                continue  # another fragment or sharding: its changes are sent next time
             weights = torch.empty_like(run.anchor)
             for one, part in zip(here, weights.split(list(run.sizes)), strict=True):
                 replace(one, name=start + one.name, flat=part, home=None).fill(source)

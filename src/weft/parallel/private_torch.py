@@ -94,7 +94,7 @@ def lean_partitioner(is_again: Callable[[Any], bool]) -> Callable[..., Any]:
             with config.patch(ban_recompute_materialized_backward=False):
                 return min_cut_rematerialization_partition(gm, joint_inputs, **{"compiler": "inductor", **kwargs})
 
-        def __reduce__(self) -> tuple[Any, ...]:  # into the keys of inductor's caches
+        def __reduce__(self) -> tuple[Any, ...]:  # part of inductor's cache keys
             return lean_partitioner, (is_again,)
 
         def uuid(self) -> Any:
@@ -168,7 +168,7 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
     for group in _groups(module):
         for param in group.fsdp_params:
             if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
-                param.unsharded_accumulated_grad = None  # since 2.15 the parameter's own `grad` holds it
+                param.unsharded_accumulated_grad = None  # since 2.15 it is stored in the parameter's `grad`
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 

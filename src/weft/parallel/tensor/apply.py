@@ -221,8 +221,8 @@ class _Cutter:
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
-        self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
-        self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
+        self.locals: dict[int, nn.Parameter] = {}  # by id of the full parameter: a tied weight is sharded once
+        self.wholes: list[nn.Parameter] = []  # kept alive, so that ids stay unique
         self.entries: dict[str, Entry] = {}
         self.part = ShardPosition(self.axis)
         self.is_compiled = mesh.plan.compile
@@ -346,12 +346,12 @@ class _Cutter:
             unit = pieces[0][1]
             first = self.axis.rank * count // self.axis.size * unit
             rows = tuple(range(first, first + unit))
-            return Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set in `_replace`
+            return Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # set in `_replace`
         return Placement(cut=("tp",), parts=parts)
 
     def _norm(self, path: str, module: nn.Module, heads: Heads) -> None:
         form, [weight] = rms_form(module), module.parameters()
-        assert form is not None  # read_styles has asked
+        assert form is not None  # checked in read_styles
         self._replace(module, "weight", self._rows(self.styles[path], heads, len(weight)), dim=0)
         replace_class(module, ShardedNorm, form=form, axis=self.axis)
 

@@ -93,7 +93,7 @@ def _sums_normalised(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> t
 
 def _gradient_normalised(kept: Any, whole_C: Tensor, label_C: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
     normal_CV, lse_C, logits_CV = kept
-    if whole_C is not lse_C:  # the vocabulary is cut
+    if whole_C is not lse_C:  # sharded vocabulary
         normal_CV += (lse_C - whole_C)[:, None]
     return _less_label(torch.exp(normal_CV, out=logits_CV), whole_C, label_C, labels)
 
@@ -314,7 +314,7 @@ class TokenChunks:
         labels = Labels(local_C.where(mine_C, 0)[:, None], mine_C)
         passes = passes_for(logits_CV, self.sums, self.way.compiled)
         kept, lse_C, here_C = passes.sums(logits_CV, labels, self.sums)
-        del logits_CV  # `kept` may hold them
+        del logits_CV  # `kept` may reference them
         whole_C, label_C = self._over_ranks(lse_C, here_C, mine_C)
         if self.grad_x is not None or self.grad_weight is not None:
             grad_CV = passes.gradient(kept, whole_C, here_C, labels, hidden_CD.dtype)

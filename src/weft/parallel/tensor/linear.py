@@ -130,13 +130,13 @@ def _by_ranks(x_BSD: Tensor, axis: Axis) -> Tensor:
 
 def _place(found_BSF: Tensor, summing: Pending, stretch: slice) -> None:
     part_BLF = summing.wait()
-    if len(found_BSF) > 1:  # else it was made there
+    if len(found_BSF) > 1:  # else it was written directly
         found_BSF[:, stretch] = part_BLF
 
 
 def _multiply_into(out_RBLF: Tensor, x_RBLD: Tensor, weight_FD: Tensor) -> None:
     """Compute x W^T into `out_RBLF`. No tokens are copied: the ranks' parts are a batch of products."""
-    if is_watched():  # selective recompute keeps what a product gave, and cannot keep a part of something
+    if is_watched():  # selective recompute saves outputs, not views of them
         out_RBLF.copy_(F.linear(x_RBLD, weight_FD))
         return
     weight_RDF = weight_FD.t().expand(len(x_RBLD), -1, -1)
@@ -182,7 +182,7 @@ class SharedLayer:
         shape = (x_BTD.shape[0], size, *x_BTD.shape[2:])
         parts = (
             x_BTD.reshape(self.axis.size, *shape) if shape[0] == 1 else torch.stack(x_BTD.split(size, TOKENS))
-        )  # with one sequence the ranks' parts lie one after another
+        )  # with one sequence, the ranks' parts are contiguous
         return start_reduce_scatter(parts, self.axis, out=x_BTD.new_empty(shape))
 
 
@@ -317,7 +317,7 @@ def _input_gradient(
         shape[TOKENS] *= line.axis.size
     total: torch.Tensor | None = None
     flat, narrow = dict(flat), [index for index, form in enumerate(forms) if form is not None]
-    if narrow:  # one collective for what all of them agree on; every rank takes part, with zeros where it has none
+    if narrow:  # one collective for shared scales; ranks without gradients join with zeros
         rows = math.prod(shape[:-1])
         grads = [
             flat.pop(index) if index in flat else weights[index].new_zeros(rows, len(weights[index]))
@@ -490,7 +490,7 @@ class _RowFactors(Function):
             if held is not None and held.is_open and isinstance(weight, nn.Parameter):
                 held.hold(product)
             else:
-                grad_weight = whole_NF.t().mm(product.x_RI)  # of the weight as it multiplies
+                grad_weight = whole_NF.t().mm(product.x_RI)  # gradient of the weight in (F, D)
         return grad_BTD, grad_weight, None, None, None
 
 

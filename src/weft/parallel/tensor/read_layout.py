@@ -29,7 +29,7 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
     """
     if not any(isinstance(module, StandIn) for module in modules.values()):
         expect_used(layout, modules)
-    here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
+    here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # local modules
     styles = {path: style for path in here if (style := layout.style(path)) is not None}
     cut = (path for path, style in styles.items() if style.name == "colwise")
     around = {layers.parent_of(path) for path in cut if layers.is_linear(modules[path])}
@@ -110,7 +110,7 @@ def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: 
         if style.name not in ("colwise", "rowwise") or is_norm(modules[path]):
             continue
         weight = layers.weight_of(modules[path])
-        is_table = isinstance(modules[path], nn.Embedding)  # its columns are cut one by one
+        is_table = isinstance(modules[path], nn.Embedding)  # sharded by single columns
         found = Heads() if is_table else heads.get(layers.parent_of(path), Heads())
         pieces = (
             found.pieces(style, weight.shape[1 if is_table else 0])

@@ -229,7 +229,7 @@ def _replicated_mixers(
 ) -> list[str]:
     """Return the outermost modules of a block that mix tokens and have no sharded layer inside or around them."""
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
-    parts = {place.rpartition(".")[0] for place in cut}  # modules around cut layers, which get all tokens
+    parts = {place.rpartition(".")[0] for place in cut}  # modules around sharded layers, which receive all tokens
     parts = {part for part in parts if not is_wide(part, modules, styles)}
     found: list[str] = []
     for name, module in block.named_modules():

@@ -168,7 +168,7 @@ class Entry:
             inner = self._gathered(x, is_shared, is_flat=True)
         elif self.line.cuts_tokens:
             inner = self._gathered(x, is_shared, is_flat=False)
-            if self.part is not None:  # a replay of this block alone says it again
+            if self.part is not None:  # set again by a replay of only this block
                 self.part.sequences = x.shape[0]
         else:
             inner = copy_to(x, self.line.axis)
@@ -197,7 +197,7 @@ class Entry:
         if self._in_chunks and x is self._inner and not torch.is_autocast_enabled(x.device.type):
             return self._piecewise(member)
         if self.is_ahead:
-            return _linear(member, x)  # autograd knows how it was made of what came in
+            return _linear(member, x)  # autograd tracks how it was computed from the input
         if self.is_compiled:
             if not self.line.cuts_tokens and x is not self._inner:
                 self._begin(x, copy_to(x, self.line.axis))
@@ -207,8 +207,8 @@ class Entry:
         if not self.line.cuts_tokens and x is not self._inner:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
-            return _linear(member, x)  # made from what came in: autograd knows how
-        if layers.is_packed(member):  # its bytes are unpacked for its own product alone
+            return _linear(member, x)  # computed from the input, tracked by autograd
+        if layers.is_packed(member):  # packed bytes are unpacked for one product only
             return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
         outer = self._outer
         if not self._products:
@@ -373,7 +373,7 @@ class RowLinear(HoldingLayer):
             product = linear(x, layers.weight_of(self), None, None, form=self._weft_float8)
         else:
             product = layers.product(self, x)
-        if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them
+        if isinstance(self, AdaptedLinear):  # its product is part of the sum over ranks
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
             product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)

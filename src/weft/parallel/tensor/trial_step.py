@@ -68,7 +68,7 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     is_invented = example is None
     try:
         full = copy.deepcopy(model).to(device, torch.float64)
-    except Exception:  # modules of users may refuse to be copied
+    except Exception:  # user modules may not support copying
         return
     for tensor in (*full.parameters(), *full.buffers()):
         tensor.detach().copy_(broadcast(tensor.detach().contiguous(), axis))
@@ -80,14 +80,14 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     if failure is None and is_random and training:
         training = False
         failure, expected, _ = _step(full, inputs, training)
-    if failure is not None:  # an example that was invented may not fit; tracing has reported that
+    if failure is not None:  # a generated example may not fit; tracing has reported it
         return
     placements = cut(divided)
     failure, found, _ = _step(divided, inputs, training)
     failed = all_reduce(torch.tensor(float(failure is not None), device=device), axis)
     if float(failed):
         if is_invented and isinstance(failure, PlanError):
-            return  # the number of invented tokens does not fit the plan; that of a batch may
+            return  # a real batch may have a number of tokens that fits the plan
         if isinstance(failure, WeftError):
             raise failure
         raise TrialError(f"{where}: {_why_failed(failure)}", _module_of(failure, divided))
@@ -189,7 +189,7 @@ def _largest_difference(
             difference = float((one - other).abs().max()) / max(float(other.abs().max()), least)
         if not difference <= worst:
             worst, where = difference, name
-    worst = worst if worst == worst else 1.0  # a NaN
+    worst = worst if worst == worst else 1.0  # NaN
     everywhere = torch.tensor(worst, dtype=torch.float64, device=next(divided.parameters()).device)
     worst = float(all_reduce(everywhere, axis, "max"))
     return (where or "the result of another rank", worst) if worst > _EQUAL else None

@@ -90,7 +90,7 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
     saved = bytes(tensors[_PLAN].tolist()).decode() if _PLAN in tensors else ""
     if saved and saved != str(mesh.plan):
         if all(name in (_TURN, _PLAN) or f"/{BASIS}/" in name for name in tensors):
-            return []  # what low rank begins with: any plan does without
+            return []  # only low-rank bases, which are optional
         return [
             f"the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{mesh.plan}', and "
             "it starts without any"

@@ -232,7 +232,7 @@ def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], obje
         own = full[bucket.own]
         if bucket.host:
             bucket.master = bucket.host.master.copy_(own)
-        else:  # where other ranks have the rest, its memory goes
+        else:  # clone, so that the other ranks' parts are freed
             bucket.master = own if own.numel() == full.numel() else own.clone()
     else:
         bucket.weights, bucket.master = full, full[bucket.own]
@@ -384,7 +384,7 @@ def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
 
 def _spread(group: list[Slot], num_shards: int) -> int:
     """Assign each parameter, largest first, to the emptiest part. Return the length of a part."""
-    ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; further parts stay empty
+    ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; other parts stay empty
     places: list[tuple[Slot, int, int]] = []
     for slot in sorted(group, key=lambda slot: -slot.numel):
         end, part = ends[0]
@@ -402,7 +402,7 @@ def _gaps(slots: list[Slot], size: int) -> list[slice]:
     for slot in sorted(slots, key=lambda slot: slot.start):
         if slot.start > end:
             gaps.append(slice(end, slot.start))
-        end = max(end, slot.start + slot.numel)  # an empty parameter may lie where another begins
+        end = max(end, slot.start + slot.numel)  # an empty parameter may share the start of another one
     if end < size:
         gaps.append(slice(end, size))
     return gaps

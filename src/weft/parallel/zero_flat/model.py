@@ -97,7 +97,7 @@ class FlatModel:
         self.axes = AxisMap(mesh, placements or {}, sharded=mesh.plan.zero > 0)
         self.axes.check_names(model)
         self.precision = Precision.of(mesh.plan)
-        self.in_step = self._shows_late = False  # the first: between begin_step and publish, as TrainStep drives
+        self.in_step = self._shows_late = False  # in_step: TrainStep drives, from begin_step to publish
         self.adoptions: list[SlotAdoption] = []
         self._steps: dict[SlotAdoption, FlatStep] = {}
         self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
@@ -113,7 +113,7 @@ class FlatModel:
         self._kinds = {slot: self.axes.of(slot.name, slot.shape) for slot in self._slots}
         self._untrained = Untrained(model, self.axes, self._formats, materialise.value_of)
         self._host = host
-        sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
+        sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # in the order of backward
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
         self.own_loop = OwnLoop(self)
         stage = mesh.plan.zero if any(axes.shard.size > 1 for axes in self._kinds.values()) else 0
@@ -151,7 +151,7 @@ class FlatModel:
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks, or this rank's shard of the sums."""
         self.reducer.finish(totals)
-        self._shows_late = self.reducer.has_unbucketed  # when somebody asks for them where the optimizer looks
+        self._shows_late = self.reducer.has_unbucketed  # then `.grad` is set on demand
         if not self._shows_late:
             self.show_gradients()
 
@@ -188,7 +188,7 @@ class FlatModel:
                 self.reducer.factor = factor.factor
                 self._take(adoption, factor)
             else:
-                self.scale(1.0)  # which lets the optimizer find them
+                self.scale(1.0)  # sets `.grad`
                 step_by_decision(optimizer, factor)
         elif is_flat:
             self.reducer.arrive()
@@ -227,7 +227,7 @@ class FlatModel:
         self._untrained.follow()
         for slot, piece in self._pieces():
             if _bucket(slot).host is not None:
-                piece.grad = None  # its memory served to bring the weights
+                piece.grad = None  # its memory was reused for the weights
         self.coders.commit(clip)
         self.leave_step()
 

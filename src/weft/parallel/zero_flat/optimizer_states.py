@@ -37,7 +37,7 @@ class SlotAdoption:
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
         self.optimizer = optimizer
-        self.is_spent = False  # inside of `spent`
+        self.is_spent = False  # True inside `spent`
         self.pieces: dict[Slot, nn.Parameter] = {}
         by_param = {id(slot.param): slot for slot in slots}
         self._groups: list[list[Slot | nn.Parameter]] = []
@@ -109,7 +109,7 @@ def _own_slice(slot: Slot) -> nn.Parameter | None:
 def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
     """Slice a parameter's state for its local slice. Adagrad creates states when it is constructed."""
     if held is not slot.param:
-        return {}  # pieces were laid out anew: the whole states come by `load_states`
+        return {}  # new layout: `load_states` restores full states
     assert slot.bucket is not None
     return {
         key: slot.cut(value, slot.bucket.own).to(piece.dtype).clone()

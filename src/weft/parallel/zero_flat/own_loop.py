@@ -107,7 +107,7 @@ class OwnLoop:
         self._engine = weakref.ref(engine)
         self._backward: int | None = None  # the graph task whose end will reduce
         self._touched: set[int] = set()
-        self._norm: torch.Tensor | None = None  # after backward, of the gradients that all ranks have alike
+        self._norm: torch.Tensor | None = None  # after backward, norm of the replicated gradients
         find_optimizers(self._engine)
 
     def note(self, bucket: Bucket) -> None:

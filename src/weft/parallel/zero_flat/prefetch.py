@@ -115,7 +115,7 @@ class WeightPrefetcher:
         #: True during a step of the optimizer: buckets that support differences then send them instead of full
         #: weights.
         self.is_step = False
-        self._waiting: list[Bucket] = []  # in the order in which they began
+        self._waiting: list[Bucket] = []  # in the order of their start
 
     def watch(self) -> None:
         """Make modules wait for their own weights. Call it before the first forward, which may compile them."""
@@ -168,7 +168,7 @@ class WeightPrefetcher:
 
         follow: return before they complete, if modules wait for their weights.
         """
-        for bucket in reversed(buckets):  # first what the next forward needs first
+        for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
                 self.start(bucket)
         if not (follow and self.is_watched):
@@ -204,7 +204,7 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
     blocks = list(repeated_blocks(model).values())
     yield from blocks
     is_known = isinstance(model, layers.KnownModel) or hugging_face.is_hugging_face(model)
-    if not is_known or adapted(model) is not None:  # whose layers become plain ones again when they are merged
+    if not is_known or adapted(model) is not None:  # merging an adapter makes its layers plain again
         return
     inside = {part for block in blocks for part in block.modules()}
     for module in model.modules():

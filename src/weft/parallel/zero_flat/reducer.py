@@ -74,11 +74,11 @@ class Reducer:
         self._waiting: list[int] = []
         self._under_way: dict[int, _PendingReduction] = {}
         self._replica_sums: list[Pending] = []
-        self._reduced: set[int] = set()  # in this step
+        self._reduced: set[int] = set()  # indices of buckets reduced in this step
         self._late: list[int] = []
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
-        self._first_late = -1  # what the last sums have of it; read after the next step has begun
+        self._first_late = -1  # from the last sums, read after the next step has begun
         #: Factor that gradients are still to be multiplied by, if the optimizer applies it as it reads them.
         self.factor: float | torch.Tensor = 1.0
         for index, slot in enumerate(slots):
@@ -175,7 +175,7 @@ class Reducer:
         """Multiply all gradients now, including the factor that the optimizer would apply."""
         factor, self.factor = factor * float(self.factor), 1.0
         if factor != 1.0 and self.buckets:
-            self.arrive()  # what is still on its way to the host must not be multiplied twice
+            self.arrive()  # pending copies to the host must not be scaled twice
             foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
             for bucket in self.buckets:
                 if bucket.host is not None:
@@ -229,7 +229,7 @@ class Reducer:
             if param.grad is not slot.grad:
                 _take(slot)
         elif self._adds_more(slot) and param.grad is not None and param.grad.dtype != bucket.master.dtype:
-            param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it, which a rounded format would lose
+            param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it; narrow dtypes lose bits
         # Otherwise it stays in autograd's tensor, and is communicated from there.
         if self._pass is None:
             self._note(bucket)
@@ -269,7 +269,7 @@ class Reducer:
         elif bucket.shard is None:
             bucket.shard = torch.zeros(bucket.length, dtype=bucket.master.dtype, device=bucket.weights.device)
         elif bucket.index in self._reduced:
-            add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
+            add = torch.zeros_like(bucket.shard)  # padding between parameters stays zero
         if self._stage == 2 or parts is not None or bucket.over.replicate.size > 1:
             self._limit_pending()
         out = bucket.shard if add is None else add
@@ -285,11 +285,11 @@ class Reducer:
         """Start the reduction of an unsharded bucket."""
         alone = bucket.over.replicate.size == bucket.over.share[1] == 1 and bucket.host is None
         if alone and final and not bucket.collected and (found := bucket.found()) is not None:
-            bucket.loose, bucket.shard = found, None  # they are sums where they are
+            bucket.loose, bucket.shard = found, None  # on a single rank they already are the sums
             return
         parts = bucket.parts() if final and not bucket.collected else None
         flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
-        if final:  # before, nothing is saved by dividing it: it travels once
+        if final:  # sharding saves nothing, so it is communicated once
             if parts is not None:
                 self._limit_pending()
                 for slot in bucket.slots:
@@ -331,11 +331,11 @@ class Reducer:
         """Reduce all values that ranks must agree on in one small collective: totals, late gradients, and the norm."""
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
         self._first_late = self._late[0] if self._late else -1
-        extra[0].fill_(len(self._late))  # an assignment would send the number, and wait until it is there
+        extra[0].fill_(len(self._late))  # an assignment would copy from the host and block
         # Ranks with equal sums compute the norm of one part each.
         parts = [part for bucket in self.buckets for part in _share_of(bucket)]
         norms: list[torch.Tensor] = []
-        for dtype in dict.fromkeys(part.dtype for part in parts):  # a kernel on a GPU takes one format
+        for dtype in dict.fromkeys(part.dtype for part in parts):  # a GPU kernel supports one dtype
             alike = [part for part in parts if part.dtype == dtype]
             norms += foreach_norm(alike, 2.0, dtype=torch.promote_types(dtype, torch.float32))
         if norms:

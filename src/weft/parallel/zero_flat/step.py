@@ -99,7 +99,7 @@ class RecordedSteps:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _RecordedStep] = {}
-        self._once: dict[Hashable, _RecordedStep] = {}  # those that were taken once, and are not recorded yet
+        self._once: dict[Hashable, _RecordedStep] = {}  # taken once, not recorded yet
         self._has_said = False
 
     def take(
@@ -125,7 +125,7 @@ class RecordedSteps:
         if step.recording is not None:
             step.recording.replay()
         elif is_new or len(self._known) >= MOST_STEPS:
-            step.launch(rules, lanes())  # one by one, which loads kernels too
+            step.launch(rules, lanes())  # without recording, which also loads the kernels
             self._say(is_new)
         else:
             step.recording = recorder.record(lambda: step.launch(rules, lanes()), "the optimizer's step", apart=True)
@@ -207,8 +207,8 @@ class FlatStep:
         self._adoption = adoption
         self._bound: object = None
         self._held: list[_OwnSlices] = []
-        self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version that the counts are of
-        self._decision: StepDecision | None = None  # of a step that was counted, and may not have been taken
+        self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version of the counts
+        self._decision: StepDecision | None = None  # of a counted step that the device may have skipped
         self._recorded = RecordedSteps()
 
     @property
@@ -263,7 +263,7 @@ class FlatStep:
     def _found(self) -> tuple[Hashable, dict[Rule, int]]:
         """Return the key of the step's recording, and the numbered rules of its lanes."""
         rules: dict[Rule, int] = {}
-        numbers: dict[tuple[int, int], int] = {}  # by group and count, of which an entry's rule is made
+        numbers: dict[tuple[int, int], int] = {}  # rule number by (group, step count)
         marks: list[int] = []
         places: list[int] = []
         for held in self._held:

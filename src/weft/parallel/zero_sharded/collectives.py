@@ -70,7 +70,7 @@ class UnitGather(GatherBase):
         self._order.meet(Act.GATHER, self._unit, input_tensor.numel())
         try:
             if self._near is not None and group is self._near.group:
-                all_gather(input_tensor, self._near, out=output_tensor)  # of what was gathered, and rounded, before
+                all_gather(input_tensor, self._near, out=output_tensor)  # second shards, already rounded
             elif self._wire is None:
                 all_gather(input_tensor, self._axis, out=output_tensor)
             else:

@@ -77,8 +77,8 @@ class Order:
         self._axis = axis
         self._units = units
         self._record: list[Entry] = []
-        self._done: list[Entry] = []  # in this step, while it is compared
-        self._place = 0  # in the record, while this rank follows it
+        self._done: list[Entry] = []  # operations of this step, during comparison
+        self._place = 0  # position in the record, while this rank follows it
         self._follows = False
 
     def meet(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
@@ -225,7 +225,7 @@ class FirstGathers:
         """
         early, self._early = self._early, []
         for module, handle in early:
-            handle.wait()  # nothing where an evaluation has asked for it
+            handle.wait()  # no-op if an evaluation has already waited
             module.reshard()
 
     def _first(self) -> list[int]:
@@ -276,7 +276,7 @@ class ReplicaSum:
             sums *= self.factor
         if not self.last:
             if self._kept is None:
-                self._kept = sums  # fully_shard makes views of it the gradients and adds later sums to them
+                self._kept = sums  # gradients are views of it, and fully_shard accumulates into them
             return
         if self._kept is not None:
             sums += self._kept

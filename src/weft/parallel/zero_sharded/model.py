@@ -99,7 +99,7 @@ class FullyShardedModel:
         self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
         self._defers = (plan.reshard == "after_step" and plan.microbatches_per_step > 1) or plan.pp > 1
         self._has_host = host is not None and plan.offload_share("params") + plan.offload_share("optimizer") > 0
-        self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
+        self.in_step = False  # TrainStep drives, and gradients are sums
         self._in_microbatch = self._averages = self._unfinished = self._is_partial = False
         self._synchronises = True
         self.units = with_experts((*find_units(model), Unit("", model)), model, axes)
@@ -262,7 +262,7 @@ class FullyShardedModel:
         grads = [param.grad for param in self._optimized() if param.grad is not None]
         if factor != 1.0 and grads:
             if self._hosted is not None:
-                self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
+                self._hosted.scale(factor)  # first: pending copies must not be scaled twice
             foreach_mul_(grads, factor)
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -340,7 +340,7 @@ class FullyShardedModel:
         """Return this rank's shards and unsharded parameters by name."""
         self._first_gathers.drop()
         for module in self._modules:
-            module.reshard()  # what was gathered from them would not follow
+            module.reshard()  # gathered copies would become outdated
         params = {name: shard.local for name, shard in self.shards.items()} | self.plain
         return {name: param.detach() for name, param in params.items() if param.requires_grad}
 
@@ -354,7 +354,7 @@ class FullyShardedModel:
 
     def stretches(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model. No collective."""
-        self.local_weights()  # lets go of what was gathered
+        self.local_weights()  # frees gathered parameters
         yield from (one for name in self.shards if (one := self._placed.of(name)) is not None)
         for name, tensor in (*self.plain.items(), *self._buffers.items()):
             yield self.axes.stretch(name, tensor)

@@ -104,7 +104,7 @@ class ShardAdoption:
         if name is None and param.requires_grad:
             raise not_of_model(param)
         if name is None or name not in self._shards:
-            return param  # not sharded: every rank has it whole
+            return param  # not sharded: every rank stores it in full
         shard = self._shards[name]
         if elementwise or not shard.param.requires_grad:
             held.local.append(name)
@@ -133,7 +133,7 @@ class ShardAdoption:
         shard = self._shards[self.name_of(old) or ""]
         state = optimizer.state.pop(old, {})
         cut = new is self._param(shard.name)
-        fitted = {key: _fit(shard, value, cut) for key, value in state.items()}  # on all ranks: it may gather
+        fitted = {key: _fit(shard, value, cut) for key, value in state.items()}  # on all ranks, because it may gather
         if new is not None and fitted:
             optimizer.state[new] = fitted
         if not isinstance(old, DTensor):
@@ -491,7 +491,7 @@ class ShardErrorFeedback:
             like = self._placed.like(shard.name, shard.local)
             deal = OwnershipMap(
                 shard.axis.ranks, max(_length(shard), 1)
-            )  # a rule refuses tp, pp and ep: no other owes the same
+            )  # tp, pp and ep are refused, so no other rank has the same residual
             if numel:
                 name = f"{like.name}/residual.{unit.axis.rank}"
                 yield FlatSlice(name, like.part, deal, like.start, flat[at : at + numel])

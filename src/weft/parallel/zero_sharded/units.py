@@ -53,7 +53,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     module outside of it is not a unit: a tied embedding and head stay with the root, gathered together. A module whose
     weights are read outside of its calls is not one either, such as a block of which another module calls a part.
     """
-    owners: dict[int, set[nn.Module]] = {}  # of each parameter and each module, by its id
+    owners: dict[int, set[nn.Module]] = {}  # parents of each parameter and module, by id
     for module in model.modules():
         for owned in (*module.children(), *module.parameters(recurse=False)):
             owners.setdefault(id(owned), set()).add(module)
@@ -311,12 +311,12 @@ def shard_units(
     reshard, second = mesh.plan.reshard.partition(":")[0], _second_mesh(mesh)
     for index, module in enumerate(unit.module for unit in units):
         members.append([names[param] for param in owned[index]])
-        materialise.make(owned[index])  # whole only until its unit is divided
+        materialise.make(owned[index])  # unsharded only until its unit is sharded
         # The backward of the last unit follows its forward, and the root is in use all the time.
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
         lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
-        lets_go = lets_go and mesh.plan.pp == 1  # else another microbatch's forward comes before the first backward
+        lets_go = lets_go and mesh.plan.pp == 1  # with pp, other forwards run before the first backward
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
         unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
