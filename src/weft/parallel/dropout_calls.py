@@ -391,9 +391,7 @@ def _kept_channels(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
 def _drop_alpha(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Run `F.alpha_dropout` or `F.feature_alpha_dropout`: dropped values become SELU's limit, and moments are
-    preserved.
-    """
+    """Run `F.alpha_dropout` or `F.feature_alpha_dropout`: dropped values become SELU's limit, moments are kept."""
     if not training or p == 0:
         return input
     by_channel = func is F.feature_alpha_dropout

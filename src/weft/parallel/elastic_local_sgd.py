@@ -82,8 +82,9 @@ class ElasticDiLoCo(RareSync):
             self.began_with(0, self.token_of_anchor())
 
     def token_of_anchor(self) -> int:
-        """Return a checksum of the anchor. A replica with other weights loads the weights of the others. All ranks call
-        it.
+        """Return a checksum of the anchor. All ranks call it.
+
+        A replica with another anchor loads the weights of the others.
         """
         own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
         whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
@@ -216,7 +217,7 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Store the sync of separate replicas with a model. Return the sync.
+    """Keep the sync of separate replicas with a model. Return the sync.
 
     Args:
         model: model that is parallelized over the mesh of this replica.

@@ -75,8 +75,9 @@ class ForeignRouter(nn.Module):
 
 
 class _Rows:
-    """Hook of the layer around a router, which flattens its samples. An object, because copies of a module copy its
-    hooks.
+    """Hook of the layer around a router, which flattens its samples.
+
+    An object, because copies of a module copy its hooks.
     """
 
     def __init__(self, name: str):
@@ -220,7 +221,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Exclude forwards inside the context from the balance loss and from the token counts."""
+        """Ignore forwards inside the context: they add nothing to the balance loss and to the token counts."""
         before = [(router, router.aux_scale, router.load) for router in self._routers]
         for router, _, load in before:
             router.aux_scale, router.load = 0.0, Load(load.num_experts)

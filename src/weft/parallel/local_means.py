@@ -45,7 +45,7 @@ def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> No
 
 
 def trust_loss(model: nn.Module) -> None:
-    """Disable the warning of the model's loss, because it is weighted correctly."""
+    """Trust that the model's loss is weighted correctly: no warning follows."""
     if (hook := getattr(model, _OWN_LOSS, None)) is not None:
         hook.is_trusted = True
 

@@ -410,8 +410,9 @@ class StreamedSync(RareSync):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Count a step, apply the pending fragment, and start one that is due. All ranks call it after publishing
-        weights.
+        """Count a step, apply the pending fragment, and start one that is due.
+
+        All ranks call it after the weights are published.
 
         Raises:
             CommError: if weights are not finite. Nothing was exchanged then.
@@ -502,11 +503,11 @@ class StreamedSync(RareSync):
 
 
 def _places(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
-    """Return the fragment of each tensor, by its name in checkpoints: neighbors, with about equal elements per
-    fragment.
+    """Return the fragment of each tensor, by its name in checkpoints.
 
-    Each pipeline stage is divided into all fragments, so that its ranks send equal amounts each time. A tensor in two
-    stages belongs to the fragment of the first.
+    Fragments contain neighboring tensors, with about equally many elements. Each pipeline stage is divided into all
+    fragments, so that its ranks send equal amounts each time. A tensor in two stages belongs to the fragment of the
+    first.
     """
     axes, own = engine.axes, dict[str, int]()
     for name, one in (*model.named_parameters(), *model.named_buffers()):

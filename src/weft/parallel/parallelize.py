@@ -53,21 +53,18 @@ def parallelize(
     fp8_recipe: str = "rowwise",
     example: Any = None,
 ) -> nn.Module:
-    """Distribute `model` over the mesh, in place, before its optimizer exists. Returns the same module.
+    """Apply the mesh's plan to `model`, in place, before its optimizer exists. Returns the same module.
 
     Args:
         model: any nn.Module; its parameters may be on the meta device.
         mesh: mesh of the plan.
         layout: styles of modules for tensor parallelism, and modules with experts. None derives it from the model.
         placements: placements of a module that the caller sharded manually, by parameter name. Nothing else is sharded.
-        seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of dropout without a
-            key.
+        seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of unkeyed dropout.
         filled_later: `data_parallel(model).load_weights` fills parameters on the meta device.
-        pinned_limit: host memory that all ranks of one machine may pin for offloading: a size, or a share of the
-            memory.
+        pinned_limit: host memory that all ranks of one machine may pin for offloading: a size or a share.
         norm_group: samples per group of batch norm statistics, on any ranks; 0: the samples of this rank.
-        bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and the sharing of
-            scales.
+        bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and sharing of scales.
         example: arguments of a forward with which tp and sp trace the model, or None to generate them.
 
     Raises:

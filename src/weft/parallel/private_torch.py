@@ -57,8 +57,7 @@ def leave_side_effects_to_forward(module: nn.Module) -> None:
 
 
 def without_override(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function of torch.nn.functional without the call of an active mode's `__torch_function__` in its first
-    line.
+    """Copy a function of torch.nn.functional without its first line, which calls an active mode's `__torch_function__`.
 
     The copy runs the body, and the mode is called for the functions inside.
     """
@@ -127,7 +126,7 @@ def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 
 def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap each hook that a module's forward already has. They keep their order."""
+    """Change each hook that a module's forward already has to a wrapped one. They keep their order."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = wrap(hook)
@@ -200,7 +199,7 @@ def wrap_waits(
     gathered: Callable[[Callable[[], None]], None],
     summed: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Wrap the waits of the compute stream for a unit: for its gather, and for its sums.
+    """Replace the waits of the compute stream for a unit by wrapped ones: for its gather, and for its sums.
 
     Args:
         module: the unit.
@@ -236,17 +235,24 @@ def multiplies_float8(x: torch.Tensor) -> bool:
 def scaled_product(
     a_RK: torch.Tensor, b_CK: torch.Tensor, back_a: torch.Tensor, back_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute a b^T of float8 row-major matrices, each row multiplied by its number of `back_a` or `back_b`.
+    """Compute a b^T of row-major float8 matrices, each row multiplied by its scale.
 
-    K and C are multiples of 16. dtype is bf16, the only supported one for row scales. torch has no documented public
-    name for it. Its accumulation has fewer bits (`use_fast_accum`): the kernels with exact sums are slower than bf16.
+    torch has no documented public name for it. Its accumulation has fewer bits (`use_fast_accum`): the kernels with
+    exact sums are slower than bf16.
+
+    Args:
+        a_RK: left matrix; K is a multiple of 16.
+        b_CK: right matrix; C is a multiple of 16.
+        back_a: scale of each row of `a_RK`.
+        back_b: scale of each row of `b_CK`.
+        dtype: dtype of the product: bf16, the only supported one for row scales.
     """
     product = torch.ops.aten._scaled_mm
     return product(a_RK, b_CK.t(), back_a, back_b.t(), out_dtype=dtype, use_fast_accum=True)
 
 
 def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Reshape the tensor to one that autograd does not treat as a view, like the output of `F.linear`.
+    """Return the tensor in another shape that autograd does not treat as a view, like the output of `F.linear`.
 
     An autograd function must not return a view if later operations write to it in place.
     """
@@ -254,13 +260,25 @@ def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def without_memory(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Build a tensor of a Weft class with shape, dtype and device, but without elements."""
+    """Build a tensor of a Weft class without elements.
+
+    Args:
+        kind: class of the tensor.
+        shape: shape of the tensor.
+        like: tensor with its dtype and device.
+    """
     make: Any = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, dtype=like.dtype, device=like.device)
 
 
 def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch without calling the classes of its arguments."""
+    """Call a function of torch without calling the classes of its arguments.
+
+    Args:
+        function: function to call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 

@@ -64,7 +64,8 @@ def shard_tensors(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
-    """Shard the model's parameters in place as the layout specifies and, with sp, the tokens between sharded layers.
+    """Cut the model's parameters into shards, in place and by the layout, and with sp the tokens between sharded
+    layers.
 
     Returns the placements of the changed parameters.
 

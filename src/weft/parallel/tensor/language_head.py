@@ -181,7 +181,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
-    """Pass the batch's labels to the head of `model` inside the context, if `loss_fn` accepts the head's result.
+    """Set the batch's labels on the head of `model` inside the context, if `loss_fn` accepts the head's result.
 
     Args:
         model: model, with or without a head that can compute the loss.

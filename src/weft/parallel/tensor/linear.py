@@ -171,10 +171,10 @@ class SharedLayer:
         return Gathering(start_all_gather(x_BSD.contiguous(), self.axis, out=parts))
 
     def start_sum(self, x_BTD: torch.Tensor) -> Pending:
-        """Start the sum of the ranks' tensors. Returns this rank's tokens of the sum if tokens are sharded, else the
-        full sum.
+        """Start the sum of the ranks' tensors.
 
-        x_BTD itself becomes the sum, or is free after `wait()`.
+        The result is this rank's tokens of the sum if tokens are sharded, else the full sum. x_BTD itself becomes the
+        sum, or is free after `wait()`.
         """
         if not self.cuts_tokens:
             return start_all_reduce(x_BTD.contiguous(), self.axis)
@@ -379,8 +379,9 @@ _SCHEMAS = {
 
 
 def prepare_chunk_operators(axis: Axis) -> None:
-    """Register the operators that compiled graphs use for chunked products. Call it before compiling code that uses the
-    axis.
+    """Build the operators that compiled graphs use for chunked products.
+
+    Call it before compiling code that uses the axis.
     """
     real: dict[str, Callable[..., Any]] = {
         "gather_multiply": _gather_multiply,

@@ -139,8 +139,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if the module around column-sharded layers is more than one sharded part. Each layer is then an
-    entry.
+    """Return True if the module around column-sharded layers is more than one sharded part.
+
+    Each layer is then an entry.
     """
     if parent == "":
         return True

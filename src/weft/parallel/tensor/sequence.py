@@ -330,8 +330,7 @@ class _ShardedStates:
 
 
 class _GatheredMixer:
-    """Hooks of a replicated module that mixes tokens: it receives all tokens, and its output is cut to this rank's
-    tokens.
+    """Hooks of a replicated module that mixes tokens: gather all tokens before it, and keep this rank's after it.
 
     Each rank's gradients come from its own tokens, so they are summed like those in the block's other modules.
     """

@@ -59,8 +59,9 @@ class ColumnAdapter(Alone):
         return copy_to(x, self._axis)
 
     def low(self, h: Tensor) -> Tensor:
-        """Return h, whose gradient is summed over the ranks. The gradients of A and of the input are then full on each
-        rank.
+        """Return h, whose gradient is summed over the ranks.
+
+        The gradients of A and of the input are then full on each rank.
         """
         return copy_to(h, self._axis)
 
@@ -260,8 +261,9 @@ class Entry:
         return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
 
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, Alone]:
-        """Return the input of a layer's adapter and its sharding. The input is this rank's tokens if tokens are
-        sharded.
+        """Return the input of a layer's adapter and its sharding.
+
+        The input is this rank's tokens if tokens are sharded.
         """
         if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)

@@ -40,7 +40,7 @@ class WatchedEngine(Protocol):
         ...
 
     def finalize(self) -> None:
-        """Complete all gradients where the optimizer reads them, at the step of a user's own loop."""
+        """Collect all gradients where the optimizer reads them, at the step of a user's own loop."""
         ...
 
     def publish(self) -> None:
@@ -59,10 +59,14 @@ def watch_steps(
     before: Callable[[torch.optim.Optimizer], None] | None = None,
     after: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> None:
-    """Register hooks that do the work of TrainStep around the optimizer's step, if TrainStep does not drive it.
+    """Do the work of TrainStep in hooks around the optimizer's step, if TrainStep does not drive it.
 
-    clear: additional work of the engine in `zero_grad`. before, after: work directly around every step of the
-    optimizer, driven by TrainStep or not.
+    Args:
+        optimizer: optimizer to watch.
+        engine: engine of its parameters.
+        clear: additional work of the engine in `zero_grad`.
+        before: work directly before every step of the optimizer, driven by TrainStep or not.
+        after: work directly after every step.
 
     Raises:
         ModelError: at a step with a closure.
@@ -118,7 +122,7 @@ class _Finder:
 
 
 def find_optimizers(engine: Callable[[], WatchedEngine | None]) -> None:
-    """Register a hook that adopts optimizers of the engine's parameters at their first step.
+    """Watch for optimizers of the engine's parameters, and adopt them at their first step.
 
     Hooks of engines that no longer exist are removed here, because hooks must not change while an optimizer steps.
     """
@@ -170,7 +174,7 @@ def step_by_decision(
     first: Collection[int] = (),
     between: Callable[[], None] | None = None,
 ) -> None:
-    """Step with gradients multiplied by the decision's factor, unless the device decides to skip the step.
+    """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it.
 
     Args:
         optimizer: optimizer for which `leaves_steps_out` is True.
@@ -233,7 +237,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> b
 def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names: Sequence[str] | None) -> None:
     """Set the parameters of a group to those that this rank updates, in place.
 
-    kept: one entry for each of its parameters, None if not local. names: `param_names` of the full group, if set.
+    Args:
+        group: parameter group of the optimizer.
+        kept: one entry for each of its parameters, None if not local.
+        names: `param_names` of the full group, if set.
     """
     group["params"] = [param for param in kept if param is not None]
     if names is not None:
@@ -241,7 +248,11 @@ def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ModelError for an optimizer that calls the model inside its step."""
+    """Refuse an optimizer that calls the model inside its step.
+
+    Raises:
+        ModelError: for LBFGS.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
 

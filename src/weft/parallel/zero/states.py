@@ -30,8 +30,12 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 def exchange(
     mine: dict[str, dict[str, StateEntry]], axis: Axis, device: torch.device
 ) -> dict[str, dict[str, StateEntry]]:
-    """Merge the tables of all ranks. The first rank's entry is kept if several ranks have one. A collective over the
-    axis.
+    """Combine the tables of all ranks. A collective over the axis.
+
+    Args:
+        mine: this rank's states, by parameter and key. If several ranks have an entry, the first rank's is kept.
+        axis: axis to combine over.
+        device: device of the collective.
     """
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=device), axis, op="max"))
@@ -70,8 +74,9 @@ _TURN = "turn"
 
 
 def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan. Yields nothing if no state is
-    carried.
+    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan.
+
+    Yields nothing if no state is carried.
     """
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
@@ -110,7 +115,13 @@ HEADER_BYTES = 1024
 def across_stages(
     pairs: Iterator[tuple[str, torch.Tensor]], stages: Axis, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis."""
+    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis.
+
+    Args:
+        pairs: this stage's tensors by name.
+        stages: axis of the pipeline stages.
+        device: device of the yielded tensors.
+    """
     if stages.size == 1:
         yield from pairs
         return

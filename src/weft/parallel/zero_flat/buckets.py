@@ -73,8 +73,9 @@ class Slot:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
     def inside(self, part: slice) -> tuple[int, int]:
-        """Return first element and end of its overlap with a part, counted in the bucket. They are equal without an
-        overlap.
+        """Return first element and end of its overlap with a part, counted in the bucket.
+
+        They are equal without an overlap.
         """
         start = max(self.start, part.start)
         return start, max(start, min(self.start + self.numel, part.stop))

@@ -141,8 +141,7 @@ class OwnLoop:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's norm before
-        scaling.
+        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's earlier norm.
 
         A collective: waits for ranks that are still in a backward.
         """
@@ -235,8 +234,9 @@ class OwnLoop:
         return bool(found[0])
 
     def _reduce_touched(self) -> None:
-        """Average the touched buckets over the ranks. Earlier gradients are equal on all ranks, so their mean is
-        unchanged.
+        """Average the touched buckets over the ranks.
+
+        Earlier gradients are equal on all ranks, so their mean is unchanged.
         """
         engine = self._held()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]

@@ -198,8 +198,9 @@ class Reducer:
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's full flat gradient, including `.grad` set by autograd or the user. Missing gradients are
-        zero.
+        """Return the bucket's full flat gradient, including `.grad` set by autograd or the user.
+
+        Missing gradients are zero.
         """
         flat = self._room(bucket)
         for slot in bucket.slots:

@@ -57,7 +57,7 @@ class RecordedPasses:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Delay the microbatch's gradient communication until it ends, and wait for all weights before it."""
+        """Hold the microbatch's gradient communication until it ends, and wait for all weights before it."""
         self.holds = True
         try:
             yield

@@ -220,8 +220,9 @@ class FirstGathers:
         self._early = []
 
     def drop(self) -> None:
-        """Drop early gathers between steps, because the shards may change now and the gathered weights would be
-        outdated.
+        """Drop early gathers between steps.
+
+        The shards may change now, and gathered weights would be outdated.
         """
         early, self._early = self._early, []
         for module, handle in early:

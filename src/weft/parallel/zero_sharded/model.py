@@ -165,7 +165,7 @@ class FullyShardedModel:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
 
     def begin_step(self) -> None:
-        """Clear all gradients, including those of a step that failed."""
+        """Drop all gradients, including those of a step that failed."""
         self.in_step = True
         self._first_gathers.hand_over()
         if self._places_missing:

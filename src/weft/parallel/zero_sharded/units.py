@@ -224,8 +224,9 @@ class PartialSums:
                 grad.copy_(part.view_as(grad))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """Return this rank's share of the squared norm. grads: gradients, each with the number of ranks that count it
-        too.
+        """Return this rank's share of the squared norm.
+
+        grads: gradients, each with the number of ranks that count it too.
         """
         groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for grad, number in grads:
@@ -268,8 +269,9 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Build the mesh of dp_shard and of the neighbors that keep second shards, or return None if the plan has no such
-    shards.
+    """Build the mesh of dp_shard and of the neighbors that keep second shards.
+
+    Returns None if the plan has no such shards.
     """
     if not mesh.plan.second_shards:
         return None
