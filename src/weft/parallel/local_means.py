@@ -79,7 +79,7 @@ class TrainMode:
         self._look()
 
     def enter(self) -> None:
-        """Put the model into training mode. An evaluation in between, `model.eval()`, does not freeze batch norms."""
+        """Put the model into training mode. An evaluation in between, `model.eval()`, changes no frozen batch norms."""
         self._look()
         self._model.train()
         for module in self._frozen:

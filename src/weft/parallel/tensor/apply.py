@@ -64,8 +64,7 @@ def shard_tensors(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
-    """Cut the model's parameters into shards, in place and by the layout, and with sp the tokens between sharded
-    layers.
+    """Divide the model's parameters in place as the layout specifies, and with sp the tokens between sharded layers.
 
     Returns the placements of the changed parameters.
 

@@ -40,7 +40,7 @@ class WatchedEngine(Protocol):
         ...
 
     def finalize(self) -> None:
-        """Collect all gradients where the optimizer reads them, at the step of a user's own loop."""
+        """Put all gradients where the optimizer reads them, at the step of a user's own loop."""
         ...
 
     def publish(self) -> None:

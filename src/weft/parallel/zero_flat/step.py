@@ -76,7 +76,7 @@ class RecordedPasses:
         return bucket.collected, _address(bucket.grads) if collects else None
 
     def keeps(self, last: bool) -> bool:
-        """Return True if the next pass needs results that this pass leaves in its own memory."""
+        """Return True if results that a pass leaves in its own memory are still needed after the next pass."""
         return not last and any(self._reducer.stays(bucket, "inner") for bucket in self._reducer.buckets)
 
     def left(self) -> PassEnd:
