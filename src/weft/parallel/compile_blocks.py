@@ -161,7 +161,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None:
-    """Warn if blocks cannot be compiled: torch.compile compiles a recomputed block entirely or not."""
+    """Warn if blocks cannot be compiled: torch.compile cannot compile only a part of a recomputed block."""
     plan = mesh.plan
     if plan.recompute_policy not in ("full", "selective") or mesh.rank:
         return

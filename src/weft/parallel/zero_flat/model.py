@@ -40,7 +40,7 @@ from weft.parallel.zero_flat.step import FlatStep, RecordedPasses
 
 
 def full_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield unrounded weights, gathered over the shard axes but not over tp and ep. A collective over the shard axes."""
+    """Yield unrounded weights, gathered over the shard axes, but not over tp and ep. A collective."""
     for bucket in buckets:
         flat = bucket.weights
         if bucket.is_mixed:
