@@ -1,4 +1,4 @@
-"""Groups of consecutive samples of a global batch, and where their samples lie."""
+"""Batch norm over fixed groups of samples, which are consecutive in the global batch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from weft.private_torch import Function, uncompiled
 
 @dataclass(frozen=True, slots=True)
 class GroupSplit:
-    """How the groups of one microbatch lie.
+    """Layout of the groups of one microbatch.
 
-    index: of the microbatch in the step. samples: this rank's. first: the number of the first group that has samples in
-    it. num_groups: in the microbatch, over the ranks of `axis`. axis: the ranks that share groups; None: none do.
-    ends_alone: the last group of the global batch is one sample. runs: the samples of each rank of `axis`, or of this
-    one.
+    index: index of the microbatch in the step. samples: this rank's samples. first: number of the first group with
+    samples in the microbatch. num_groups: groups in the microbatch, over the ranks of `axis`. axis: ranks that share
+    groups, or None if groups are local. ends_alone: the last group of the global batch is one sample. runs: samples of
+    each rank of `axis`, or only of this rank.
     """
 
     index: int
@@ -45,27 +45,27 @@ class GroupSplit:
 
 
 class SampleGroups:
-    """The groups of `size` samples that a global batch is divided into.
+    """Division of a global batch into groups of `size` samples.
 
     Args:
-        mesh: of the ranks.
-        size: samples of a group; the last of a batch may be smaller.
+        mesh: mesh of the ranks.
+        size: samples per group; the last group of a batch may be smaller.
         said: the setting and its value, for errors.
-        name: the setting.
+        name: name of the setting.
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
         self.size, self._mesh, self._said, self._name = size, mesh, said, name
 
     def cut_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
-        """Return how the groups of a microbatch lie.
+        """Return the layout of a microbatch's groups.
 
         Args:
-            samples: this rank's.
-            index: of the microbatch in the step.
+            samples: this rank's samples.
+            index: index of the microbatch in the step.
 
         Raises:
-            ModelError: where a group has samples in another microbatch.
+            ModelError: if a group has samples in another microbatch.
         """
         size, data, parts = self.size, self._mesh.data, self._mesh.plan.microbatches_per_step
         numbers, num_ranks = samples.numbers, data.size
@@ -92,7 +92,7 @@ class SampleGroups:
         return GroupSplit(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone, tuple(among))
 
     def _check_own_samples(self, samples: SampleNumbers, index: int, count: int) -> GroupSplit:
-        """Of samples that lie elsewhere than Weft puts them: fine where they are whole groups."""
+        """Return the layout of samples that Weft did not distribute. They are valid if they are complete groups."""
         numbers = samples.numbers
         is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
         if not is_run or not _on_borders(range(numbers[0], numbers[-1] + 1), self.size, count):
@@ -104,7 +104,7 @@ class SampleGroups:
         return GroupSplit(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
 
     def _sharing(self, rows: int, is_even: bool) -> Axis:
-        """The ranks among which groups lie: as few as there are where all ranks have equally many samples."""
+        """Return the ranks that share groups: the smallest axis if all ranks have equally many samples."""
         data, plan = self._mesh.data, self._mesh.plan
         if rows * data.size == self.size:
             return data
@@ -120,17 +120,17 @@ class SampleGroups:
 
 
 def _on_borders(run: range, size: int, count: int) -> bool:
-    """Whether a run of samples is whole groups; the last group of a batch may be smaller."""
+    """Return True if a run of samples consists of complete groups. The last group of a batch may be smaller."""
     return not run or (run.start % size == 0 and (run.stop % size == 0 or run.stop == count))
 
 
-# Batch norm over fixed groups of samples, the same under every plan.
+# Batch norm over fixed groups of samples, equal under every plan.
 
 ATTRIBUTE = "_weft_norm_groups"
 
 
 class NormGroups:
-    """The batch norms of one model on one rank, whose statistics are those of groups of `size` samples."""
+    """Batch norms of one model on one rank, with statistics over groups of `size` samples."""
 
     def __init__(self, mesh: Mesh, size: int):
         self.size = size
@@ -138,8 +138,8 @@ class NormGroups:
         self.norms: list[nn.Module] = []
         self._mesh = mesh
         self._split_part: GroupSplit | None = None
-        #: Of each norm, by microbatch: sums of means and variances over the groups that begin on this rank, and how
-        #: many these are, (2C + 1,).
+        #: For each norm and microbatch, sums of means and variances over the groups that begin on this rank, and their
+        #: number, (2C + 1,).
         self._seen: dict[int, dict[int, Tensor]] = {}
         self._pending: Pending | None = None
 
@@ -149,20 +149,20 @@ class NormGroups:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    # --- where the model is ---
+    # --- current microbatch ---
 
     @contextlib.contextmanager
     def microbatch(self, samples: SampleNumbers, index: int) -> Iterator[None]:
-        """While inside, the model is given these samples of the global batch.
+        """Set the samples of the global batch that the model processes inside the context.
 
         Raises:
-            ModelError: where a group has samples in another microbatch.
+            ModelError: if a group has samples in another microbatch.
         """
         with self._at(self._groups.cut_of(samples, index)):
             yield
 
     def travelling(self) -> AbstractContextManager[None]:
-        """Return what a later replay of what is computed now must run inside of."""
+        """Return the context that a later replay of the current computation must run in."""
         return self._at(self._split_part)
 
     @contextlib.contextmanager
@@ -175,7 +175,7 @@ class NormGroups:
 
     @property
     def cut(self) -> GroupSplit:
-        """How groups lie in what is computed now."""
+        """Layout of the groups in the current computation."""
         if self._split_part is None:
             raise ModelError(
                 f"norm_group={self.size}: a model in training needs to know which samples it is given, and only "
@@ -186,7 +186,7 @@ class NormGroups:
     # --- running statistics ---
 
     def see(self, norm: nn.Module, mean_GC: Tensor, var_GC: Tensor) -> None:
-        """Take the statistics of a norm's groups in this microbatch; a replay brings the same once more."""
+        """Store the statistics of a norm's groups in this microbatch. A replay stores the same values again."""
         cut = self.cut
         found = torch.cat([mean_GC, var_GC, mean_GC.new_ones(len(mean_GC), 1)], 1).double()
         begins = _begins(cut, self.size)
@@ -200,7 +200,7 @@ class NormGroups:
         self._pending = None
 
     def start(self) -> None:
-        """Begin to add up the ranks' statistics, after the last backward. All ranks call it."""
+        """Start the sum of the ranks' statistics, after the last backward. All ranks call it."""
         parts: list[Tensor] = []
         for norm in self._moving():
             none = torch.zeros(2 * norm.num_features + 1, dtype=torch.float64, device=self._mesh.device)
@@ -210,9 +210,9 @@ class NormGroups:
 
     @torch.no_grad()
     def finish(self, *, moved: bool | Tensor) -> None:
-        """Move the running statistics at the end of a step where the weights moved. A skipped step leaves them.
+        """Update the running statistics at the end of a step, unless the step was skipped.
 
-        moved: a 0-d bool of the device where the host does not know it yet.
+        moved: True if the weights changed; a 0-d bool on the device if the host does not have the decision yet.
         """
         if self._pending is None:
             return
@@ -224,15 +224,15 @@ class NormGroups:
                 _move(norm, one, moved)
 
     def _moving(self) -> list[Any]:
-        """The norms whose running statistics move: the same on all ranks."""
+        """Return the norms whose running statistics are updated, the same on all ranks."""
         return [norm for norm in self.norms if norm.training and norm.track_running_stats]
 
 
 def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
-    """As torch moves them: by `momentum`, or to the mean over all steps where it is None."""
+    """Update running statistics as torch does: by `momentum`, or to the mean over all steps if it is None."""
     num = found[-1]
-    is_moved = (num > 0) & moved  # a norm that no group went through stays as it is
-    norm.num_batches_tracked += is_moved & getattr(norm, "_weft_counts", True)  # some subclasses leave it
+    is_moved = (num > 0) & moved  # a norm without any group is unchanged
+    norm.num_batches_tracked += is_moved & getattr(norm, "_weft_counts", True)  # some subclasses do not count
     factor = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked.clamp(min=1).double()
     means = (found[:-1] / num.clamp(min=1)).view(2, -1)
     for running, mean in zip((norm.running_mean, norm.running_var), means, strict=True):
@@ -240,7 +240,7 @@ def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
 
 
 def _begins(cut: GroupSplit, size: int) -> list[float]:
-    """For each group of a microbatch, 1 where its first sample is this rank's: there it is counted."""
+    """Return 1 for each group of a microbatch whose first sample is on this rank, which counts it, else 0."""
     numbers = cut.samples.numbers
     if not numbers:
         return [0.0] * cut.num_groups
@@ -249,7 +249,7 @@ def _begins(cut: GroupSplit, size: int) -> list[float]:
 
 
 class TwoStates:
-    """Two states that a replay needs."""
+    """Combined state of two owners that a replay needs."""
 
     def __init__(self, *states: Any):
         self._states = states
@@ -262,16 +262,16 @@ class TwoStates:
             yield
 
     def travelling(self) -> AbstractContextManager[None]:
-        """Return what a replay runs inside of."""
+        """Return the context that a replay runs in."""
         return self._inside([state.travelling() for state in self._states])
 
 
 def norm_groups_of(model: nn.Module) -> NormGroups | None:
-    """Return what `group_norms` made for this model."""
+    """Return the result of `group_norms` for this model, or None."""
     return getattr(model, ATTRIBUTE, None)
 
 
-# The arithmetic of batch norm over groups: by torch's kernel where a group is whole, else with sums over its ranks.
+# Batch norm over groups: with torch's kernel if a group is on one rank, otherwise with sums over its ranks.
 
 
 class GroupedBatchNorm(nn.Module):
@@ -280,9 +280,9 @@ class GroupedBatchNorm(nn.Module):
     _weft_groups: NormGroups
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape. x: (N, C, ...)."""
+        """Normalize x, (N, C, ...). Return the same shape."""
         groups, norm = self._weft_groups, cast("nn.BatchNorm2d", self)
-        # Frozen statistics are those of evaluation; what was unpickled away from its ranks is a plain norm.
+        # Frozen statistics are those in eval. A norm that was unpickled outside of its mesh is a plain one.
         if not self.training or groups is None:
             return super().forward(x)
         return _normalise(self, groups, x, norm.weight, norm.bias, norm.eps, norm.track_running_stats)
@@ -296,7 +296,7 @@ class GroupedCalls(nn.Module):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the module's own forward."""
+        """Run the forward of the original class."""
         groups: NormGroups | None = self._weft_groups
         if not self.training or groups is None:
             return super().forward(*args, **kwargs)
@@ -318,7 +318,7 @@ def _normalise(
     moves: bool,
 ) -> Tensor:
     cut = groups.cut
-    if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows count for nothing, whatever they are
+    if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows are not counted
         return affine(x, weight, bias)
     rows = _rows_of_groups(cut, groups.size, x.shape[0])
     if cut.ends_alone and 1 in rows and x[0].numel() == x.shape[1]:
@@ -339,17 +339,17 @@ def _normalise(
 
 
 def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise one group on this rank with torch's kernel. Returns its mean and variance too."""
+    """Normalize one group on this rank with torch's kernel. Return its mean and variance too."""
     own = {"dtype": torch.float64 if x.dtype is torch.float64 else torch.float32, "device": x.device}
     mean, var = torch.zeros(x.shape[1], **own), torch.ones(x.shape[1], **own)
     return F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps), mean, var
 
 
 def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
-    """How many of `count` rows each group has here."""
+    """Return the number of local rows of each group, out of `count` rows."""
     numbers = cut.samples.numbers
     if not numbers:
-        return (count,) + (0,) * (cut.num_groups - 1)  # a stand-in, which is normalised with some group and not counted
+        return (count,) + (0,) * (cut.num_groups - 1)  # a stand-in: normalized with some group, not counted
     per_sample = cut.samples.rows_of_each(count)
     if per_sample is None:
         raise ModelError(
@@ -363,7 +363,7 @@ def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
 
 
 class _Shared(Function):
-    """Groups that lie on the ranks of an axis: mean and variance by the parallel formula of Chan et al. 1979."""
+    """Groups that are shared by the ranks of an axis: mean and variance by the parallel formula of Chan et al. 1979."""
 
     @staticmethod
     def forward(
@@ -401,7 +401,7 @@ class _Shared(Function):
         x, weight, mean_GC, scale_GC, num_G = ctx.saved_tensors
         dtype = mean_GC.dtype
         whole = list(zip(grads[0].to(dtype).split(ctx.rows), x.to(dtype).split(ctx.rows), strict=True))
-        # Of each group here: sums of the gradient, and of its product with what the norm made of x. (G, 2, C)
+        # For each local group, sums of the gradient, and of its product with the normalized x. (G, 2, C)
         sums = torch.stack([
             _sums(grad, part, mean, scale)
             for (grad, part), mean, scale in zip(whole, mean_GC, scale_GC, strict=True)
@@ -409,9 +409,9 @@ class _Shared(Function):
         grad_bias, grad_weight = sums.sum(0).unbind(0)
         slope = torch.ones_like(mean_GC[0]) if weight is None else weight.to(dtype)
         first, second = (all_reduce(sums * slope, ctx.axis) / num_G[:, None]).unbind(1)
-        if not ctx.is_counted:  # a stand-in's rows are in no group's statistics
+        if not ctx.is_counted:  # a stand-in's rows are not part of any statistics
             first, second = torch.zeros_like(first), torch.zeros_like(second)
-        # scale (slope grad - first - hat second), as one line over grad and one over x.
+        # scale (slope grad - first - hat second), as an affine function of grad plus one of x.
         bend_GC = -scale_GC.square() * second
         lines = zip(whole, scale_GC * slope, bend_GC, -mean_GC * bend_GC - scale_GC * first, strict=True)
         found = _join([_line(part, bend, shift).add_(_line(grad, up, None)) for (grad, part), up, bend, shift in lines])
@@ -428,12 +428,12 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _line(x: Tensor, slope_C: Tensor, shift_C: Tensor | None) -> Tensor:
-    """x slope + shift for each channel, in one pass: torch's kernel of a norm that is frozen at mean 0, variance 1."""
+    """Compute x slope + shift per channel in one pass, with torch's batch norm kernel at mean 0 and variance 1."""
     return F.batch_norm(x, torch.zeros_like(slope_C), torch.ones_like(slope_C), slope_C, shift_C, eps=0.0)
 
 
 def _sums(grad: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
-    """Sums of `grad` and of grad (x - mean) scale for each channel, (2, C)."""
+    """Return sums of `grad` and of grad (x - mean) scale for each channel, (2, C)."""
     if not len(x):
         return torch.stack([torch.zeros_like(mean_C)] * 2)
     backward = torch.ops.aten.native_batch_norm_backward
@@ -442,11 +442,11 @@ def _sums(grad: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, is_counted: bool) -> Tensor:
-    """(N, C, ...) to the number of values, mean and sum of squared distances of each channel, (1 + 2C,)."""
+    """Return number of values, mean and sum of squared deviations per channel of x (N, C, ...), (1 + 2C,)."""
     num = x.numel() // x.shape[1] if is_counted else 0
     if not num:
         return x.new_zeros(1 + 2 * x.shape[1])
-    if x.device.type == "cpu":  # where var_mean takes three times as long
+    if x.device.type == "cpu":  # var_mean takes three times as long there
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     else:
         var, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)
@@ -454,7 +454,7 @@ def _moments(x: Tensor, is_counted: bool) -> Tensor:
 
 
 class _GroupedFunctions(TorchFunctionMode):
-    """While active, torch's batch_norm functions take the statistics of groups of samples for one module."""
+    """Mode in which torch's batch_norm functions use statistics of groups of samples for one module."""
 
     def __init__(self, norm: Any, groups: NormGroups):
         super().__init__()
@@ -470,7 +470,7 @@ class _GroupedFunctions(TorchFunctionMode):
 
 
 class _OwnCounts:
-    """Keeps num_batches_tracked, which moves once a step, as it was before the module's own forward counted."""
+    """Restores num_batches_tracked, which is updated once per step, after the module's own forward incremented it."""
 
     def __init__(self, norm: Any):
         self._norm = norm
@@ -490,15 +490,15 @@ class _OwnCounts:
 def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     """Make the model's batch norms use statistics of groups of `size` samples. Changes the model.
 
-    A subclass that overrides forward keeps it: groups replace the statistics of the batch_norm calls within.
-    Returns None for a model without batch norms.
+    A subclass that overrides forward keeps it: groups replace the statistics of the batch_norm calls inside. Returns
+    None for a model without batch norms.
 
-    Call it when the model has been cut, after dropout was made to follow positions and before recompute.
+    Call it after the model was sharded and after `drop_by_position`, before recompute.
 
     Args:
-        model: with or without batch norms.
-        mesh: of the ranks.
-        size: samples of a group.
+        model: model, with or without batch norms.
+        mesh: mesh of the ranks.
+        size: samples per group.
 
     Raises:
         ModelError: for a size below 1.

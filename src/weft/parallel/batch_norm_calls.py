@@ -1,7 +1,7 @@
-"""Calls of torch's batch_norm functions in batch norms whose class overrides forward, and the rules for such a class.
+"""Calls of torch's batch_norm functions in batch norms that override forward, and the rules for such classes.
 
 A subclass may add an activation, dropout or casts around torch's normalization. It must not compute statistics of the
-batch itself: these would be those of one microbatch on one rank.
+batch itself, because they would cover only one microbatch on one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.errors import ModelError
 from weft.models.inspect.blocks import class_before
 from weft.private_torch import tree_leaves, version_of
 
-#: Forwards of torch that only normalize.
+#: torch forwards that only normalize.
 _PLAIN = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 _NAMES = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
@@ -43,7 +43,7 @@ class BatchNormCall:
     eps: float = 1e-5
 
     def check(self, norm: Any) -> None:
-        """Raise ModelError unless the call moves the running statistics of `norm` as torch's own forward does."""
+        """Raise ModelError unless the call updates the running statistics of `norm` as torch's own forward does."""
         if self.func is torch.native_batch_norm:
             raise _refused(norm, "it calls torch.native_batch_norm, whose statistics are those of one microbatch")
         moves = self.running_mean is not None or self.running_var is not None
@@ -54,16 +54,16 @@ class BatchNormCall:
 
 
 def batch_norm_call(func: Any, args: Any, kwargs: dict[str, Any]) -> BatchNormCall | None:
-    """Return the arguments of a call of torch's batch_norm functions; None for another function.
+    """Return the arguments of a call of torch's batch_norm functions, or None for another function.
 
     Args:
-        func: as __torch_function__ gets it.
+        func: function that __torch_function__ received.
         args: positional arguments.
         kwargs: keyword arguments.
     """
     try:
         names = _NAMES.get(func)
-    except TypeError:  # a function that cannot be hashed
+    except TypeError:  # an unhashable function
         return None
     if names is None:
         return None
@@ -77,7 +77,7 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def is_plain_forward(norm: nn.Module) -> bool:
-    """Return whether the module's forward is torch's own, which a grouped one may replace."""
+    """Return True if the module's forward is torch's own, which a grouped forward may replace."""
     return getattr(class_before(norm), "forward", None) in _PLAIN
 
 
@@ -85,8 +85,8 @@ def is_plain_forward(norm: nn.Module) -> bool:
 def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
     """Raise ModelError if samples interact in a subclass's forward outside of its calls of batch_norm.
 
-    Runs the forward twice, with batch_norm reduced to scale and shift: on the input, and on the input with more samples
-    after it. Rows of the input must give the same output. Buffers and generators are restored.
+    Runs the forward twice, with batch_norm reduced to scale and shift: on the input, and on the input followed by more
+    samples. The input's rows must give the same output. Buffers and generators are restored.
 
     Args:
         norm: the module.
@@ -101,7 +101,7 @@ def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwa
     buffers = {name: (buffer, buffer.clone()) for name, buffer in norm.named_buffers(recurse=False)}
     running = [one for one in (norm.running_mean, norm.running_var) if one is not None]
     versions = [version_of(one) for one in running]
-    # Larger, shifted samples, whose statistics are far from the ones of x.
+    # Larger, shifted samples, whose statistics are far from those in x.
     longer = torch.cat([x, 2 * x + 1])
     devices = [x.device] if x.device.type == "cuda" else []
     try:
@@ -126,7 +126,7 @@ def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwa
 
 
 class _WithoutStatistics(TorchFunctionMode):
-    """While active, batch_norm in training scales and shifts, and does not normalize."""
+    """Mode in which batch_norm in training scales and shifts, but does not normalize."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = batch_norm_call(func, args, kwargs or {})

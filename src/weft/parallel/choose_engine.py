@@ -1,4 +1,4 @@
-"""Which engine serves which stage of ZeRO."""
+"""Engine for each stage of ZeRO."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def build_engine(
     seed: int | None = None,
     filled_later: bool = False,
 ) -> DataParallel:
-    """Divide the model's parameters as the plan's stage says, in place, and make those on the meta device.
+    """Shard the model's parameters in place for the plan's ZeRO stage, and materialize those on the meta device.
 
     Args:
-        model: cut by all techniques.
-        mesh: of the plan.
-        placements: what techniques did to parameters, by name.
-        host: where the plan's share of states goes; None: nothing goes there.
-        seed: of parameters on the meta device; None: there are none.
-        filled_later: whether `load_weights` gives those their values, and no seed does.
+        model: model after all other techniques were applied.
+        mesh: mesh of the plan.
+        placements: placements of parameters that techniques changed, by name.
+        host: host memory for the plan's share of states, or None if nothing is offloaded.
+        seed: seed of parameters on the meta device, or None if there are no such parameters.
+        filled_later: `load_weights` fills parameters on the meta device instead of a seed.
 
     Raises:
-        ModelError: for parameters that the stage cannot hold.
-        CommError: where ranks built different models.
+        ModelError: for parameters that the stage does not support.
+        CommError: if ranks built different models.
     """
     kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
     return kind(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
 
 
 def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
-    """Return how the engine's passes are recorded; None where it communicates within them, as zero=3 does."""
+    """Return the recording state of the engine's passes, or None if it communicates within them (zero=3)."""
     return engine.recorded if isinstance(engine, FlatModel) else None

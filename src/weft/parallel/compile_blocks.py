@@ -1,4 +1,4 @@
-"""torch.compile on each repeated block of a model, what a graph holds as one operator, and what stays uncompiled."""
+"""torch.compile on each repeated block of a model, operators for untraceable code, and uncompiled cases."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from weft.private_torch import without_modes
 
 
 class OpaqueModule(nn.Module):
-    """A module that a compiled graph holds as one operator, because its forward looks at values on the host.
+    """A module that a compiled graph calls as one operator, because its forward reads values on the host.
 
-    Its output is shaped like its first argument, and its other arguments are tensors too.
+    Its output has the shape of its first argument, and its other arguments are tensors too.
     """
 
     _weft_handle: Handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Selective recompute sees nothing of it in a graph, so the run that chooses what to keep must not either.
+        # In a graph, selective recompute treats it as one operation, so the run that selects saved tensors must do the
+        # same.
         with without_modes() if not torch.compiler.is_compiling() else nullcontext():
             return super().__call__(*args, **kwargs)
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """What its own class computes."""
+        """Run the forward of the original class."""
         handle = self._weft_handle
         if not torch.compiler.is_compiling() or not handle.is_open or torch.is_autocast_enabled(x.device.type):
             return super().forward(x, *others)
@@ -48,7 +49,7 @@ class OpaqueModule(nn.Module):
 
 
 def register_operators(model: nn.Module, plan: Plan) -> None:
-    """Let compiled blocks hold experts, and attention over cp, as operators. Call it before the blocks are compiled."""
+    """Register experts and attention over cp as operators of compiled blocks. Call it before compiling them."""
     recomputes = plan.recompute_policy != "none"
     register_context_operators(model, recomputes)
     register_dropped_attention(model, recomputes)
@@ -62,12 +63,12 @@ def register_operators(model: nn.Module, plan: Plan) -> None:
 
 
 def _gathers_experts(plan: Plan) -> bool:
-    """Whether experts are gathered apart from the block around them: an operator is given parameters that are there."""
+    """Return True if experts are gathered separately from their block: an operator needs gathered parameters."""
     return plan.zero == 3 and plan.ep > 1
 
 
 def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """The module's own forward, of its arguments and a stand-in for each of its parameters."""
+    """Run the module's forward on its arguments, with a stand-in for each of its parameters."""
     del numbers
     names = [f"module.{name}" for name, _ in module.named_parameters()]
     count = len(inputs) - len(names)
@@ -78,9 +79,9 @@ def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[f
 class CachelessBlock(nn.Module):
     """A compiled block that fills no key-value cache in training.
 
-    Models of transformers make a cache in each forward unless they are told use_cache=False. Each layer fills a place
-    of its own in it, so torch.compile would make a graph for each layer, and leave those after the eighth uncompiled.
-    Hooks by which transformers keeps what layers give would break a graph: they run outside of it.
+    Transformers models create a cache in each forward unless use_cache=False is passed. Each layer uses its own cache
+    entry, so torch.compile would build a graph for each layer, and leave layers after the eighth uncompiled. Hooks with
+    which transformers captures layer outputs would break a graph, so they run outside of it.
     """
 
     _weft_captures: list[hugging_face.Capture]
@@ -89,7 +90,7 @@ class CachelessBlock(nn.Module):
         wanted = hugging_face.requested_captures()
         if not wanted:
             return self._uncached(*args, **kwargs)
-        # They were put there just before, in the first forward that wants something.
+        # transformers registers them just before, in the first forward that captures outputs.
         self._weft_captures += hugging_face.take_captures(self)
         inner = [one for one in self._weft_captures if one.module is not self and one.key in wanted]
         with _put_back(inner):
@@ -105,7 +106,7 @@ class CachelessBlock(nn.Module):
             if "use_cache" in kwargs:
                 kwargs["use_cache"] = False
         if any(map(hugging_face.is_cache, (*args, *kwargs.values()))) and not torch.compiler.is_compiling():
-            # Text is generated from it: shapes grow with each token, too.
+            # It is used for generation, in which shapes also grow with each token.
             with torch.compiler.set_stance("force_eager"):
                 return super().__call__(*args, **kwargs)
         return super().__call__(*args, **kwargs)
@@ -113,7 +114,7 @@ class CachelessBlock(nn.Module):
 
 @contextmanager
 def _put_back(captures: Sequence[hugging_face.Capture]) -> Iterator[None]:
-    """Run without compiled code while some modules of a block keep what they give."""
+    """Run without compiled code while outputs of a block's modules are captured."""
     if not captures:
         yield
         return
@@ -142,7 +143,7 @@ class _OwnForward(nn.Module):
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each repeated block by itself: compile time stays flat in depth. Without blocks, the whole model.
+    """Compile each repeated block separately: compile time does not grow with depth. Without blocks, compile the model.
 
     Blocks of one class share one graph. backend: torch.compile's.
     """
@@ -154,13 +155,13 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     for block in blocks or [model]:
         block.compile(backend=backend, options=options)
         if recompute is not None and recompute.setting != "none":
-            # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the
-            # replay is in the compiled graph already, so it needs no notes.
+            # A recomputed block records its state in sharded parts and dropout. Each forward resets that state, and
+            # the replay is already in the compiled graph, so it needs no record.
             leave_side_effects_to_forward(block)
 
 
 def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None:
-    """Warn where blocks cannot be compiled: torch.compile takes a recomputed block whole or not at all."""
+    """Warn if blocks cannot be compiled: torch.compile cannot compile only a part of a recomputed block."""
     plan = mesh.plan
     if plan.recompute_policy not in ("full", "selective") or mesh.rank:
         return

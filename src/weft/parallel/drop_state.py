@@ -1,8 +1,9 @@
-"""Where a model on one rank is in its random numbers, and what its modules drop there.
+"""State of a model's random numbers on one rank, and dropout by position.
 
-A number is drawn from (seed, step, module path, place), where a place is (sample of the global batch, token of the
-sequence, feature or head). So ranks that compute the same drop the same, ranks with a part of the tokens, heads or
-features drop what one process would drop there, and no cut of a batch into ranks and microbatches shows.
+A number is drawn from (seed, step, module path, position). A position is (sample of the global batch, token of the
+sequence, feature or head). Ranks with the same computation therefore drop the same elements. Ranks with a part of the
+tokens, heads or features drop the elements that one process would drop there. Dropout does not depend on the division
+of a batch into ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from weft.parallel.random.draws import drawing_by
 from weft.parallel.random.streams import SampleNumbers, ShardPosition, keep_mask_at, key_of, rows_of_samples
 from weft.private_torch import graph_task, uncompiled
 
-#: The attribute of a batch's tensors that names their samples.
+#: Attribute of a batch's tensors that contains their samples.
 MARK = "_weft_samples"
-#: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
+#: Calls of one module per forward of its block that run inside a compiled block. Later calls run outside of it.
 _CALLS = 4
 
 
 def marked_samples(batch: Any) -> SampleNumbers | None:
-    """Return the samples of a batch that `run.shard` gave, or None if its tensors name none."""
+    """Return the samples of a batch from `run.shard`, or None if its tensors have no such mark."""
     return next((found for one in tensors_in(batch) if (found := getattr(one, MARK, None)) is not None), None)
 
 
 class Drops:
-    """Where one model on one rank is in its random numbers: key of the step, samples of the microbatch.
+    """State of one model's random numbers on one rank: the step's key and the microbatch's samples.
 
     Args:
-        mesh: of the ranks.
-        seed: of keys that nobody gives.
-        part: where the rank is in what tp cut; None: nothing was.
-        context: how cp cuts sequences; None: it does not.
+        mesh: mesh of the ranks.
+        seed: seed of keys that the caller does not pass.
+        part: this rank's position in tp shards, or None if nothing is sharded.
+        context: sequence sharding of cp, or None without it.
     """
 
     def __init__(self, mesh: Mesh, seed: int, part: ShardPosition | None, context: Context | None):
         self.part = part or ShardPosition(mesh["tp"])
         self.sites: list[DropSite] = []
-        #: Numbers of the samples, as a tensor that compiled blocks read; None where they follow from the rank, or where
-        #: rows are no samples: then dropout runs outside of compiled blocks.
+        #: Sample numbers as a tensor that compiled blocks read. None if they follow from the rank, or if rows are not
+        #: samples: dropout then runs outside of compiled blocks.
         self.told_samples: Tensor | None = None
         self.is_told = True
         self._data = mesh.data
@@ -62,21 +63,22 @@ class Drops:
         self._is_compiled = mesh.plan.compile
         self._context = context
         self._seed = seed
-        self.num_keys = 0  #: how many were asked for here
+        self.num_keys = 0  #: number of keys drawn here
         self._is_driven = False
         self._key = 0
-        self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
-        self._in_one_sentence: int | None = None  # the key that compiled blocks have
+        self._samples: SampleNumbers | None = None  # None: a rank's samples follow the previous rank's
+        self._in_one_sentence: int | None = None  # the key in compiled blocks
         self._fixed: FixedDraws | None = None
-        self._kept: contextlib.ExitStack | None = None  # the generators of the loop, during a forward of it
+        self._kept: contextlib.ExitStack | None = None  # the loop's generator states, during its forward
         self._cp_rank = mesh["cp"].rank
-        #: Whether noise of samples may follow their numbers. Code that is recorded or compiled draws it by itself.
+        #: True if noise of samples can depend on their numbers. Recorded or compiled code draws it from torch's
+        #: generators.
         self.may_place_noise = mesh["cp"].size == 1 and not mesh.plan.compile and not mesh.plan.graphs
-        self.places_noise = False  #: Whether it does now: not in a step that was given seeds for it.
+        self.places_noise = False  #: True if it does now: not in a step with given seeds.
         self._has_graphs = mesh.plan.graphs
         self._model: weakref.ref[nn.Module] | None = None
-        self._paths: dict[int, str] = {}  # of the model's modules by id, once something is drawn
-        self._draws: dict[str, int] = {}  # how many tensors each module drew in this forward
+        self._paths: dict[int, str] = {}  # by id of the module, filled at the first draw
+        self._draws: dict[str, int] = {}  # number of tensors that each module drew in this forward
         self._draw_sites: dict[str, DropSite] = {}
         self._is_replay = False
 
@@ -92,7 +94,7 @@ class Drops:
         return self._key
 
     def next_key(self) -> int:
-        """Return a key from the seed and how many were asked for: for steps and forwards that nobody numbers."""
+        """Return a key from the seed and a counter, for steps and forwards without a number."""
         self.num_keys += 1
         return key_of(self._seed, self.num_keys)
 
@@ -100,12 +102,12 @@ class Drops:
     def microbatch(
         self, key: int, samples: SampleNumbers | None, replayed: Mapping[str, int] | None = None
     ) -> Iterator[None]:
-        """Let the model be given these samples of the global batch inside.
+        """Set the samples of the global batch that the model processes inside the context.
 
         Args:
-            key: of the step.
-            samples: None: a rank's follow those of the rank before.
-            replayed: how many tensors each module had drawn when the forward began that is replayed inside; None for a
+            key: key of the step.
+            samples: samples of the microbatch, or None if a rank's samples follow those on the rank before.
+            replayed: number of tensors that each module had drawn when the replayed forward began, or None for a
                 forward.
         """
         before = self._is_driven, self._key, self._samples, self._draws, self._is_replay
@@ -115,7 +117,7 @@ class Drops:
         if replayed is None:
             self.restart()
         else:
-            self.part.is_open = False  # a block begins in front of its cut layers
+            self.part.is_open = False  # a block begins in front of its sharded layers
         try:
             with drawing_by(self):
                 yield
@@ -124,17 +126,17 @@ class Drops:
 
     @property
     def reads_tensors(self) -> bool:
-        """Whether keys and samples are read from tensors now, because code keeps numbers: compiled, or recorded."""
+        """True if keys and samples are now read from tensors, because compiled or recorded code would store numbers."""
         return self._fixed is not None or torch.compiler.is_compiling()
 
     @property
     def is_fixed(self) -> bool:
-        """Whether they are read from memory that stays."""
+        """True if they are read from persistent memory."""
         return self._fixed is not None
 
     @contextlib.contextmanager
     def held(self, fixed: FixedDraws) -> Iterator[None]:
-        """Let keys and samples be read from memory that stays, inside. fixed: that memory."""
+        """Read keys and samples from persistent memory inside the context. fixed: that memory."""
         before = self.told_samples, self.is_told, [site.keys for site in self.sites]
         self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
         for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
@@ -147,19 +149,19 @@ class Drops:
                 site.keys = row
 
     def travelling(self) -> AbstractContextManager[None]:
-        """Return what a later replay of what is computed now must run inside of."""
+        """Return the context that a later replay of the current computation must run in."""
         return _Replay(self, self._key, self._samples, dict(self._draws))
 
     def name_modules(self, model: nn.Module) -> None:
-        """Use for keys of draws in forward the paths of the model's modules."""
+        """Use the paths of the model's modules for keys of draws in forward."""
         self._model = weakref.ref(model)
 
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
-        """Return the key of the next tensor that is drawn in forward, and the position of its elements in each dim.
+        """Return the key of the next tensor drawn in forward, and the position of its elements in each dim.
 
         Args:
-            like: a tensor of the shape that is drawn.
-            modules: whose forward draws, innermost first.
+            like: a tensor of the drawn shape.
+            modules: modules whose forward draws, innermost first.
 
         Raises:
             ModelError: if positions do not follow from the shape, or draws cannot be counted.
@@ -180,7 +182,7 @@ class Drops:
         return key, site.draw_positions(like)
 
     def _path_of(self, modules: Iterable[nn.Module]) -> str:
-        """Return the path of the innermost module that is the model's own; "" outside of all."""
+        """Return the path of the innermost module that belongs to the model, or "" outside of all."""
         model = None if self._model is None else self._model()
         for module in modules:
             if id(module) not in self._paths and model is not None:
@@ -190,11 +192,11 @@ class Drops:
         return ""
 
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each row of a tensor that is drawn.
+        """Return a number for each row of a drawn tensor.
 
         Args:
-            count: of the rows.
-            device: of the numbers.
+            count: number of rows.
+            device: device of the numbers.
 
         Raises:
             ModelError: if rows do not belong to samples.
@@ -211,10 +213,10 @@ class Drops:
         """Refuse a random tensor if its shape does not show which part of it this rank has.
 
         Args:
-            like: a tensor of the shape that is drawn.
+            like: a tensor of the drawn shape.
             is_inside: the rank has a part of the features.
-            is_cut: the rank of tp has a part of the tokens.
-            is_whole: cp leaves the module all tokens.
+            is_cut: the tp rank has a part of the tokens.
+            is_whole: the module has all tokens despite cp.
 
         Raises:
             ModelError: with the field of the plan.
@@ -228,13 +230,13 @@ class Drops:
             )
 
     def restart(self) -> None:
-        """Begin a forward: no call of it has been made, and no rank is inside a cut part."""
+        """Begin a forward: reset call counts, and leave any sharded part."""
         self.part.is_open = False
         for site in self.sites:
             site.calls = 0
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Give a training forward of the full model a key of its own, in a loop that calls no train step.
+        """Set a new key for a training forward of the full model, in a loop without train steps.
 
         torch's generators are seeded from it too, until `after_forward`.
         """
@@ -257,19 +259,19 @@ class Drops:
     def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
         """Return the seed of torch's generators for a microbatch, from the key of its step and its first sample.
 
-        Ranks of tp share it. Ranks of cp, which hold other tokens of the same samples, do not.
+        Ranks of tp share it. Ranks of cp have other tokens of the same samples and do not share it.
 
         Args:
-            key: of the step.
-            samples: of the microbatch; None: not known.
-            model: whose forward draws.
+            key: key of the step.
+            samples: samples of the microbatch, or None if unknown.
+            model: model whose forward draws.
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
         first = min(numbers, default=-1 - self._data.rank)
         return key_of(key, type(model).__qualname__, first, self._cp_rank) % 2**63
 
     def _pass_to_compiled(self) -> None:
-        """Give compiled blocks keys and samples as tensors: numbers would be parts of their graphs."""
+        """Pass keys and samples to compiled blocks as tensors: numbers would be constants of their graphs."""
         if not self._is_compiled or self._fixed is not None or not self.sites:
             return
         samples = self._samples
@@ -281,40 +283,40 @@ class Drops:
         if self._in_one_sentence != self._key:
             keys = self.keys_of(self._key, _CALLS)
             for site, row in zip(self.sites, torch.tensor(keys, device=self.device).unbind(), strict=True):
-                site.keys = row  # another tensor, since the replay of an earlier forward reads the one before
+                site.keys = row  # a new tensor: replays of earlier forwards read the old one
             self._in_one_sentence = self._key
 
     def keys_of(self, key: int, calls: int) -> list[list[int]]:
-        """Return the keys of each site's first calls, from the step's."""
+        """Return the keys of each site's first calls, derived from the step's key."""
         return [[site.key(key, call) for call in range(1, calls + 1)] for site in self.sites]
 
     @property
     def num_calls(self) -> int:
-        """Calls that any site was seen to make in one forward, or may make where blocks are compiled."""
+        """Most calls that a site has made in one forward, or the limit for compiled blocks."""
         return _CALLS if self._is_compiled else max((site.most_calls for site in self.sites), default=0)
 
     def samples(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each row of a tensor, from its sample's in the global batch."""
+        """Return a number for each row of a tensor, derived from its sample in the global batch."""
         if self.reads_tensors and self.told_samples is not None:
             return rows_of_samples(self.told_samples, count)
         if self._samples is None:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
-        # Made anew for each call: a replay must run what the forward ran.
+        # Created for each call: a replay must run the same operations as the forward.
         return self._samples.places(count, device)
 
     def has_samples(self, count: int) -> bool:
-        """Return whether the microbatch is known to have as many samples, whose noise follows their numbers."""
+        """Return True if the microbatch has this many samples and noise depends on their numbers."""
         known = self._samples is not None and len(self._samples.numbers) == count
         return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Return the same of rows that are samples, or all sequences' tokens, of which a rank may have a part.
+        """Return a number for each row, if rows are samples, or tokens of all sequences that may be sharded.
 
         Args:
-            count: of the rows.
-            is_cut: over tp.
-            is_whole: over cp.
-            device: of the numbers.
+            count: number of rows.
+            is_cut: tokens are sharded over tp.
+            is_whole: the module has all tokens despite cp.
+            device: device of the numbers.
         """
         context = self._context
         in_context = context is not None and context.in_use and not is_whole
@@ -326,7 +328,7 @@ class Drops:
         return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
 
     def _num_sequences(self) -> int:
-        """Of the microbatch; 0 where it cannot be told."""
+        """Return the number of sequences in the microbatch, or 0 if unknown."""
         if self.part.sequences:
             return self.part.sequences
         if self.reads_tensors and self.told_samples is not None:
@@ -334,17 +336,17 @@ class Drops:
         return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
 
     def sees_full_sequence(self, path: str) -> bool:
-        """Return whether cp leaves a module all tokens."""
+        """Return True if a module has all tokens despite cp."""
         return self._context is not None and self._context.sees_full_sequence(path)
 
     def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Return the places in the sequence of this rank's tokens.
+        """Return the sequence positions of this rank's tokens.
 
         Args:
-            count: of the tokens that are here.
-            is_cut: over tp, as between cut layers under sp.
-            is_whole: over cp, where the module gets all tokens.
-            device: of the places.
+            count: number of local tokens.
+            is_cut: tokens are sharded over tp, as between sharded layers under sp.
+            is_whole: the module has all tokens despite cp.
+            device: device of the positions.
         """
         tp = self.part.axis
         whole = count * tp.size if is_cut else count
@@ -357,13 +359,13 @@ class Drops:
 
 
 class _Replay:
-    """Context of a replayed forward; may be entered again, for a second backward.
+    """Context of a replayed forward. It can be entered again, for a second backward.
 
     Args:
         drops: the model's random numbers.
         key: the step's key.
         samples: the microbatch's samples.
-        draws: how many tensors each module had drawn when the forward began.
+        draws: number of tensors that each module had drawn when the forward began.
     """
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
@@ -380,27 +382,27 @@ class _Replay:
 
 
 class DropSite:
-    """Where one module drops. path: its name."""
+    """Dropout of one module. path: its name."""
 
     def __init__(self, drops: Drops, path: str):
         self.calls = self.most_calls = 0
-        self.keys: Tensor | None = None  # of the first calls, for code that keeps numbers
-        self.handle = Handle()  # of attention, for compiled blocks
+        self.keys: Tensor | None = None  # keys of the first calls, for compiled or recorded code
+        self.handle = Handle()  # attention operator for compiled blocks
         self.is_sequence_first = False  # its inputs are (tokens, samples, features)
-        self.packed_order: Tensor | None = None  # of the packed sequences that it runs now: the sample of each row
-        self._drops = drops  # None once the module went through a pickle: then it is a plain one
+        self.packed_order: Tensor | None = None  # sample of each row of the current packed sequences
+        self._drops = drops  # None after unpickling: the module is then a plain one
         self._path = path
-        self._cuts_tokens = drops.part.sees_sharded_tokens(path)  # each rank of tp has a part of them
+        self._cuts_tokens = drops.part.sees_sharded_tokens(path)  # each tp rank has a part of the tokens
         self._sees_all = drops.part.sees_all(path)
         self._sees_whole = drops.sees_full_sequence(path)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the module was unpickled, away from the ranks it was laid over."""
+        """True if the module was unpickled outside of its mesh."""
         return self._drops is None
 
     def key(self, key: int, call: int) -> int:
-        """Of one call in a forward of the block around it, from the step's."""
+        """Return the key of one call in a forward of the surrounding block, derived from the step's key."""
         return key_of(key, self._path, call)
 
     def _next_key(self) -> int:
@@ -416,9 +418,9 @@ class DropSite:
         return self.key(self._drops.key, self.calls)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
-        """Set elements of x to zero, each with probability `rate`, and scale the others up. Return the same shape.
+        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape.
 
-        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), as parts of the whole.
+        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded.
         """
         if rate >= 1:
             return x * 0.0
@@ -429,12 +431,12 @@ class DropSite:
         return self._drop_in_order(x, rate)
 
     def keep(self, shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
-        """Return which elements of such a shape stay, bool. Not for compiled code.
+        """Return a bool mask of the elements to keep in this shape. Not for compiled code.
 
         Args:
-            shape: of x in `drop`.
-            rate: the probability that one goes.
-            device: of the result.
+            shape: shape of x in `drop`.
+            rate: probability of dropping an element.
+            device: device of the mask.
         """
         if rate >= 1:
             return torch.zeros(shape, dtype=torch.bool, device=device)
@@ -445,12 +447,12 @@ class DropSite:
         return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
 
     def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
-        """Drop values of packed sequences where `drop` would drop those of padded ones.
+        """Drop values of packed sequences at the same positions as `drop` would in padded ones.
 
         Args:
-            values: of nn.utils.rnn.PackedSequence, (tokens of all samples, features).
-            batch_sizes: samples that have a token at each position of the sequence.
-            rate: the probability that one goes.
+            values: data of nn.utils.rnn.PackedSequence, (tokens of all samples, features).
+            batch_sizes: number of samples with a token at each position of the sequence.
+            rate: probability of dropping a value.
         """
         sizes = batch_sizes.tolist()
         kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)
@@ -461,7 +463,7 @@ class DropSite:
 
     @property
     def is_told(self) -> bool:
-        """Whether the next call finds its key in a tensor."""
+        """True if the next call reads its key from a tensor."""
         return self.keys is not None and self.calls < len(self.keys) and self._drops.is_told
 
     def _passed_key(self) -> Tensor:
@@ -493,13 +495,13 @@ class DropSite:
         if is_inside:
             own = 1 if len(shape) > 3 else len(shape) - 1
             places[own] = places[own] + drops.part.axis.rank * shape[own]
-        # What all heads share has a dim of 1 for them.
+        # A dim that all heads share has size 1.
         if len(shape) == 3 or (len(shape) == 4 and shape[1] == 1):
             places[-2] = drops.tokens(shape[-2], is_cut, self._sees_whole, device)
         return keep_mask_at(key, places, rate)
 
     def key_of_noise(self, shape: Sequence[int]) -> int | None:
-        """Return the key of the next call that draws noise, or None if its rows are no samples of full tensors."""
+        """Return the key of the next call that draws noise, or None if its rows are not samples of full tensors."""
         if not shape or not self._drops.has_samples(shape[0]) or self._cuts_tokens or self._drops.part.is_open:
             return None
         return self._next_key()
@@ -524,7 +526,7 @@ class DropSite:
         return places
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
-        """What a call of attention drops of its weights. num_heads: of this rank."""
+        """Return the dropout of one call of attention. num_heads: heads on this rank."""
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
         is_told = self.is_told if self._drops.is_fixed else torch.compiler.is_compiling()
@@ -533,11 +535,11 @@ class DropSite:
 
 
 class FixedDraws:
-    """Memory that a recording reads what it drops by: keys of the sites' calls, and numbers of the samples.
+    """Memory from which a recording reads its dropout state: keys of the sites' calls, and sample numbers.
 
     Args:
-        drops: of the model.
-        samples: of a microbatch, which all that are replayed have as many of.
+        drops: random numbers of the model.
+        samples: samples of a microbatch. All replayed microbatches have the same number of samples.
     """
 
     def __init__(self, drops: Drops, samples: SampleNumbers):
@@ -545,14 +547,14 @@ class FixedDraws:
         self._drops = drops
         self.keys = torch.zeros((len(drops.sites), self._calls), dtype=torch.int64, device=device)
         self.samples = torch.zeros(len(samples.numbers), dtype=torch.int64, device=device)
-        self._sent: int | None = None  # the key that is there
+        self._sent: int | None = None  # the key in memory
 
     def fill(self, key: int, samples: SampleNumbers) -> None:
-        """Let the next replay drop as a microbatch does.
+        """Write the state of a microbatch for the next replay.
 
         Args:
-            key: of the step.
-            samples: of the microbatch.
+            key: key of the step.
+            samples: samples of the microbatch.
         """
         if key != self._sent:
             send_numbers(self._drops.keys_of(key, self._calls), self.keys)

@@ -1,7 +1,7 @@
-"""Modules that drop by position, in the place of those that a model came with.
+"""Modules that drop by position and replace the dropout of a model.
 
-nn.Dropout modules get a subclass. In modules that drop by functions (F.dropout, F.scaled_dot_product_attention) a mode
-replaces these calls. Attention with dropout then runs in plain arithmetic, since no fused kernel takes such numbers.
+nn.Dropout modules get a subclass. In modules that call dropout functions (F.dropout, F.scaled_dot_product_attention), a
+mode replaces the calls. Attention with dropout then runs unfused, because no fused kernel accepts such random numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ATTRIBUTE = "_weft_drops"
 
 
 class _Hook:
-    """Hook of the full model. An object, since copies of a module copy its hooks."""
+    """Hook of the full model. An object, because copies of a module copy its hooks."""
 
     def __init__(self, drops: Drops | None):
         self._drops = drops
@@ -58,7 +58,7 @@ class PositionDropout(nn.Module):
     inplace: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape."""
+        """Drop elements of x. Return the same shape."""
         rate: Any = self.p
         if not self.training or rate == 0 or self._weft_site.is_plain:
             return super().forward(x)
@@ -67,12 +67,12 @@ class PositionDropout(nn.Module):
 
 
 class FunctionalDropout(nn.Module):
-    """A module whose forward drops by functions: in training they go by position."""
+    """A module whose forward calls dropout functions; in training they drop by position."""
 
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         site = self._weft_site
         if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
@@ -87,22 +87,22 @@ class FunctionalDropout(nn.Module):
 
 
 class UncompiledDropout(FunctionalDropout):
-    """A layer of torch that drops inside: it runs outside of compiled code."""
+    """A torch layer with dropout inside, which runs outside of compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
             return self._uncompiled(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
 
 class NoisyModule(nn.Module):
-    """A module that draws noise: in training that of samples follows their numbers."""
+    """A module that draws noise; in training the noise of samples depends on their numbers."""
 
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with ByPosition(self._weft_site):
@@ -113,26 +113,26 @@ class RecurrentDropout(UncompiledDropout):
     """A recurrent network with dropout between its layers."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of its own class."""
+        """Run the forward of the original class."""
         if not self._weft_site.is_plain:
             self._weft_site.packed_order = input.sorted_indices if isinstance(input, PackedSequence) else None
         return super().forward(input, *args, **kwargs)
 
 
 class DroppingBlock(nn.Module):
-    """A block with dropout in it: its calls are counted anew in each forward, so that a replay counts alike."""
+    """A block with dropout inside. Each forward counts calls from zero, so that a replay has the same counts."""
 
     _weft_sites: list[DropSite]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What its own class computes."""
+        """Run the forward of the original class."""
         for site in self._weft_sites:
             site.calls = 0
         return super().forward(*args, **kwargs)
 
 
 def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
-    """Let compiled blocks hold attention that drops as one operator each. Call it before they are compiled."""
+    """Register attention with dropout as an operator for compiled blocks. Call it before they are compiled."""
     sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
     if sites:
         opaque = Opaque(is_attention=True, recomputes=recomputes)
@@ -141,15 +141,15 @@ def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
 
 
 def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
-    """Make what the model drops, and draws with weft.randn_like, follow positions in training. In place.
+    """Make dropout and draws of weft.randn_like depend on positions in training. In place.
 
-    Call it when the model has been cut, before recompute. Other random numbers that a forward draws come from torch's
+    Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
     generators, which are seeded for each microbatch.
 
     Args:
-        model: with modules that drop, or without.
-        mesh: of the ranks.
-        seed: of steps and forwards without a key.
+        model: model, with or without modules that drop.
+        mesh: mesh of the ranks.
+        seed: seed of steps and forwards without a key.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
     drops.name_modules(model)
@@ -194,5 +194,5 @@ def _kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def drops_of(model: nn.Module) -> Drops | None:
-    """Return what `drop_by_position` made for this model, or None for a model that was not parallelized."""
+    """Return the result of `drop_by_position` for this model, or None for a model that was not parallelized."""
     return getattr(model, _ATTRIBUTE, None)

@@ -1,4 +1,4 @@
-"""Find modules whose code calls torch's dropout functions, whatever they call their rate."""
+"""Detection of modules whose code calls torch's dropout functions, for any name of their rate."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from weft.parallel.drop_state import DropSite
 from weft.parallel.private_torch import without_override
 from weft.parallel.random.streams import lines_of
 
-#: Functions of torch that drop in training. `F.dropout`, `torch.dropout` and `nn.functional.dropout` share a name.
+#: torch functions that drop in training. `F.dropout`, `torch.dropout` and `nn.functional.dropout` share a name.
 _DROPS = frozenset({
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_",
     "feature_alpha_dropout", "feature_dropout",
 })  # fmt: skip
-#: Functions of torch that drop if they are given a rate, which most of their callers never do.
+#: torch functions that drop if they get a rate, which most callers never pass.
 _MAY_DROP = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
-#: Functions and methods of torch that draw noise.
+#: torch functions and methods that draw noise.
 _DRAWS = frozenset({
     "randn_like", "rand_like", "randn", "rand", "randint", "bernoulli", "bernoulli_", "normal_", "uniform_",
     "exponential_", "rsample", "sample", "gumbel_softmax",
 })  # fmt: skip
-#: Packages whose code is not read: torch's layers are handled by class, and transformers' keep their rates as
+#: Packages whose code is not read: torch's layers are handled by class, and transformers' layers store their rates in
 #: attributes that `drops_itself` reads.
 _UNREAD = frozenset({"torch", "transformers", "weft", "numpy", "einops", *sys.stdlib_module_names})
-#: Attributes that hold a rate, apart from those with "drop" in their names.
+#: Attributes that hold a rate, in addition to those with "drop" in their names.
 _RATE_NAMES = ("p", "rate", "prob")
-#: torch's dropout of channels, and of values that keep their mean and variance.
+#: torch's dropout of channels, and dropout that preserves mean and variance.
 CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def calls_dropout(module: nn.Module, known: dict[tuple[type, bool], bool] | None = None) -> bool:
-    """Return whether a module may drop values in its own forward: by its class, or by calls in its code.
+    """Return True if a module may drop values in its own forward: by its class, or by calls in its code.
 
     Args:
-        module: of a model; its submodules are not looked at.
-        known: classes whose code was read, which this adds to.
+        module: module of a model, without its submodules.
+        known: results for classes whose code was read, extended by this call.
     """
     if isinstance(module, CHANNEL_DROPOUTS):
         return module.p > 0
@@ -72,7 +72,7 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
     for one in kind.__mro__:
         if not _is_unread(one.__module__):
             for value in vars(one).values():
-                function = getattr(value, "__func__", value)  # of static and class methods
+                function = getattr(value, "__func__", value)  # unwrap static and class methods
                 if isinstance(function, types.FunctionType):
                     yield function
 
@@ -82,19 +82,19 @@ def _is_unread(module: str | None) -> bool:
 
 
 def recomputes_itself(module: nn.Module) -> bool:
-    """Return whether a module's code calls torch.utils.checkpoint, which runs parts of its forward a second time.
+    """Return True if a module's code calls torch.utils.checkpoint, which runs parts of its forward a second time.
 
-    No mode is active then. torch's generators start again from where they were.
+    No mode is active in that run. torch's generators restart from their earlier state.
     """
     return any("checkpoint" in method.__code__.co_names for method in _methods(type(module)))
 
 
 def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool:
-    """Return whether a module's code, apart from what makes its weights, draws random numbers of torch.
+    """Return True if a module's code draws torch random numbers, except in the initialization of its weights.
 
     Args:
-        module: of a model; its submodules are not looked at.
-        known: classes whose code was read, which this adds to.
+        module: module of a model, without its submodules.
+        known: results for classes whose code was read, extended by this call.
     """
     key = type(module), False
     if key not in known:
@@ -104,11 +104,11 @@ def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool
 
 
 class _Reader:
-    """Reads the bytecode of a function and of those that it calls by name.
+    """Reads the bytecode of a function and of the functions that it calls by name.
 
     Args:
         has_rate: their module holds a rate.
-        wanted: the functions that are looked for.
+        wanted: the functions to search for.
     """
 
     def __init__(self, has_rate: bool, wanted: frozenset[str] = _DROPS):
@@ -116,7 +116,7 @@ class _Reader:
         self._seen: set[types.CodeType] = set()
 
     def calls(self, function: types.FunctionType) -> bool:
-        """Return whether the function drops, or calls one that does."""
+        """Return True if the function drops, or calls one that does."""
         names = dict(function.__globals__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not assigned yet
@@ -127,8 +127,8 @@ class _Reader:
         if code in self._seen:
             return False
         self._seen.add(code)
-        base: Any = None  # the value that an attribute is read from, where a global name gives it
-        before = ""  # the local variable that it is read from
+        base: Any = None  # value that an attribute is read from, if a global
+        before = ""  # local variable that it is read from
         may_drop = has_rate = False
         for step in dis.get_instructions(code):
             name = step.argval if isinstance(step.argval, str) else ""
@@ -153,17 +153,17 @@ class _Reader:
         return (may_drop and (has_rate or self._has_rate)) or any(self._reads(one, names) for one in inner)
 
 
-# Noise that a module draws for samples: by the sample's number, as dropout is, whichever rank has the sample.
+# Noise of samples, drawn by the sample's number like dropout, so it does not depend on the sample's rank.
 
 
 def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the noise of a call of torch, or None if it is not noise for samples.
 
     Args:
-        func: of torch, or a method of Tensor.
-        site: of the module that calls it.
-        args: of the call.
-        kwargs: of the call.
+        func: function of torch, or method of Tensor.
+        site: dropout site of the calling module.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     draw = _DRAWS_sample_noise.get(func)
     if draw is None or kwargs.get("generator") is not None or kwargs.get("out") is not None:
@@ -172,12 +172,12 @@ def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, A
 
 
 def draws(func: Any) -> bool:
-    """Return whether `noise_of` replaces a function of torch."""
+    """Return True if `noise_of` replaces a function of torch."""
     return func in _DRAWS_sample_noise
 
 
 def _uniform(site: DropSite, shape: Sequence[int], device: torch.device | str | None) -> Tensor | None:
-    """Numbers between 0 and 1 by position, float64, or None if the rows are no samples."""
+    """Return numbers between 0 and 1 by position, float64, or None if the rows are not samples."""
     where = torch.empty(0, device=device).device
     key = site.key_of_noise(shape)
     if key is None:
@@ -261,22 +261,22 @@ _DRAWS_sample_noise: dict[Any, Callable[..., Tensor | None]] = {
 }
 
 
-# torch's functions that drop values, by position: a mode replaces their calls while a module's forward runs.
+# torch functions that drop values, by position: a mode replaces their calls while a module's forward runs.
 
-#: Attention of nn.MultiheadAttention, whose steps an active mode sees one by one.
+#: Attention of nn.MultiheadAttention, without its override, so an active mode intercepts the calls inside.
 _ATTEND_HEADS = without_override(F.multi_head_attention_forward)
 _CHOOSE = without_override(F.gumbel_softmax)
 #: The constant of torch's alpha dropout: the negative of SELU's limit at minus infinity.
 _ALPHA = 1.7580993408473766
-#: Dims of an input without samples.
+#: Number of dims of an input without samples.
 _UNBATCHED = {F.dropout1d: 2, F.dropout3d: 4}
 
 
 class ByPosition(TorchFunctionMode):
-    """While active, functions of torch that drop do so by position, if a module calls them in its own code.
+    """Mode in which torch functions drop by position, if a module calls them in its own code.
 
     Args:
-        site: of the module.
+        site: dropout site of the module.
     """
 
     def __init__(self, site: DropSite):
@@ -294,7 +294,7 @@ class ByPosition(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _read(args, kwargs, 4, "dropout_p", 0.0) > 0:
             return self._attend(*args, **kwargs) if self._is_callers() else func(*args, **kwargs)
-        if func is Tensor.unflatten:  # which torch.compile does not follow from here; the two are the same
+        if func is Tensor.unflatten:  # equivalent; torch.compile cannot trace the method
             return torch.unflatten(*args, **kwargs)
         if not torch.compiler.is_compiling():
             if func in _OTHERS and self._is_callers():
@@ -305,7 +305,7 @@ class ByPosition(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_callers(self) -> bool:
-        """Whether the site's module calls. A replay of a module inside of it may run without this mode."""
+        """Return True if the site's module makes the call. A replay of a module inside it may run without this mode."""
         if torch.compiler.is_compiling():
             return True
         frame: FrameType | None = inspect.currentframe()
@@ -327,7 +327,7 @@ class ByPosition(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        del enable_gqa  # heads are read off the shapes
+        del enable_gqa  # derived from the shapes
         if query.ndim != 4:
             return self._attend_in_four_dims(query, key, value, attn_mask, dropout_p, is_causal, scale)
         drop = self.site.attention(dropout_p, query.shape[0], query.shape[1], query.device)
@@ -345,7 +345,7 @@ class ByPosition(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rate: float, is_causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        """Attention of inputs without heads, or with further dims between samples and heads."""
+        """Compute attention of inputs without heads, or with more dims between samples and heads."""
         lead = query.shape[:-2]
 
         def in_four(x: Tensor) -> Tensor:
@@ -358,14 +358,14 @@ class ByPosition(TorchFunctionMode):
 
 
 def _attend_heads(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """`F.multi_head_attention_forward`, whose parts drop by position."""
+    """Run `F.multi_head_attention_forward`, whose parts drop by position."""
     del func
     with mode:
         return _ATTEND_HEADS(*args, **kwargs)
 
 
 def _choose(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """`F.gumbel_softmax`, whose noise follows samples."""
+    """Run `F.gumbel_softmax` with noise by sample."""
     del func
     with mode:
         return _CHOOSE(*args, **kwargs)
@@ -374,7 +374,7 @@ def _choose(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
 def _drop_channels(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """`F.dropout1d`, `F.dropout2d` and `F.dropout3d`."""
+    """Run `F.dropout1d`, `F.dropout2d` or `F.dropout3d` by position."""
     if not training or p == 0:
         return input
     x = input[None] if input.ndim == _UNBATCHED.get(func) else input
@@ -383,7 +383,7 @@ def _drop_channels(
 
 
 def _kept_channels(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
-    """Which channels stay, of (samples, channels, ...), with dims of 1 behind."""
+    """Return a mask of the channels to keep, of (samples, channels, ...), with trailing dims of 1."""
     kept = mode.site.keep(x.shape[:2], rate, x.device)
     return kept.view(*x.shape[:2], *(1,) * (x.ndim - 2))
 
@@ -391,7 +391,7 @@ def _kept_channels(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
 def _drop_alpha(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """`F.alpha_dropout` and `F.feature_alpha_dropout`: dropped values become SELU's limit, and the moments stay."""
+    """Run `F.alpha_dropout` or `F.feature_alpha_dropout`: dropped values become SELU's limit, moments are kept."""
     if not training or p == 0:
         return input
     by_channel = func is F.feature_alpha_dropout
@@ -402,10 +402,10 @@ def _drop_alpha(
 
 
 def _run_layers(mode: ByPosition, func: Any, *args: Any) -> tuple[Tensor, ...]:
-    """A recurrent network, layer by layer, with dropout between its layers.
+    """Run a recurrent network, layer by layer, with dropout between its layers.
 
-    args: (input, hx, weights, has_biases, num_layers, dropout, training, bidirectional, batch_first), or
-    (values, batch_sizes, hx, weights, ..., bidirectional) of packed sequences.
+    args: (input, hx, weights, has_biases, num_layers, dropout, training, bidirectional, batch_first), or (values,
+    batch_sizes, hx, weights, ..., bidirectional) of packed sequences.
     """
     is_packed = isinstance(args[3], list | tuple)
     lead, rest = args[: 1 + is_packed], args[1 + is_packed :]
@@ -438,7 +438,7 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
 
 
 def attend_dropping(site: DropSite, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """Compute what `ByPosition._attend` does, from the inputs of an operator."""
+    """Compute the attention of `ByPosition._attend` from the inputs of an operator."""
     del site
     query, key, value, drop_key, samples = inputs[:5]
     is_causal, scale, rate, first_head = numbers

@@ -1,12 +1,12 @@
-"""Replicas that are worlds of their own: a meeting takes those who are there, and counts for all of them or for none.
+"""Local SGD over replicas that are separate jobs: an outer step includes the available replicas, or fails for all.
 
-A replica alone decides nothing. It asks where all leave word (`weft.comm`), exchanges with the members
-into memory of its own, and takes the result over only once it hears that the meeting counts. So
+A replica decides nothing alone. It contacts the coordinator (`weft.comm`), exchanges with the members into separate
+buffers, and applies the result only when the coordinator confirms the outer step. Cases:
 
-    away            the others go on without it; its anchor is older then, and at the next meeting it gives nothing and
-                    takes anchor, momentum and step from those whose anchor is the newest
-    cut off         it trains on, and meets when it reaches the others again
-    failed          nothing has changed; those who come again meet again
+    away            the others continue without it. Its anchor is then outdated: in the next outer step it contributes
+                    nothing, and receives anchor, momentum and step from a replica with the newest anchor
+    disconnected    it continues to train, and synchronizes when it reaches the others again
+    failed          nothing has changed; the replicas that return try again
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from weft.parallel.local_sgd import RareSync, keep_sync
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.gradients import DataParallel
 
-#: Meetings begun for one turn: where each fails, the replica trains on until the next turn.
+#: Attempts per outer step. If all fail, the replica trains until the next one is due.
 _ATTEMPTS = 3
 _MASK = 2**62 - 1
 
 
 @dataclass(slots=True)
 class _Found:
-    """What an exchange gave for one run of tensors; anchor, momentum: where they came from another replica."""
+    """Result of an exchange for one bundle. anchor, momentum: set if they came from another replica."""
 
     delta: torch.Tensor
     anchor: torch.Tensor | None = None
@@ -41,19 +41,19 @@ class _Found:
 
 
 class ElasticDiLoCo(RareSync):
-    """The meetings of one replica with others that are worlds of their own.
+    """Outer steps of one replica with others that are separate jobs.
 
-    step: steps done; who leaves some out sets it before each. goes_to: the step to go on from, where others were
-    further at a meeting. over: what is known of the others, where they have ended without this replica. owes_meeting:
-    the last step was to end with a meeting, which this replica left because it was asked to stop. terms: what else must
-    be the same on all replicas, in words.
+    step: steps done; callers that skip steps set it before each. goes_to: step to continue from, if others were ahead
+    in an outer step. over: information on the others, if they ended without this replica. owes_meeting: the last step
+    should have ended with an outer step, which this replica left because it was asked to stop. terms: further settings
+    that must be equal on all replicas, as text.
 
     Args:
-        model: parallelized over the mesh of this replica.
-        engine: of the model.
-        mesh: of this replica.
-        plan: of all replicas.
-        party: this rank's.
+        model: model that is parallelized over the mesh of this replica.
+        engine: engine of the model.
+        mesh: mesh of this replica.
+        plan: plan of all replicas.
+        party: this rank's group of replicas.
     """
 
     is_apart = True
@@ -68,40 +68,43 @@ class ElasticDiLoCo(RareSync):
         self.owes_meeting = False
         self.terms = ""
         self._is_first = True
-        self._away: list[int] = []  # who brought nothing to the last meeting
+        self._away: list[int] = []  # replicas without a contribution to the last outer step
 
     @property
     def is_due(self) -> bool:
-        """Whether the step under way ends with a meeting; one that was missed is left out until the next turn."""
+        """True if the current step ends with an outer step. A missed one is skipped until the next is due."""
         return self.meets_now or (self.since + 1) % self.every == 0
 
     def begin(self) -> None:
-        """Start from the weights as they are: those of all replicas come from one seed, or from one folder."""
+        """Start from the current weights: all replicas initialize them from one seed, or load them from one folder."""
         if not self._runs:
             self.take_anchor()
             self.began_with(0, self.token_of_anchor())
 
     def token_of_anchor(self) -> int:
-        """Return a token made of the anchor: who has other weights takes those of the others. All ranks call it."""
+        """Return a checksum of the anchor. All ranks call it.
+
+        A replica with another anchor loads the weights of the others.
+        """
         own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
         whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
         return int(whole) & _MASK
 
     def began_with(self, step: int, token: int) -> None:
-        """Take a step and an anchor to stand at.
+        """Set the step and anchor to start from.
 
         Args:
             step: steps done.
-            token: names the anchor; equal of equal ones alone.
+            token: identifies the anchor; equal only for equal anchors.
         """
         self.step, self.token = step, token
         self._say()
 
     @torch.no_grad()
     def rejoin(self) -> None:
-        """Meet before the first step, where a meeting is owed or others have a newer anchor. All ranks call it.
+        """Run an outer step before the first step if one was missed or others have a newer anchor. All ranks call it.
 
-        What a replica would learn from an older anchor counts for nothing, so it waits for a meeting instead.
+        Training from an outdated anchor would be discarded, so the replica waits for an outer step instead.
         """
         self._is_first, self.goes_to = False, None
         with self.mesh.pulse.doing("waits for the other replicas to begin"):
@@ -111,16 +114,16 @@ class ElasticDiLoCo(RareSync):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Count a step, and meet where that is due. All ranks of the replica call it after the weights are published.
+        """Count a step, and run the outer step if it is due. All ranks of the replica call it after publishing weights.
 
         Raises:
-            CommError: where this replica's weights are not finite, or another one trains another model.
+            CommError: if this replica's weights are not finite, or another one trains a different model.
         """
         is_due, self.meets_now, self.goes_to = self.is_due, False, None
         self.since, self.differs = self.since + 1, True
         self.step += 1
         self._say()
-        if self._is_first:  # one that starts again may find the others further on: what it learns counts for nothing
+        if self._is_first:  # after a restart, the others may be ahead, and this step would be discarded
             self._is_first = False
             is_due = self.party.is_behind() or is_due
         if is_due:
@@ -155,7 +158,7 @@ class ElasticDiLoCo(RareSync):
             self.party.says(f"step {self.step}: a meeting of replicas {call.members} failed, and nothing was changed")
 
     def _exchange(self, call: Call) -> list[_Found] | None:
-        """What the members' exchange gives, in memory of its own; None where it failed."""
+        """Return the result of the members' exchange in separate buffers, or None if it failed."""
         try:
             with self.party.axis(call) as axis:
                 return self._receive(call, axis)
@@ -167,7 +170,7 @@ class ElasticDiLoCo(RareSync):
         gives = self.party.replica in call.givers
         source = None if call.givers == call.members else call.members.index(call.givers[0])
         if self._coders is not None:
-            self._coders.take_turn(call.number - 1)  # meetings before this one, as replicas of one world count
+            self._coders.take_turn(call.number - 1)  # number of earlier outer steps, as in `RareSync`
         held, found = self.held(), list[_Found]()
         for run in self._runs:
             here, one = run.among(held), _Found(torch.zeros_like(run.anchor))
@@ -199,7 +202,7 @@ class ElasticDiLoCo(RareSync):
         self._say()
 
     def _notify_all(self, call: Call) -> None:
-        """A line for people, where other replicas learnt what counts than at the meeting before."""
+        """Log a message if the contributing replicas changed since the previous outer step."""
         away = sorted({*range(self.replicas)} - {*call.givers})
         if self.party.replica in away:
             self.party.says(f"step {self.step}: joined the others again at step {call.step}, with their weights")
@@ -214,14 +217,14 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Keep with a model that its replicas are worlds of their own, which meet as the plan says; returns the meetings.
+    """Keep the sync of separate replicas with a model. Return the sync.
 
     Args:
-        model: parallelized over the mesh of this replica.
-        engine: of the model.
-        mesh: of this replica.
-        plan: of all replicas.
-        party: this rank's.
+        model: model that is parallelized over the mesh of this replica.
+        engine: engine of the model.
+        mesh: mesh of this replica.
+        plan: plan of all replicas.
+        party: this rank's group of replicas.
     """
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)

@@ -1,10 +1,11 @@
-"""The auxiliary loss for routers of Hugging Face: by sequence, as the project's own, so that no plan changes it.
+"""Expert parallelism, balancing of experts over ranks, and an auxiliary loss for Hugging Face routers.
 
-Transformers adds its loss (`output_router_logits`) to what the model computes itself, over one rank's microbatch and
-all layers together. Here it enters in backward at each router's weights (docs/adr/0010), with every loss function. For
-one layer and one sequence the two are the same number.
+Transformers adds its loss (`output_router_logits`) to the model's own loss, over one rank's microbatch and all layers
+together. Here the loss is computed per sequence, as in Weft's own models, so it does not depend on the plan. It is
+added in backward at each router's weights (docs/adr/0010), with every loss function. For one layer and one sequence the
+two values are equal.
 
-B sequences, T tokens, M = B T, D model width, E experts, K experts of a token.
+B sequences, T tokens, M = B T, D model width, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from weft.private_torch import uncompiled, without_modes
 
 
 class ForeignRouter(nn.Module):
-    """A router that gives (logits, weights of the chosen experts, their ids), each of M rows.
+    """A router that returns (logits, weights of the chosen experts, their ids), each with M rows.
 
-    span, aux_scale, load: as of `weft.models.experts.Router`. rows: samples of the layer's input, set before each
+    span, aux_scale, load: as in `weft.models.experts.Router`. rows: samples of the layer's input, set before each
     forward.
     """
 
@@ -61,7 +62,7 @@ class ForeignRouter(nn.Module):
     _weft_rate: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What its own class gives; in backward the weights send a gradient to the loss of balance."""
+        """Run the forward of the original class. In backward, the weights add the gradient of the balance loss."""
         logits_ME, weights_MK, ids_MK = super().forward(*args, **kwargs)
         if not self.training or not torch.is_grad_enabled():
             return logits_ME, weights_MK, ids_MK
@@ -74,7 +75,10 @@ class ForeignRouter(nn.Module):
 
 
 class _Rows:
-    """Hook of the layer around a router, which flattens its samples. An object, since copies copy hooks."""
+    """Hook of the layer around a router, which flattens its samples.
+
+    An object, because copies of a module copy its hooks.
+    """
 
     def __init__(self, name: str):
         self._name = name
@@ -85,10 +89,10 @@ class _Rows:
 
 
 def balance_routers(model: nn.Module, rate: float) -> int:
-    """Give the routers of a Hugging Face model the auxiliary loss, in place and before `parallelize`.
+    """Add the auxiliary loss to the routers of a Hugging Face model, in place and before `parallelize`.
 
-    rate: what their config calls router_aux_loss_coef; the loss is the mean over layers of K times the sequence-wise
-    one. Returns the number of routers.
+    rate: the value of router_aux_loss_coef in the model's config. The loss is the mean over layers of K times the
+    sequence-wise loss. Returns the number of routers.
 
     Raises:
         ModelError: for a model without such routers.
@@ -114,34 +118,34 @@ def balance_routers(model: nn.Module, rate: float) -> int:
     return len(found)
 
 
-# Balancing of experts over all ranks: sequences that lie on several of them, and the step of the selection bias.
+# Balancing of experts over all ranks: sequences that are sharded over ranks, and the update of the selection bias.
 
 
 class TokenOrder(Protocol):
-    """Which tokens of whole sequences this rank has."""
+    """Assignment of the tokens of full sequences to this rank."""
 
     def cut(self, x: Tensor) -> Tensor:
-        """(B, T, ...) to this rank's (B, S, ...)."""
+        """Map (B, T, ...) to this rank's (B, S, ...)."""
         ...
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """(B, S, ...) of each rank to (B, T, ...)."""
+        """Map (B, S, ...) of each rank to (B, T, ...)."""
         ...
 
 
 class ShardedSequences(Protocol):
-    """Sequences that lie on several ranks of `axis`, while `in_use`."""
+    """Sequences that are sharded over the ranks of `axis`, while `in_use`."""
 
     axis: Axis
     in_use: bool
 
     def order(self, seq_len: int) -> TokenOrder:
-        """Where this rank's tokens are in whole sequences of that length."""
+        """Return the order of this rank's tokens in full sequences of that length."""
         ...
 
 
 class DividedSpan(Span):
-    """Sequences divided over cp while they are cut, and under sequence parallelism each part over tp."""
+    """Sequences that are sharded over cp, and under sequence parallelism also over tp."""
 
     def __init__(self, context: ShardedSequences | None, tp: Axis):
         self._context, self._tp = context, tp
@@ -176,12 +180,12 @@ class DividedSpan(Span):
 
 
 def divide_sequences(model: nn.Module, mesh: Mesh, context: ShardedSequences | None) -> None:
-    """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied.
+    """Set the sharding of sequences on routers if cp or sp divides them. Call it after both were applied.
 
     Args:
-        model: with or without routers.
-        mesh: of the ranks.
-        context: how cp cuts sequences; None where it does not.
+        model: model, with or without routers.
+        mesh: mesh of the ranks.
+        context: sequence sharding of cp, or None without it.
     """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
@@ -194,12 +198,12 @@ def _gathered(x: Tensor, axis: Axis) -> list[Tensor]:
 
 
 def balanced_routers(model: nn.Module) -> Iterator[Router | ForeignRouter]:
-    """Yield routers that count what they choose: the project's, and those that `balance_routers` was called for."""
+    """Yield routers that count their choices: Weft's own, and those that `balance_routers` changed."""
     return (module for module in model.modules() if isinstance(module, Router | ForeignRouter))
 
 
 class ExpertBalance:
-    """What a training step does for the routers of a model; nothing for a model without."""
+    """Router work of a training step. Does nothing for a model without routers."""
 
     def __init__(self, model: nn.Module, mesh: Mesh):
         self._routers = list(balanced_routers(model))
@@ -209,7 +213,7 @@ class ExpertBalance:
         self._pending: Pending | None = None
 
     def begin(self, scale: float | Tensor) -> None:
-        """Begin a step. scale: of the gradient of a loss that is summed over tokens."""
+        """Begin a step. scale: gradient of a loss that is summed over tokens."""
         self._pending = None
         for router in self._routers:
             router.aux_scale = scale
@@ -217,7 +221,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Count nothing of what is forwarded inside: no loss of balance in its backward, no tokens of it."""
+        """Ignore forwards inside the context: they add nothing to the balance loss and to the token counts."""
         before = [(router, router.aux_scale, router.load) for router in self._routers]
         for router, _, load in before:
             router.aux_scale, router.load = 0.0, Load(load.num_experts)
@@ -228,14 +232,14 @@ class ExpertBalance:
                 router.aux_scale, router.load = scale, load
 
     def start(self) -> None:
-        """Begin to add up the ranks' counts, after the last backward. All ranks call it."""
+        """Start the sum of the ranks' counts, after the last backward. All ranks call it."""
         if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
 
     def finish(self, *, moved: bool | Tensor) -> None:
-        """Move the biases at the end of a step where the weights moved. A skipped step leaves them.
+        """Update the biases at the end of a step, unless the step was skipped.
 
-        moved: a 0-d bool of the device where the host does not know it yet.
+        moved: True if the weights changed; a 0-d bool on the device if the host does not have the decision yet.
         """
         if self._pending is None:
             return
@@ -244,7 +248,7 @@ class ExpertBalance:
         for router, tokens_E in zip(self._biased, counted.unbind(), strict=True):
             assert router.bias_ppm is not None
             if isinstance(moved, Tensor):
-                tokens_E = tokens_E * moved  # as if no token had gone anywhere: no expert had more than another
+                tokens_E = tokens_E * moved  # zero counts on a skipped step: all experts are balanced
             if not isinstance(moved, bool) or moved:
                 move_bias(router.bias_ppm, tokens_E, router.spec.balance_rate)
 
@@ -255,23 +259,23 @@ def _tokens(router: Router) -> Tensor:
     return torch.zeros_like(router.bias_ppm) if counted is None else counted
 
 
-# Expert parallelism: the experts of a layer are divided among the ranks of ep, and tokens travel to them and back.
+# Expert parallelism: a layer's experts are distributed over the ranks of ep, and tokens are exchanged between them.
 
-#: What an expert of this rank gives for rows in order of the experts: (rows (N, D), number of rows up to each).
+#: Runs this rank's experts on rows sorted by expert: (rows (N, D), number of rows up to each expert's end).
 Run = Callable[[Tensor, Tensor], Tensor]
-_COUNT = "num_experts"  # as modules of experts call it
+_COUNT = "num_experts"  # attribute of expert modules
 
 
 def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
-    """Let each rank keep its experts, in place. Returns how the parameters of experts are placed now.
+    """Distribute experts over ep, in place. Returns the placements of the experts' parameters.
 
     Args:
-        model: whole, or a stage.
-        mesh: its ep and tp.
-        layout: modules whose style is `expert` are spread too, besides those that are known by themselves.
+        model: full model, or a stage.
+        mesh: mesh with the axes ep and tp.
+        layout: modules with style `expert` are distributed too, in addition to those that are detected.
 
     Raises:
-        ModelError: where the plan asks for experts and the model has none, or they cannot be divided.
+        ModelError: if the plan uses ep and the model has no experts, or they do not divide evenly.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -292,15 +296,15 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
 
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
-    """Refuse a plan that divides experts where the model has none.
+    """Refuse a plan that distributes experts if the model has no experts.
 
     Args:
-        model: the whole; a stage may well have none.
-        layout: modules whose style is `expert` hold some too.
-        ep: ranks that divide them.
+        model: full model, since a stage may have no experts.
+        layout: modules with style `expert` count too.
+        ep: number of ranks.
 
     Raises:
-        ModelError: where ep is above 1 and there are none.
+        ModelError: if ep is above 1 and there are no experts.
     """
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
@@ -310,7 +314,7 @@ def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
 
 
 def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
-    """Replace parameters by this rank's experts of them."""
+    """Replace parameters by this rank's experts."""
     count = layers.num_experts(path, experts)
     if count % ep.size:
         legal = [str(size) for size in range(1, count + 1) if count % size == 0]
@@ -331,10 +335,10 @@ def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
 
 
 class Traffic(NamedTuple):
-    """Rows between this rank and the others of ep.
+    """Rows exchanged between this rank and the other ranks of ep.
 
-    send, receive: rows to and from each. most: the most between any two. by_source: on the device, rows from each rank
-    for each of this rank's experts, (ep, L).
+    send, receive: rows to and from each rank. most: maximum between any two ranks. by_source: device tensor of the rows
+    from each rank for each local expert, (ep, L).
     """
 
     send: list[int]
@@ -344,11 +348,11 @@ class Traffic(NamedTuple):
 
 
 def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
-    """Tell all ranks of ep how many rows go where. ends_E: of this rank's rows in order of all experts."""
+    """Exchange the number of rows between all ranks of ep. ends_E: ends of this rank's rows sorted by expert."""
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-    # All ranks' counts, and not only those for this one: a few kilobytes save the ranks asking for the largest.
-    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # from, to, expert there
-    # The host must know how much it sends and receives: the one wait for the device in this layer.
+    # All ranks' counts, and not only those for this rank: a few kilobytes avoid a collective for the maximum.
+    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # source rank, target rank, local expert
+    # The host needs the numbers of sent and received rows: the only wait for the device in this layer.
     between = table.cpu().long().sum(2)
     send, receive = between[ep.rank].tolist(), between[:, ep.rank].tolist()
     return Traffic(send, receive, int(between.max()), table[:, ep.rank].long())
@@ -356,11 +360,11 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TokenDispatch:
-    """How one module's tokens reach their experts.
+    """Dispatch of one module's tokens to their experts.
 
-    tp: ranks that come with the same tokens (size 1: none does). hides: selective recompute sees nothing of the module,
-    and so makes all of it again. Under zero=3 experts are units of their own inside of their block, whose gathering
-    makes other operations in a replay than it did before, and torch refuses that.
+    tp: ranks with the same tokens (size 1: none). hides: selective recompute ignores the module's operations, and so
+    recomputes all of it. Under zero=3, experts are separate units inside their block. Their gather runs other
+    operations in a replay than in the forward, and torch refuses that.
     """
 
     ep: Axis
@@ -372,12 +376,12 @@ class TokenDispatch:
         return self  # a copy of the module runs on the same ranks
 
     def __call__(self, run: Run, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor, drops: bool) -> Tensor:
-        """Weighted sum of what each token's experts give; (M, D)."""
+        """Return the weighted sum of the outputs of each token's experts, (M, D)."""
         if self.tp.size == 1:
             return self._dispatch(run, x_MD, ids_MK, weights_MK, drops)
         num_tokens = x_MD.shape[0]
         rest = -num_tokens % self.tp.size
-        if rest:  # tokens that weigh nothing make the ranks' parts equal
+        if rest:  # pad with tokens of weight 0 to equal parts
             x_MD, weights_MK = (torch.cat((part, part.new_zeros(rest, part.shape[1]))) for part in (x_MD, weights_MK))
             ids_MK = torch.cat((ids_MK, ids_MK[:1].expand(rest, -1)))
         share = ids_MK.shape[0] // self.tp.size
@@ -399,14 +403,14 @@ class TokenDispatch:
 
 
 def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows arrive by rank and then by expert: the index that orders them by expert, its inverse, and the ends.
+    """Return the index that sorts received rows (by rank, then expert) by expert, its inverse, and the ends.
 
-    by_source: rows from each rank for each of this rank's experts, (ep, L), whose sum is num_rows.
+    by_source: rows from each rank for each local expert, (ep, L), whose sum is num_rows.
     """
     num_ranks, num_here = by_source.shape
     device = by_source.device
     experts_N = torch.arange(num_here, device=device).repeat(num_ranks)
-    # With its size told, the device computes all this while the host goes on.
+    # With an explicit size, the device computes this without blocking the host.
     experts_N = experts_N.repeat_interleave(by_source.flatten(), output_size=num_rows)
     index_N = experts_N.argsort(stable=True)
     inverse_N = torch.empty_like(index_N).scatter_(0, index_N, torch.arange(num_rows, device=device))
@@ -429,9 +433,9 @@ def _run_gated(experts: StackedGated, rows_ND: Tensor, ends_L: Tensor) -> Tensor
 
 
 def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor, ends_L: Tensor) -> Tensor:
-    """The class's own forward, with one expert for each row, of weight 1."""
+    """Run the class's own forward, with one expert of weight 1 for each row."""
     if not rows_ND.shape[0]:
-        return rows_ND  # many have no gradient for nothing, and the exchange back needs one
+        return rows_ND  # many forwards have no gradient for empty input, but exchange needs one
     ids_N = torch.searchsorted(
         ends_L, torch.arange(rows_ND.shape[0], device=ends_L.device, dtype=torch.int32), right=True
     )
@@ -439,7 +443,7 @@ def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor
 
 
 class DistributedExperts(nn.Module):
-    """Base of the classes that modules of experts are given; beside it stands their own."""
+    """Base of the classes of distributed experts, combined with the original class."""
 
     _weft_spread: TokenDispatch
 
@@ -461,7 +465,7 @@ def _members(kind: type) -> dict[str, Any]:
 
 
 def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # How many rows go where is known only on the host, when the router has chosen.
+    # The numbers of rows per rank are available only on the host, after the router has run.
     @uncompiled
     def forward(self: Any, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
         spread: TokenDispatch = self._weft_spread

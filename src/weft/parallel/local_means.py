@@ -1,7 +1,7 @@
-"""Means over one rank's samples, where one device would take them over all: found in a model, and said once.
+"""Detection of means over one rank's samples that one device would compute over all samples, with one warning each.
 
-Weft makes sums over ranks, and divides once. What a model divides by itself, before Weft sees it, is another number on
-several ranks: the statistics of batch norm, and the loss that a Hugging Face model computes of labels.
+Weft sums over ranks and divides once. A model's own means differ with the number of ranks: the statistics of batch
+norm, and the loss that a Hugging Face model computes from labels.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
-    """Watch for batch norm now, and for a loss that is a mean when a loop of the user's own goes back through it.
+    """Warn of batch norm now, and of a mean loss when a user's own loop runs backward through it.
 
     Args:
-        model: before or after it was laid out.
-        mesh: of the ranks.
-        groups_norms: batch norms take the statistics of groups, so they are the same under every plan.
+        model: model, parallelized or not.
+        mesh: mesh of the ranks.
+        groups_norms: batch norms use the statistics of groups, so they are the same under every plan.
 
     Raises:
-        ModelError: for an embedding that looks at all indices of a microbatch.
+        ModelError: for an embedding whose gradient depends on all indices of a microbatch.
     """
     _refuse_frequencies(model, mesh)
     if not groups_norms:
@@ -45,21 +45,21 @@ def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> No
 
 
 def trust_loss(model: nn.Module) -> None:
-    """Trust that the model's loss is weighted right: nothing more is said of it."""
+    """Trust that the model's loss is weighted correctly: no warning follows."""
     if (hook := getattr(model, _OWN_LOSS, None)) is not None:
         hook.is_trusted = True
 
 
 def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Mesh) -> torch.Tensor:
-    """Return the mean over all ranks' tokens; each rank knows the sum and number of its own. 0-d, equal on all.
+    """Return the mean over all ranks' tokens from each rank's sum and count. 0-d, equal on all ranks.
 
-    Its gradient is scaled so that the mean over ranks, which is what `.grad` becomes, is that of the global mean.
-    A collective of two numbers; nothing waits for the device.
+    Its gradient is scaled so that the mean over ranks, which becomes `.grad`, is the gradient of the global mean. A
+    collective of two numbers; nothing waits for the device.
 
     Args:
-        loss_sum: 0-d, of this rank's tokens.
-        num_tokens: of this rank; 0-d where it is a tensor.
-        mesh: of the ranks.
+        loss_sum: sum over this rank's tokens, 0-d.
+        num_tokens: number of this rank's tokens; 0-d if it is a tensor.
+        mesh: mesh of the ranks.
     """
     exact = {"dtype": torch.float64, "device": mesh.device}
     sums = torch.stack([loss_sum.detach().to(**exact), torch.as_tensor(num_tokens).to(**exact)])
@@ -70,7 +70,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 
 
 class TrainMode:
-    """`model.train()` that leaves batch norms in eval which the user froze: those in eval while the model trains."""
+    """`model.train()` that keeps batch norms in eval if the user froze them: those in eval while the model trains."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -79,7 +79,7 @@ class TrainMode:
         self._look()
 
     def enter(self) -> None:
-        """Bring the model into training. An evaluation in between, `model.eval()`, unfreezes nothing."""
+        """Put the model into training mode. An evaluation in between, `model.eval()`, changes no frozen batch norms."""
         self._look()
         self._model.train()
         for module in self._frozen:
@@ -95,7 +95,7 @@ def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def frequency_refusal(what: str) -> str:
-    """Write why gradients by frequency are refused. what: has them."""
+    """Write the reason for refusing gradients scaled by frequency. what: the module with such gradients."""
     return (
         f"scale_grad_by_freq=True: {what} divides gradients by how often an index is in one microbatch on one rank, "
         "which depends on the plan. Use scale_grad_by_freq=False, or one rank with accumulation=1."
@@ -116,7 +116,7 @@ def _refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    # A model that is in eval as a whole will be trained; batch norm that is in eval while the model trains was frozen.
+    # A model in eval will be trained later. A batch norm in eval while the model trains was frozen.
     found = {n: module for n, module in _batch_norms(model).items() if module.training or not model.training}
     num_ranks, num_micro = mesh.data.size, mesh.plan.microbatches_per_step
     if found and all(isinstance(module, nn.SyncBatchNorm) for module in found.values()):
@@ -141,7 +141,7 @@ def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
 
 
 class _OwnLoss:
-    """A forward hook: a loss that the model made of labels, and backward through it in a loop of the user's own."""
+    """Forward hook that warns when a user's own loop runs backward through the model's own loss."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -152,7 +152,7 @@ class _OwnLoss:
             return
         loss = output.get("loss")
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            # Only backward tells that the loop had no use for run.global_mean.
+            # Only backward shows that the loop does not use run.global_mean.
             counted = count_of_hugging_face(output)
             loss.register_hook(lambda grad: self._warn(counted))
 
@@ -173,12 +173,12 @@ class _OwnLoss:
 
 
 def is_hugging_face_output(output: Any) -> bool:
-    """Return whether a model of transformers returned it; transformers need not be installed."""
+    """Return True if a transformers model returned it. transformers need not be installed."""
     return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
 
 
 def count_of_hugging_face(output: Any) -> str:
-    """Write Python that counts the labels which the model's own loss is a mean over."""
+    """Write Python code that counts the labels in the mean of the model's own loss."""
     labels = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]'
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:
@@ -187,7 +187,7 @@ def count_of_hugging_face(output: Any) -> str:
 
 
 def sum_of_hugging_face(output: Any) -> str:
-    """Write a loss function for the outputs of such a model: the sum of the losses and their number, to paste."""
+    """Write the body of a loss function for a Hugging Face output, to paste: the sum of the losses and their count."""
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:
         return '    return F.cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])'
@@ -200,5 +200,5 @@ def sum_of_hugging_face(output: Any) -> str:
 
 
 def _shifts(output: Any) -> bool:
-    """Whether each token's label is the next token."""
+    """Return True if each token's label is the next token."""
     return "CausalLM" in type(output).__name__

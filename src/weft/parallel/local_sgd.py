@@ -1,18 +1,18 @@
-"""Replicas that meet only every H steps: what each trains by itself, and the outer step that joins them.
+"""Local SGD: replicas that synchronize every H steps, and the outer step that combines them.
 
-Between two meetings a replica is a world of its own (`Mesh.replica`). At a meeting, with w_r the weights of
-replica r, R replicas, and the anchor that all of them started from:
+Between two outer steps, a replica trains on its own mesh (`Mesh.replica`). In an outer step, with w_r the weights of
+replica r, R replicas, and the anchor from which all of them started:
 
-    d       = mean over r of (anchor - w_r)         what travels, encoded where the plan's `compress` says so
-    average: anchor -= d                            which is the mean of the weights
+    d       = mean over r of (anchor - w_r)         communicated, encoded by the plan's `compress`
+    average: anchor -= d                            equals the mean of the weights
     diloco:  m = mu m + d;  anchor -= lr (d + mu m)  SGD with Nesterov momentum
     w_r     = anchor
 
-Anchor and momentum lie as the masters do: a rank has those of its part alone. Optimizer states stay each replica's own.
-Buffers that training moves, as running statistics, are averaged.
+Anchor and momentum are sharded like the masters. Optimizer states stay local to each replica. Buffers that training
+updates, such as running statistics, are averaged.
 
-Method: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo; its outer step has lr 0.7 and momentum 0.9); Stich 2019,
-arXiv 1805.09767 (averages of weights).
+Method: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo; its outer step has lr 0.7 and momentum 0.9); Stich 2019, arXiv
+1805.09767 (averages of weights).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from weft.errors import CommError
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 
-#: Elements that travel at once: more would need as much memory again beside the masters.
+#: Most elements in one collective: larger ones would need as much additional memory as the masters.
 _AT_ONCE = 2**24
 _ATTRIBUTE = "_weft_rare_sync"
 
 
 @dataclass(slots=True)
 class Bundle:
-    """Tensors that travel together. anchor: theirs, one after another. momentum: of the outer step; None: it has none.
+    """Tensors that are synchronized together. anchor: their flat anchor. momentum: of the outer step, or None.
 
-    places: of each among all tensors that are held. sizes: of each. name: the same on all ranks that hold the same.
-    fragment: which one of the model's, where these meet one after another. owed: what replicas of a
-    checkpoint left out, which goes with the next meeting.
+    places: index of each tensor among all stored tensors. sizes: elements of each. name: equal on all ranks that store
+    the same tensors. fragment: its fragment of the model, if fragments synchronize one after another. owed: residual of
+    a checkpoint's replicas, added to the next outer step.
     """
 
     anchor: torch.Tensor
@@ -58,29 +58,30 @@ class Bundle:
     owed: torch.Tensor | None = None
 
     def with_carried_residual(self, delta: torch.Tensor) -> torch.Tensor:
-        """Return a change of the weights and what is owed before; `delta` is spent."""
+        """Return a change of the weights plus the earlier residual. Overwrites `delta`."""
         return delta if self.owed is None else delta.add_(self.owed)
 
     def among(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
-        """Those of what is held that are its own."""
+        """Return the bundle's own tensors."""
         return [held[place] for place in self.places]
 
 
 class RareSync:
-    """The meetings of one model's replicas, on one rank.
+    """Outer steps of one model's replicas, on one rank.
 
-    since: steps since the last meeting. meetings: how many there were. replicas: their number. place: which one this
-    rank is part of. outer_lr, outer_momentum: of `diloco`. meets_now: the step under way ends with a meeting, whatever
-    the plan says: it is the last. differs: weights may be others than the anchor, since this replica has trained.
+    since: steps since the last outer step. meetings: number of outer steps. replicas: number of replicas. place: index
+    of this rank's replica. outer_lr, outer_momentum: of `diloco`. meets_now: the current step ends with an outer step
+    regardless of the plan, because it is the last step. differs: weights may differ from the anchor, because this
+    replica has trained.
 
     Args:
-        model: parallelized.
-        engine: of the model, on the mesh of its replica.
-        mesh: of all replicas; of one alone where each is a world of its own.
-        plan: of all replicas; None: the mesh's.
+        model: parallelized model.
+        engine: engine of the model, on the mesh of its replica.
+        mesh: mesh of all replicas, or of one replica if each is a separate job.
+        plan: plan of all replicas, or None for the mesh's plan.
     """
 
-    #: Whether each replica is a world of its own, which hears of the others at meetings alone.
+    #: True if each replica is a separate job, which communicates with others only in outer steps.
     is_apart = False
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan | None = None):
@@ -97,16 +98,16 @@ class RareSync:
         self._buffers = buffers - trained
         self._names: frozenset[str] | None = None
         self._runs: list[Bundle] = []
-        self._is_away = False  # the anchor is in the model, and its weights are here
+        self._is_away = False  # the anchor is in the model, and its weights are in the bundles
 
     @property
     def is_due(self) -> bool:
-        """Whether the step under way ends with a meeting."""
+        """True if the current step ends with an outer step."""
         return self.meets_now or self.since + 1 >= self.every
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Let all replicas start from the first one's weights. All ranks call it, once the optimizer is adopted."""
+        """Start all replicas from the first one's weights. All ranks call it, after the optimizer is adopted."""
         if self._runs:
             return
         held = self.held()
@@ -119,7 +120,7 @@ class RareSync:
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Let the weights as they are be what replicas started from; the outer momentum starts at zero."""
+        """Set the anchor to the current weights, and the outer momentum to zero."""
         held = self.held()
         self._runs, self.differs = [], False
         for places in self._split_part(held):
@@ -133,10 +134,10 @@ class RareSync:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Count a step, and meet where that is due. All ranks call it after the weights are published.
+        """Count a step, and run the outer step if it is due. All ranks call it after the weights are published.
 
         Raises:
-            CommError: where weights are not finite: nothing was exchanged then.
+            CommError: if weights are not finite. Nothing was exchanged then.
         """
         is_due, self.meets_now = self.is_due, False
         self.since, self.differs = self.since + 1, True
@@ -162,11 +163,11 @@ class RareSync:
         self.since, self.meetings, self.differs = 0, self.meetings + 1, False
 
     def _coder(self, run: Bundle, here: Sequence[FlatSlice]) -> Coder | None:
-        """Return how a run travels; None: as it is."""
+        """Return the coder of a bundle, or None to send it unencoded."""
         return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
 
     def _step(self, run: Bundle, delta: torch.Tensor, *, averages: bool) -> None:
-        """The outer step; `delta` is spent."""
+        """Run the outer step. Overwrites `delta`."""
         if averages or run.momentum is None:
             run.anchor.sub_(delta)
             return
@@ -174,25 +175,25 @@ class RareSync:
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
 
     def _put(self, here: Sequence[FlatSlice], run: Bundle) -> None:
-        """Let the weights of a run be its anchor."""
+        """Set the weights of a bundle to its anchor."""
         _put(here, run.anchor, run.sizes)
 
     def held(self) -> list[FlatSlice]:
-        """Return what this rank trains, masters, and buffers that training moves, in its own memory; no collective."""
+        """Return this rank's masters, and buffers that training updates, in their own memory. No collective."""
         engine = self._engine
         names = frozenset(map(engine.axes.saved_name, engine.local_weights())) | self._buffers
         return [one for one in engine.stretches() if one.name in names and one.flat.is_floating_point()]
 
     def anchors(self) -> list[FlatSlice]:
-        """Return the anchor of what `held` gives."""
+        """Return the anchors of the tensors in `held`."""
         return self._placed((run, run.anchor) for run in self._runs)
 
     def momenta(self) -> list[FlatSlice]:
-        """Return the outer momentum of what has one."""
+        """Return the outer momenta."""
         return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
 
     def owed(self) -> list[FlatSlice]:
-        """Return what this replica left out of what it sent, and owes to the next meeting."""
+        """Return this replica's residuals, which it adds to the next outer step."""
         found: list[tuple[Bundle, torch.Tensor]] = []
         for run in self._runs:
             debt = run.owed
@@ -205,12 +206,12 @@ class RareSync:
 
     @torch.no_grad()
     def load_residual(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
-        """Let what replicas of a checkpoint owed go with the next meeting. All ranks call it.
+        """Add the residuals of a checkpoint's replicas to the next outer step. All ranks call it.
 
         Args:
             source: the checkpoint's tensors.
-            whose: what names of the debts begin with that this replica takes.
-            replicas: by how many its share is divided, since meetings take means.
+            whose: name prefixes of the residuals that this replica loads.
+            replicas: divisor of its share, because outer steps compute means.
         """
         held = self.held()
         for run in self._runs:
@@ -226,7 +227,7 @@ class RareSync:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Let the model be the anchor while inside, for evaluation and export. All ranks call it."""
+        """Set the model to the anchor inside the context, for evaluation and export. All ranks call it."""
         if not self.differs or self._is_away:
             yield
             return
@@ -257,7 +258,7 @@ class RareSync:
         return found
 
     def _fragment_of(self, name: str) -> int:
-        """With which fragment of the model a tensor meets, by its name in checkpoints; alike on all its ranks."""
+        """Return the fragment of a tensor, by its name in checkpoints. It is equal on all its ranks."""
         del name
         return 0
 
@@ -265,10 +266,10 @@ class RareSync:
         return run[0].name in self._buffers
 
     def _split_part(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
-        """Places of what travels together: of one format, and held by the same ranks.
+        """Yield the indices of tensors that are synchronized together: of one dtype, and stored by the same ranks.
 
-        What several ranks of a replica hold must be encoded alike on all of them, or their copies would part: a scale
-        covers neighbours, and ranks of tp have other parts of what is cut beside what they share.
+        Tensors that several ranks of a replica store must be encoded identically on all of them, or their copies would
+        diverge. A scale covers neighboring elements, and tp ranks have different shards next to replicated tensors.
         """
         kinds: dict[tuple[object, ...], list[int]] = {}
         for place, one in enumerate(held):
@@ -286,7 +287,7 @@ class RareSync:
             yield run
 
     def _refuse_unfit(self, held: Sequence[FlatSlice]) -> None:
-        """CommError on all ranks, before anything travels, where weights of some are not finite."""
+        """Raise CommError on all ranks, before communication, if some weights are not finite."""
         bad = sum(not bool(one.flat.isfinite().all()) for one in held)
         total = all_reduce(torch.tensor([float(bad)], dtype=torch.float64, device=self.mesh.device), self.mesh.world)
         if float(total):
@@ -299,7 +300,7 @@ class RareSync:
             )
 
     def _check_identical(self, held: Sequence[FlatSlice]) -> None:
-        """CommError on all ranks where replicas do not hold the same tensors."""
+        """Raise CommError on all ranks if replicas do not store the same tensors."""
         device = self.mesh.device
         count = torch.tensor([len(held), sum(one.flat.numel() for one in held)], device=device)
         most, least = (all_reduce(count.clone(), self._axis, op=op) for op in ("max", "min"))
@@ -317,11 +318,11 @@ def _put(here: Sequence[FlatSlice], flat: torch.Tensor, sizes: Sequence[int]) ->
 
 
 def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Add to what is here.
+    """Add to flat slices in place.
 
     Args:
-        here: stretches of tensors.
-        by: what to add, one after another, 1-D, of their format.
+        here: flat slices of tensors.
+        by: values to add, concatenated, 1-D, in their dtype.
         sizes: elements of each.
     """
     for one, part in zip(here, by.split(list(sizes)), strict=True):
@@ -335,7 +336,7 @@ def _bring_home(one: FlatSlice) -> None:
 
 
 class _Kept:
-    """Keeps it with its module, but out of copies and pickles of that."""
+    """Stores the sync with its module, but not in copies and pickles of the module."""
 
     def __init__(self, sync: RareSync):
         self.sync = sync
@@ -348,28 +349,28 @@ class _Kept:
 
 
 def keep_sync(model: nn.Module, sync: RareSync) -> None:
-    """Keep with a model how its replicas meet, in the place of what it had."""
+    """Store the sync of a model's replicas with the model, replacing an earlier one."""
     setattr(model, _ATTRIBUTE, _Kept(sync))
 
 
 def rare_sync(model: nn.Module) -> RareSync | None:
-    """Return how a model's replicas meet; None where they do so in every step."""
+    """Return the sync of a model's replicas, or None if they synchronize in every step."""
     kept = getattr(model, _ATTRIBUTE, None)
     return None if kept is None else kept.sync
 
 
 def anchored(model: nn.Module) -> AbstractContextManager[None]:
-    """Let a model be what its replicas had at their last meeting while inside; itself where they meet in every step."""
+    """Set a model to its last synchronized weights inside the context. No change if replicas sync in every step."""
     sync = rare_sync(model)
     return nullcontext() if sync is None else sync.anchored()
 
 
-# Replicas that meet fragment by fragment: what travels does so while the next step computes.
+# Replicas that synchronize fragment by fragment: communication overlaps with the next step.
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A run on its way. own: (anchor - weights) of this replica when it left. pending: the sum over replicas."""
+    """A pending bundle. own: (anchor - weights) of this replica at the start. pending: the sum over replicas."""
 
     run: Bundle
     own: torch.Tensor
@@ -377,42 +378,44 @@ class _Sent:
 
 
 class StreamedSync(RareSync):
-    """The meetings of one model's replicas, of which fragments meet one after another.
+    """Outer steps of one model's replicas, with fragments that synchronize one after another.
 
     since: steps since the last round of H steps ended.
 
     Args:
-        model: parallelized.
-        engine: of the model, on the mesh of its replica.
-        mesh: of all replicas.
+        model: parallelized model.
+        engine: engine of the model, on the mesh of its replica.
+        mesh: mesh of all replicas.
     """
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
         super().__init__(model, engine, mesh)
         self.fragments = self.plan.sync_fragments
         self._places = _places(model, engine, mesh, self.fragments)
-        #: After which step of a round each fragment leaves.
+        #: Step of a round after which each fragment's sum starts.
         self._leaves = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         self._sent: list[_Sent] = []
-        self._is_under_way = False  # a fragment, of which this rank may hold nothing
+        self._is_under_way = False  # a fragment is pending, even if this rank stores none of it
 
     @property
     def is_due(self) -> bool:
-        """Whether a fragment leaves after the step under way."""
+        """True if a fragment's sum starts after the current step."""
         return self.meets_now or self.since + 1 in self._leaves
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Let the weights as they are be what replicas started from; nothing is on its way."""
+        """Set the anchor to the current weights, and drop pending fragments."""
         self._finish()
         super().take_anchor()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Count a step, take what arrived, and send what is due. All ranks call it after the weights are published.
+        """Count a step, apply the pending fragment, and start one that is due.
+
+        All ranks call it after the weights are published.
 
         Raises:
-            CommError: where weights are not finite: nothing was exchanged then.
+            CommError: if weights are not finite. Nothing was exchanged then.
         """
         meets_now, self.meets_now = self.meets_now, False
         self.since, self.differs = self.since + 1, True
@@ -425,23 +428,23 @@ class StreamedSync(RareSync):
         self.since %= self.every
 
     def sent(self) -> list[FlatSlice]:
-        """Return this replica's weights of the fragment that is on its way, as they were when it left."""
+        """Return this replica's weights of the pending fragment, as they were when its sum started."""
         return self._placed((one.run, one.run.anchor - one.own) for one in self._sent)
 
     @torch.no_grad()
     def send_again(self, source: StateSource, start: str) -> None:
-        """Let the fragment leave again that was on its way when a checkpoint was made. All ranks call it.
+        """Start again the fragment that was pending when a checkpoint was saved. All ranks call it.
 
         Args:
             source: the checkpoint's tensors.
-            start: of the names that this replica's have there.
+            start: name prefix of this replica's tensors.
         """
         held = self.held()
         self._is_under_way = any(name.startswith(start) for name in source.entries)
         for run in self._runs:
             here = run.among(held)
             if not all(start + one.name in source.entries for one in here):
-                continue  # another one, or it was cut otherwise: what it learnt goes with the next time
+                continue  # another fragment or sharding: its changes are sent next time
             weights = torch.empty_like(run.anchor)
             for one, part in zip(here, weights.split(list(run.sizes)), strict=True):
                 replace(one, name=start + one.name, flat=part, home=None).fill(source)
@@ -465,11 +468,12 @@ class StreamedSync(RareSync):
 
     @property
     def _over(self) -> Axis:
-        # A list of its own: whatever begins next on the mesh must not wait for the first half of this.
+        # With an empty list of staged work: later collectives on the mesh must not wait for the first half of this
+        # one.
         return replace(self._axis, staged=[])
 
     def _receive(self) -> None:
-        """Take the outer step of what arrived, and add to it what this replica learnt meanwhile."""
+        """Apply the outer step of the pending fragment, and add this replica's changes since its start."""
         if not self._is_under_way:
             return
         held = self.held()
@@ -486,7 +490,7 @@ class StreamedSync(RareSync):
         self.meetings, self._is_under_way = self.meetings + 1, False
 
     def _finish(self) -> None:
-        """Wait for what is on its way, and forget it."""
+        """Wait for pending fragments, and drop them."""
         for one in self._sent:
             one.pending.wait()
         if self._coders is not None:
@@ -499,10 +503,11 @@ class StreamedSync(RareSync):
 
 
 def _places(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
-    """The fragment of each tensor, by its name in checkpoints: neighbours, and about as many elements in each.
+    """Return the fragment of each tensor, by its name in checkpoints.
 
-    Each stage of a pipeline is cut into all fragments, so that its ranks send as much at a time. What two stages have
-    is in the fragment of the first.
+    Fragments contain neighboring tensors, with about equally many elements. Each pipeline stage is divided into all
+    fragments, so that its ranks send equal amounts each time. A tensor in two stages belongs to the fragment of the
+    first.
     """
     axes, own = engine.axes, dict[str, int]()
     for name, one in (*model.named_parameters(), *model.named_buffers()):
@@ -526,12 +531,12 @@ def _of_stages(own: dict[str, int], stages: Axis, device: torch.device) -> Itera
 
 
 def attach_local_sgd(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
-    """Keep with a model how its replicas meet, where the plan says that they do so rarely.
+    """Store the sync of a model's replicas with the model if the plan uses local SGD.
 
     Args:
-        model: parallelized.
-        engine: of the model.
-        mesh: of all replicas.
+        model: parallelized model.
+        engine: engine of the model.
+        mesh: mesh of all replicas.
     """
     if mesh.plan.sync != "step":
         kind = StreamedSync if mesh.plan.sync_fragments else RareSync

@@ -1,4 +1,4 @@
-"""The order in which a plan is applied to a model, on one screen."""
+"""Order in which a plan is applied to a model, on one screen."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def parallelize(
     fp8_recipe: str = "rowwise",
     example: Any = None,
 ) -> nn.Module:
-    """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
+    """Apply the mesh's plan to `model`, in place, before its optimizer exists. Returns the same module.
 
     Args:
         model: any nn.Module; its parameters may be on the meta device.
-        mesh: of the plan.
-        layout: which modules tensor parallelism cuts how, and which hold experts; found where it is None.
-        placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
-        seed: of parameters on the meta device, filled as `weft.models.initialize` does; of dropout without a key.
-        filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
-        pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
-        norm_group: samples whose statistics batch norms take together, on any ranks; 0: those of this rank.
-        bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
-        example: arguments of a forward, which tp and sp trace the model with, or None for invented ones.
+        mesh: mesh of the plan.
+        layout: styles of modules for tensor parallelism, and modules with experts. None derives it from the model.
+        placements: placements of a module that the caller sharded manually, by parameter name. Nothing else is sharded.
+        seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of unkeyed dropout.
+        filled_later: `data_parallel(model).load_weights` fills parameters on the meta device.
+        pinned_limit: host memory that all ranks of one machine may pin for offloading: a size or a share.
+        norm_group: samples per group of batch norm statistics, on any ranks; 0: the samples of this rank.
+        bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and sharing of scales.
+        example: arguments of a forward with which tp and sp trace the model, or None to generate them.
 
     Raises:
-        ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
+        ModelError: if the model was already parallelized. Errors of each technique are raised here too.
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
@@ -104,7 +104,7 @@ def parallelize(
 def cut(
     model: nn.Module, mesh: Mesh, layout: Layout | None = None, spread: EncoderChoice | None = None, example: Any = None
 ) -> dict[str, Placement]:
-    """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
+    """Apply the techniques that shard the model, outermost first. Return the placements of changed parameters."""
     spread = spread or choose_encoders(model, mesh, layout)
     _refuse_graphs(mesh, spread)
     if layout is not None and spread.shared:
@@ -116,7 +116,7 @@ def cut(
         expect_parts_named(model, layout, example)
     regions = None
     if plan.tp > 1:
-        # Of the model as it came: a stage alone, or experts that are spread over ranks, cannot be traced.
+        # On the original model: a single stage, or distributed experts, cannot be traced.
         tensor_layout, regions = check_full_model(
             model, mesh, layout, *([spread.holds] if spread.shared else []), example=example
         )
@@ -127,7 +127,7 @@ def cut(
     if plan.tp > 1:
         runs = pipeline.runs if pipeline else None
         tensors = shard_tensors(model, mesh, tensor_layout, experts, runs, spread.holds, regions)
-        # Each rank of tp computes items of its own: their gradients add up.
+        # Each tp rank encodes different items, so their gradients are summed.
         tensors |= dict.fromkeys(spread.parameters(model), Placement(partial=("tp",)))
     else:
         tensors = {}
@@ -138,7 +138,7 @@ def cut(
 
 
 def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recipe: str) -> None:
-    """Change what layers do, whoever has them later."""
+    """Change layers before they are sharded."""
     watch_indices(model)
     if mesh.plan.compile or mesh.device.type == "cuda":
         attend_by_borders(model)
@@ -156,7 +156,7 @@ def _refuse_graphs(mesh: Mesh, spread: EncoderChoice) -> None:
 
 
 def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:
-    """Let the plan's share of activations wait on the host; say what that is worth where it saves no device memory."""
+    """Offload the plan's share of activations to the host. Warn if that saves no device memory."""
     if share := mesh.plan.offload_share("activations"):
         offload_activations(list(repeated_blocks(model).items()) or [("", model)], share, host)
     if mesh.rank == 0 and mesh.device.type != "cuda":

@@ -1,6 +1,6 @@
-"""Private names of torch in parallel/, each with what it is for. Read in torch 2.11 and 2.13.
+"""Private names of torch in parallel/, each with its purpose. Read in torch 2.11 and 2.13.
 
-Of these, fully_shard's inside and the order of its hooks are the most likely to move.
+The internals of fully_shard and the order of its hooks are the most likely to change.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-#: Attention's kernels with their log-sum-exp, by which parts of a sequence are joined. F.scaled_dot_product_attention
-#: keeps that to itself.
+#: Attention kernels that return the log-sum-exp, which joins parts of a sequence. F.scaled_dot_product_attention does
+#: not return it.
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CUDA_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
-#: What fully_shard asks of the collectives that it is given.
+#: Interface of fully_shard for custom collectives.
 GatherBase, ReduceBase = AllGather, ReduceScatter
 
-#: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
+#: torch._dynamo's flag for side effects of a recomputed forward that its replay skips; some releases lack it.
 _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def leave_side_effects_to_forward(module: nn.Module) -> None:
-    """Let a compiled module leave out of replays what a recomputed forward notes beside its results.
+    """Make a compiled module skip a recomputed forward's side effects in the replay.
 
-    torch asks for it whenever it traces, at the first call and at later ones with other inputs. The flag is on during
-    the module's calls alone, so that code that Weft did not compile is traced as its owner wants.
+    torch reads the flag whenever it traces, at the first call and at later calls with other inputs. The flag is on only
+    during the module's calls, so that code outside of Weft is traced with its own setting.
     """
     call: Callable[..., Any] | None = module._compiled_call_impl
     flags: Any = torch._dynamo.config
@@ -57,9 +57,9 @@ def leave_side_effects_to_forward(module: nn.Module) -> None:
 
 
 def without_override(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function of torch.nn.functional whose first line calls `__torch_function__` of an active mode.
+    """Copy a function of torch.nn.functional without its first line, which calls an active mode's `__torch_function__`.
 
-    The copy goes on to its body, and the mode is called for the functions in there.
+    The copy runs the body, and the mode is called for the functions inside.
     """
     copied: Any = function
     names = {**copied.__globals__, **dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)}
@@ -70,13 +70,13 @@ def without_override(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def lean_partitioner(is_again: Callable[[Any], bool]) -> Callable[..., Any]:
-    """What cuts inductor's graphs into forward and backward so that little is kept between them.
+    """Return a partitioner of inductor's graphs that saves few tensors between forward and backward.
 
-    torch keeps the input of each product, even one that a chain of element-wise operations makes from what is kept
-    too: a norm's output, or the product of a gated layer. Backward runs through such a chain anyway, so making its end
-    again costs one more write. And it never computes a collective again.
+    torch saves the input of each product, even if element-wise operations compute it from other saved tensors: a norm's
+    output, or the product of a gated layer. Backward runs through these operations anyway, so recomputing their result
+    costs one more write. torch never recomputes a collective.
 
-    is_again: whether an operator is one that backward calls again where that keeps less.
+    is_again: returns True for an operator that backward may call again to save less.
     """
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -93,7 +93,7 @@ def lean_partitioner(is_again: Callable[[Any], bool]) -> Callable[..., Any]:
             with config.patch(ban_recompute_materialized_backward=False):
                 return min_cut_rematerialization_partition(gm, joint_inputs, **{"compiler": "inductor", **kwargs})
 
-        def __reduce__(self) -> tuple[Any, ...]:  # into the keys of inductor's caches
+        def __reduce__(self) -> tuple[Any, ...]:  # part of inductor's cache keys
             return lean_partitioner, (is_again,)
 
         def uuid(self) -> Any:
@@ -103,58 +103,59 @@ def lean_partitioner(is_again: Callable[[Any], bool]) -> Callable[..., Any]:
 
 
 def apply_to_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change parameters, their gradients and buffers in place. `Module.to` cannot leave those on meta alone."""
+    """Change parameters, their gradients and buffers in place. `Module.to` cannot skip those on meta."""
     model._apply(change)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Called inside of a backward pass: what to do when all of it is done. fully_shard does so too."""
+    """Call a function at the end of the current backward pass. fully_shard does the same."""
     Variable._execution_engine.queue_callback(call)
 
 
 def optimizer_step_hooks() -> MutableMapping[int, Callable[..., Any]]:
-    """Hooks of all optimizers' steps by their keys, to take those of engines away that are gone.
+    """Return the hooks of all optimizers' steps by key, to remove those of engines that no longer exist.
 
-    A handle's `remove` would do, but nobody is left to call it when an engine goes, and a step may be under way then.
+    A handle's `remove` would work, but no code can call it when an engine is freed, and a step may be running then.
     """
     return _global_optimizer_pre_hooks
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
-    """How many hooks stand around an optimizer's own step, before and after. torch has no way to ask for them."""
+    """Count the hooks before and after an optimizer's step. torch has no public function for this."""
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put something around each hook of a module's forward that is there already; they keep their order."""
+    """Change each hook that a module's forward already has to a wrapped one. They keep their order."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = wrap(hook)
 
 
 def base_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, which autograd no longer takes for a view of another tensor; as torch's own matmul returns it.
+    """Return the same memory as a tensor that autograd does not treat as a view, like torch's matmul.
 
-    fully_shard hangs a hook on what a unit returns, and in-place work on a view would lose it; torch warns of that.
+    fully_shard registers a hook on a unit's output, and an in-place operation on a view would lose it. torch warns of
+    this.
     """
     return tensor if tensor._base is None else torch.ops.aten._unsafe_view(tensor, tensor.shape)
 
 
 def fsdp_state(module: FSDPModule) -> Any:
-    """What fully_shard knows of a unit, made ready for its first forward."""
+    """Return fully_shard's state of a unit, initialized for its first forward."""
     state = module._get_fsdp_state()
     state._lazy_init()
     return state
 
 
 def forget_forward(root: Any) -> None:
-    """Bring the root's state back to before a forward that was left in the middle."""
+    """Reset the root's state after a forward that did not end."""
     root._training_state = TrainingState.IDLE
     root._state_ctx.iter_forward_root = None
 
 
 def end_backward(modules: Sequence[FSDPModule], root: Any) -> None:
-    """What fully_shard does at the end of a backward, as torch.distributed.pipelining calls it by hand."""
+    """Run fully_shard's work at the end of a backward, as torch.distributed.pipelining does."""
     for module in modules:
         for group in _groups(module):
             group.post_backward()
@@ -162,17 +163,17 @@ def end_backward(modules: Sequence[FSDPModule], root: Any) -> None:
 
 
 def drop_unreduced_gradients(module: FSDPModule) -> None:
-    """Forget what backward has left in a unit's gathered parameters. `zero_grad` sees the shards alone."""
+    """Drop gradients that backward left in a unit's gathered parameters. `zero_grad` resets only the shards."""
     for group in _groups(module):
         for param in group.fsdp_params:
             if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
-                param.unsharded_accumulated_grad = None  # since 2.15 the parameter's own `grad` holds it
+                param.unsharded_accumulated_grad = None  # since 2.15 it is stored in the parameter's `grad`
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
 
 def gathered_parts(module: FSDPModule) -> list[list[tuple[torch.Size, torch.nn.Module, str]]]:
-    """What a rank gives to each gather of a unit, in order: its shape, and whose parameter it is, under which name.
+    """Return a rank's parts of each gather of a unit, in order: shape, module and name of the parameter.
 
     The last rows may be padding.
     """
@@ -181,9 +182,9 @@ def gathered_parts(module: FSDPModule) -> list[list[tuple[torch.Size, torch.nn.M
 
 
 def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Let a unit keep shards between forward and backward over the last dimension of a mesh of two.
+    """Make a unit keep shards between forward and backward over the last dimension of a 2-D mesh.
 
-    fully_shard takes a number for that, and would make a mesh of its own, whose groups all ranks of the world make.
+    fully_shard's option takes a number, and would build its own mesh, whose groups all ranks of the world create.
     """
     within = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in _groups(module):
@@ -198,12 +199,12 @@ def wrap_waits(
     gathered: Callable[[Callable[[], None]], None],
     summed: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Put something around the places where the compute stream waits for a unit: for its gather, and for its sums.
+    """Replace the waits of the compute stream for a unit by wrapped ones: for its gather, and for its sums.
 
     Args:
         module: the unit.
         gathered: called with the wait for its gather, before each use.
-        summed: called with the wait for sums of gradients at the end of a backward; once where one wait is for all.
+        summed: called with the wait for gradient sums at the end of a backward; once if one wait covers all units.
     """
     for group in _groups(module):
         await_gather, await_sums, shared = group.wait_for_unshard, group.finalize_backward, group.comm_ctx
@@ -227,41 +228,60 @@ def _groups(module: FSDPModule) -> Sequence[Any]:
 
 
 def multiplies_float8(x: torch.Tensor) -> bool:
-    """Whether the tensor's device has products of float8 with a scale for each row: Ada, Hopper and newer."""
+    """Return True if the tensor's device has row-scaled float8 products: Ada, Hopper and newer."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def scaled_product(
     a_RK: torch.Tensor, b_CK: torch.Tensor, back_a: torch.Tensor, back_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """a b^T of float8 matrices with rows one after another, each row multiplied by its number of `back_a` or `back_b`.
+    """Compute a b^T of row-major float8 matrices, each row multiplied by its scale.
 
-    K and C are multiples of 16; dtype is bf16, the only one that scales by row are known for. torch documents no public
-    name for it. Its sums have fewer bits (`use_fast_accum`): the kernels with exact sums are slower than bf16.
+    torch has no documented public name for it. Its accumulation has fewer bits (`use_fast_accum`): the kernels with
+    exact sums are slower than bf16.
+
+    Args:
+        a_RK: left matrix; K is a multiple of 16.
+        b_CK: right matrix; C is a multiple of 16.
+        back_a: scale of each row of `a_RK`.
+        back_b: scale of each row of `b_CK`.
+        dtype: dtype of the product: bf16, the only supported one for row scales.
     """
     product = torch.ops.aten._scaled_mm
     return product(a_RK, b_CK.t(), back_a, back_b.t(), out_dtype=dtype, use_fast_accum=True)
 
 
 def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor in another shape, which autograd takes for a tensor of its own, as it takes what `F.linear` gives.
+    """Return the tensor in another shape that autograd does not treat as a view, like the output of `F.linear`.
 
-    A step of autograd may give no view where what follows writes in place.
+    An autograd function must not return a view if later operations write to it in place.
     """
     return torch.ops.aten._unsafe_view(x, shape)
 
 
 def without_memory(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of a class of Weft's that has shape, format and device, and no elements."""
+    """Build a tensor of a Weft class without elements.
+
+    Args:
+        kind: class of the tensor.
+        shape: shape of the tensor.
+        like: tensor with its dtype and device.
+    """
     make: Any = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, dtype=like.dtype, device=like.device)
 
 
 def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch without asking the classes of its arguments."""
+    """Call a function of torch without calling the classes of its arguments.
+
+    Args:
+        function: function to call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 
-#: A context in which tensor subclasses act as plain tensors.
+#: Context in which tensor subclasses act as plain tensors.
 without_overrides = torch._C.DisableTorchFunctionSubclass

@@ -1,4 +1,4 @@
-"""What forward sees of weights where it is not what the masters round to, for checkpoints."""
+"""Quantized weights of forward that differ from the rounded masters, for checkpoints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weft.parallel.zero_flat.optimizer_states import QuantizedWeights
 
 
 def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
-    """Yield this rank's part of what forward sees under gather=diff4, and nothing under other plans; no collective."""
+    """Yield this rank's slices of forward's weights under gather=diff4, else nothing. No collective."""
     if isinstance(engine, FlatModel):
         engine.arrive()
         yield from QuantizedWeights(engine.reducer.buckets, engine.axes).stretches()
 
 
 def load_quantized_weights(engine: DataParallel, source: StateSource) -> None:
-    """Let forward see what a checkpoint of any plan says, after its masters were loaded. All ranks call it."""
+    """Load forward's weights from a checkpoint of any plan, after its masters were loaded. All ranks call it."""
     if isinstance(engine, FlatModel):
         engine.arrive()
         QuantizedWeights(engine.reducer.buckets, engine.axes).take(source)

@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank keeps its part of the large matrices, as the layout says, in place.
+"""Tensor parallelism: shard the large matrices in place, as the layout specifies.
 
-A column-cut layer makes a part of its outputs; a row-cut layer reads a part of its inputs, and its output is summed.
-The modules between such a pair work on their heads or features and need no collective. An embedding and a head are cut
-by rows of the vocabulary, padded where tp does not divide it.
+A column-sharded layer computes part of its output features. A row-sharded layer reads part of its input features, and
+its output is summed over the ranks. Modules between such a pair work on their own heads or features and need no
+collective. Embedding and head are sharded by rows of the vocabulary, padded if tp does not divide it.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ def shard_tensors(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
-    """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
+    """Divide the model's parameters in place as the layout specifies, and with sp the tokens between sharded layers.
 
-    Returns the placements of what was changed.
+    Returns the placements of the changed parameters.
 
     Args:
-        model: whole, or a stage.
-        mesh: of the plan.
-        layout: found from the model where it is None.
-        taken: parameters that another technique has placed.
-        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
-        is_whole: tells modules that another technique keeps whole, by their path.
-        regions: where tokens are divided under sp, as `check_full_model` found it; found here where it is None.
+        model: full model, or a pipeline stage.
+        mesh: mesh of the plan.
+        layout: layout of the model; None derives it from the model.
+        taken: parameters that another technique has sharded.
+        runs: block paths of each local pipeline stage, or None if all blocks are local.
+        is_whole: returns True for the path of a module that another technique keeps replicated.
+        regions: regions in which sp divides tokens, from `check_full_model`; None derives them here.
 
     Raises:
-        LayoutError: where the layout does not fit the model.
-        PlanError: where the model cannot be divided by tp.
+        LayoutError: if the layout does not fit the model.
+        PlanError: if tp does not divide the model.
     """
     layout = find_layout(model) if layout is None else layout
     if mesh.plan.sp and regions is None and runs is None:
@@ -88,9 +88,9 @@ def shard_tensors(
 
 
 def fuse_replicated_head(model: nn.Module, mesh: Mesh | None = None) -> None:
-    """Let the head of a model whose vocabulary is not cut give the loss at once, where its logits would be large.
+    """Make a head with an unsharded vocabulary compute the loss directly if its logits would be large.
 
-    mesh: says on what device, and whether compiled; None: on a CPU, and not.
+    mesh: gives the device and whether the model is compiled. None means an uncompiled model on a CPU.
     """
     head = layers.find_lm_head(model)
     if head is not None and layers.is_linear(head):
@@ -101,20 +101,20 @@ def fuse_replicated_head(model: nn.Module, mesh: Mesh | None = None) -> None:
 def check_full_model(
     model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere, example: Any = None
 ) -> tuple[Layout, token_flow.TokenRegions | None]:
-    """Check what needs the full model, before a pipeline takes parts of it away.
+    """Check conditions that need the full model, before a pipeline removes parts of it.
 
-    Returns the layout, and where tokens are divided if the plan divides them. A small model of the user's is tried. If
-    the trial fails with a layout that was found, a module is left undivided, and a warning names it.
+    Returns the layout, and the regions in which tokens are divided if the plan has sp. A trial step runs on small user
+    models. If the trial fails with a derived layout, one module is left unsharded, and a warning names it.
 
     Args:
-        model: the full model.
-        mesh: of the plan.
-        layout: found from the model where it is None.
-        is_whole: tells modules that another technique keeps whole, by their path.
-        example: arguments of a forward, or None for invented ones.
+        model: full model.
+        mesh: mesh of the plan.
+        layout: layout of the model; None derives it from the model.
+        is_whole: returns True for the path of a module that another technique keeps replicated.
+        example: arguments of a forward, or None to generate them.
 
     Raises:
-        LayoutError: where the layout names what is not there, sp would divide tokens that meet, or a trial fails.
+        LayoutError: if the layout names a missing module, sp would divide tokens that interact, or a trial fails.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     if layout is not None:
@@ -140,7 +140,7 @@ def check_full_model(
 
 
 def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
-    """Return the same, after a warning if tokens are gathered more often than once."""
+    """Return `regions`, after a warning if tokens are gathered more than once."""
     if regions is not None and regions.why_apart and mesh.rank == 0:
         said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
         warnings.warn(said, WeftWarning, stacklevel=3)
@@ -167,17 +167,17 @@ def _checked(
 def find_token_regions(
     model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], tp: int, example: Any = None
 ) -> token_flow.TokenRegions:
-    """Return where sp divides tokens.
+    """Return the regions in which sp divides tokens.
 
     Args:
-        model: the full model.
-        layout: of it.
-        is_whole: tells modules that another technique keeps whole, by their path.
-        tp: number of ranks.
-        example: arguments of a forward, or None for invented ones.
+        model: full model.
+        layout: layout of the model.
+        is_whole: returns True for the path of a module that another technique keeps replicated.
+        tp: number of tp ranks.
+        example: arguments of a forward, or None to generate them.
 
     Raises:
-        LayoutError: where tokens would be divided that meet.
+        LayoutError: if sp would divide tokens that interact.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     styles = read_styles(layout, modules, tp)
@@ -221,8 +221,8 @@ class _Cutter:
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
-        self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
-        self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
+        self.locals: dict[int, nn.Parameter] = {}  # by id of the full parameter: a tied weight is sharded once
+        self.wholes: list[nn.Parameter] = []  # kept alive, so that ids stay unique
         self.entries: dict[str, Entry] = {}
         self.part = ShardPosition(self.axis)
         self.is_compiled = mesh.plan.compile
@@ -266,14 +266,14 @@ class _Cutter:
         return self._placements()
 
     def _ahead(self) -> list[str]:
-        """Whole layers in front of those that are cut."""
+        """Return the paths of unsharded layers whose outputs feed sharded layers."""
         found = [path for path, style in self.styles.items() if style.name == "partial" and self._is_linear(path)]
         for path in found:
             refuse_partial(path, self.modules[path])
         return found
 
     def _line(self, path: str) -> SharedLayer:
-        """The ranks of a cut layer: outside of the blocks each has all tokens."""
+        """Return the sharding of a layer. Outside the blocks, each rank has all tokens."""
         if self.sequence is None or any(path.startswith(f"{block}.") for block in self.sequence.blocks):
             return self.line
         return self.line_outside
@@ -282,7 +282,7 @@ class _Cutter:
         return layers.is_linear(self.modules[path])
 
     def _check_partial(self, heads: dict[str, Heads]) -> None:
-        """Raise LayoutError if modules inside a cut part have parameters that no pattern covers."""
+        """Raise LayoutError if modules inside a sharded part have parameters that no pattern covers."""
         missing: list[str] = []
         for parent in heads:
             if is_wide(parent, self.modules, self.styles):
@@ -301,7 +301,7 @@ class _Cutter:
             )
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
-        """In front of the module around the layer, or of the layer itself."""
+        """Return the entry of the module around the layer, or of the layer itself."""
         parent = layers.parent_of(path)
         around = self.modules[parent]
         alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
@@ -309,7 +309,7 @@ class _Cutter:
         if place not in self.entries:
             rows = [name for name in self.rows if layers.parent_of(name) == parent]
             ahead = not alone and bool(rows) and makes_ahead(parent, self.modules, self.styles)
-            # What comes in has as many features as go out; the first layer that is cut may read fewer.
+            # Input and output have the same number of features, but the first sharded layer may read fewer.
             width = layers.weight_of(self.modules[rows[0]]).shape[0] if ahead else layers.weight_of(module).shape[1]
             entry = Entry(self._line(path), width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
             self.entries[place] = entry
@@ -340,18 +340,18 @@ class _Cutter:
         entry.members.append(module)
 
     def _rows(self, style: Style, heads: Heads, total: int) -> Placement:
-        """Which of so many output features this rank has."""
+        """Return the placement of a column-sharded dim of `total` output features."""
         parts, pieces = style.sizes(total), heads.pieces(style, total)
         if not parts and pieces[0][2] and (count := pieces[0][0] // pieces[0][1]) % self.axis.size:
             unit = pieces[0][1]
             first = self.axis.rank * count // self.axis.size * unit
             rows = tuple(range(first, first + unit))
-            return Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set in `_replace`
+            return Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # set in `_replace`
         return Placement(cut=("tp",), parts=parts)
 
     def _norm(self, path: str, module: nn.Module, heads: Heads) -> None:
         form, [weight] = rms_form(module), module.parameters()
-        assert form is not None  # read_styles has asked
+        assert form is not None  # checked in read_styles
         self._replace(module, "weight", self._rows(self.styles[path], heads, len(weight)), dim=0)
         replace_class(module, ShardedNorm, form=form, axis=self.axis)
 
@@ -371,14 +371,14 @@ class _Cutter:
         replace_class(module, RowLinear, line=self._line(path), part=self.part, is_compiled=self.is_compiled)
 
     def _check_chunked(self, path: str, module: nn.Module) -> None:
-        """PlanError where a layer is more than a product with a matrix, and shall multiply in pieces."""
+        """Raise PlanError if the layer should multiply in chunks but is more than a plain matrix product."""
         if self.line.pieces > 1 and (isinstance(module, AdaptedLinear) or layers.is_packed(module)):
             has = "has an adapter" if isinstance(module, AdaptedLinear) else "keeps its weight as bytes"
             rule = f"layer {path} {has}, and only a plain product is made in pieces"
             raise PlanError([Problem("tp_chunks", f"tp_chunks={self.line.pieces}: {rule}. Use tp_chunks=1.")])
 
     def _float8(self, module: nn.Module, **shared: Axis) -> None:
-        """A layer chosen for float8 knows who shares what its scales span."""
+        """Set the axis over which a float8 layer shares its scales."""
         form: Any = getattr(module, "_weft_float8", None)
         if form is not None:
             module._weft_float8 = replace(form, **shared)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
@@ -405,7 +405,7 @@ class _Cutter:
         make_head(module, self.ends, vocab, entry, hugging_face.scales_logits(self.model), way)
 
     def _replace(self, module: nn.Module, name: str, placement: Placement, dim: int) -> None:
-        """Put this rank's part in the place of a parameter."""
+        """Replace a parameter by this rank's shard of it."""
         whole = getattr(module, name, None)
         if whole is None:
             return
@@ -428,13 +428,13 @@ class _Cutter:
         setattr(module, name, self.locals[id(whole)])
 
     def _partial(self, module: nn.Module, *names: str) -> None:
-        """Parameters that are whole here, and whose gradients are partial sums."""
+        """Mark parameters that are replicated but whose gradients are partial sums."""
         for name in names:
             if (param := getattr(module, name, None)) is not None:
                 self.placed[id(param)] = Placement(partial=("tp",))
 
     def _apply_to_ties(self) -> None:
-        """A weight or bias that is registered at several places is cut at all of them."""
+        """Replace a tied weight or bias in every module that registers it."""
         for module in self.model.modules():
             for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(param) in self.locals:
@@ -456,16 +456,16 @@ class _Cutter:
 
 
 def _set_sizes(module: nn.Module) -> None:
-    """What the layer says of its own size."""
+    """Set the size attributes of a layer to its sharded shape."""
     names = ("nf", "nx") if layers.is_transposed(module) else ("out_features", "in_features")
     for name, size in zip(names, layers.weight_of(module).shape, strict=True):
         setattr(module, name, size)
 
 
 def _finalize(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
-    """Ranks may have drawn different weights: the first rank's count, before each keeps a part.
+    """Broadcast the first rank's weights, since ranks may have initialized them differently.
 
-    taken: parameters that ranks hold different parts of already.
+    taken: parameters that are already sharded across ranks.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or name in taken:

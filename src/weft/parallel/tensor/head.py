@@ -1,10 +1,10 @@
-"""What the loss of a head does with logits element by element: two passes, in one of three forms.
+"""Element-wise passes of a head's loss over its logits, in three variants.
 
-On a CPU exponentials take the place of logits, which is the least memory. On a GPU torch's own kernel normalises narrow
-logits in one pass, and gradients take their place. Compiled, both passes read the logits themselves, in
-the format of the product, and nothing wider is ever written.
+On a CPU, exponentials overwrite the logits, which needs the least memory. On a GPU, torch's kernel normalizes
+low-precision logits in one pass, and gradients overwrite the logits. When compiled, both passes read the logits in the
+dtype of the product, and no wider tensor is written.
 
-C tokens at a time, V entries of the vocabulary of this rank.
+C tokens per chunk, V local entries of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from weft.parallel.tensor.linear import SharedLayer
 
 
 class Labels(NamedTuple):
-    """Of each token its label's place among this rank's entries, and whether it is here; the place is 0 if not."""
+    """Index of each token's label among the local vocabulary entries, and a mask of the local labels.
+
+    The index is 0 if the label is not local.
+    """
 
     place_C1: Tensor
     is_here_C: Tensor
 
 
 class LogitPasses(NamedTuple):
-    """Two functions.
+    """The two passes over the logits.
 
-    sums: (logits_CV, labels, dtype of sums) to (what the other needs, log-sum-exp_C here, logit_C at the place).
-    gradient: (what the first kept, log-sum-exp_C of the whole vocabulary, logit_C, labels, dtype) to the gradient of
-    each logit, (C, V). Logits may be overwritten.
+    sums: maps (logits_CV, labels, accumulation dtype) to (state for the other pass, local log-sum-exp_C, label
+    logit_C).
+    gradient: maps (state of the first pass, log-sum-exp_C over the full vocabulary, logit_C, labels, dtype) to the
+    gradient of the logits, (C, V). Both may overwrite the logits.
     """
 
     sums: Callable[[Tensor, Labels, torch.dtype], tuple[Any, Tensor, Tensor]]
@@ -45,10 +49,10 @@ class LogitPasses(NamedTuple):
 
 
 def passes_for(logits_CV: Tensor, sums: torch.dtype, is_compiled: bool) -> LogitPasses:
-    """Those for such logits, whose sums have that dtype."""
+    """Choose the passes for these logits and this accumulation dtype."""
     if is_compiled:
         return _compiled()
-    # Beside logits of the format of the sum, normalised ones would be as large again.
+    # If the logits already have the accumulation dtype, a normalized copy would double the memory.
     return _IN_PLACE if logits_CV.device.type == "cpu" or logits_CV.dtype == sums else _NORMALISED
 
 
@@ -57,7 +61,7 @@ def _logit_at(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
 
 
 def _less_label(share_CV: Tensor, whole_C: Tensor, label_C: Tensor, labels: Labels) -> Tensor:
-    """In place: less 1 at the label, before that is rounded: near 1 a narrow format has few values."""
+    """Subtract 1 at the label in place, before rounding: a low-precision dtype has few values near 1."""
     less_C = ((label_C - whole_C).exp_() - 1.0).to(share_CV.dtype)
     there_C = share_CV.gather(1, labels.place_C1).squeeze(1)
     return share_CV.scatter_(1, labels.place_C1, less_C.where(labels.is_here_C, there_C)[:, None])
@@ -89,7 +93,7 @@ def _sums_normalised(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> t
 
 def _gradient_normalised(kept: Any, whole_C: Tensor, label_C: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
     normal_CV, lse_C, logits_CV = kept
-    if whole_C is not lse_C:  # the vocabulary is cut
+    if whole_C is not lse_C:  # sharded vocabulary
         normal_CV += (lse_C - whole_C)[:, None]
     return _less_label(torch.exp(normal_CV, out=logits_CV), whole_C, label_C, labels)
 
@@ -113,7 +117,7 @@ def _narrow_gradient(
 
 @cache
 def _compiled() -> LogitPasses:
-    """By torch.compile, for any number of tokens; compiled when they are first called."""
+    """Compile the passes for any number of tokens. Compilation happens at the first call."""
     sums, gradient = torch.compile(_narrow_sums, dynamic=True), torch.compile(_narrow_gradient, dynamic=True)
     return LogitPasses(
         lambda logits_CV, labels, dtype: (logits_CV, *sums(logits_CV, labels.place_C1, dtype)),
@@ -121,14 +125,14 @@ def _compiled() -> LogitPasses:
     )
 
 
-# Cross-entropy of tokens straight from hidden states, a few tokens at a time, with the vocabulary cut or whole.
+# Token cross-entropy computed directly from hidden states in chunks of tokens, with a sharded or full vocabulary.
 
 
 @dataclass(frozen=True, slots=True)
 class LossChunking:
-    """How a head goes through its tokens: equal on all ranks of tp, whose chunks exchange numbers.
+    """Chunk size of a head's loss. It is equal on all tp ranks, because their chunks communicate.
 
-    compiled: what is done element by element.
+    compiled: compile the element-wise passes.
     """
 
     chunk: LossChunk = field(default_factory=LossChunk)
@@ -136,7 +140,10 @@ class LossChunking:
 
     @classmethod
     def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossChunking:
-        """For heads on `device`; on a GPU a collective over the axis: the smallest device sets the size."""
+        """Return the chunking for heads on `device`.
+
+        On a GPU this runs a collective over the axis: the smallest device determines the size.
+        """
         if device.type != "cuda":
             return cls(LossChunk(), compiled)
         chunk = LossChunk.of_device(torch.cuda.get_device_properties(device).total_memory)
@@ -160,15 +167,16 @@ def token_loss(
     """Sum the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
 
     Args:
-        x_BSD: what the head reads, of this rank's tokens where sp cuts them.
+        x_BSD: input of the head; this rank's tokens if sp shards them.
         weight_VD: this rank's rows of the head.
         bias_V: this rank's rows, or None.
-        labels_BT: int64, of all tokens.
-        line: how the head's layer is shared.
-        vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
-        ignore: the label of tokens that do not count.
-        way: how many tokens at a time; None: as on a CPU.
-        weights_BT: of all tokens' losses in the sum; None: 1.
+        labels_BT: labels of all tokens, int64.
+        line: sharding of the head's layer.
+        vocab: size of the full vocabulary. This rank has V entries from rank * V on; entries from `vocab` on are
+            padding.
+        ignore: label of tokens to leave out.
+        way: chunk size, or None for the default of a CPU.
+        weights_BT: weights of all tokens' losses in the sum, or None for 1.
     """
     way = LossChunking() if way is None else way
     wants_grad = torch.is_grad_enabled()
@@ -208,10 +216,10 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
-    """Return which tokens have a label, where leaving out the others pays; None: all go through the head.
+    """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens.
 
-    In chats most tokens have none. Only on a CPU: a device would make the host wait for their number. Ranks of tp have
-    the same labels, so they choose alike.
+    In chats most tokens have no label. Only on a CPU: on a device, the host would wait for the count. All tp ranks have
+    the same labels, so they make the same choice.
     """
     if labels_N.device.type != "cpu":
         return None
@@ -220,15 +228,15 @@ def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
 
 
 def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient times the loss's own, in one pass, rounded once."""
+    """Multiply a saved gradient by the gradient of the loss in one pass, rounded once."""
     if saved.dtype == dtype:
-        # In place: a weight's gradient is large. A second backward is refused by torch, since it sees the change.
+        # In place, because a weight's gradient is large. torch detects the change and refuses a second backward.
         return saved.mul_(grad)
     return torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
 
 
 class TokenChunks:
-    """One pass over the tokens, a few at a time; over those with a label, where that is less work."""
+    """One pass over the tokens in chunks, limited to labeled tokens if that is less work."""
 
     def __init__(
         self,
@@ -251,14 +259,18 @@ class TokenChunks:
         self.first = self.axis.rank * weight_VD.shape[0]
         self.num_real = min(max(vocab - self.first, 0), weight_VD.shape[0])
         self.grad_x = torch.empty_like(self.hidden_ND) if needs[0] else None
-        # Added up over the chunks in the format of sums: halves would lose what they add. The first chunk is put there.
+        # Chunks accumulate in the accumulation dtype: half precision would lose small terms. The first chunk is
+        # stored.
         self.is_first = self.labels_N.numel() > 0
         made = torch.empty_like if self.is_first else torch.zeros_like
         self.grad_weight = made(weight_VD, dtype=self.sums) if needs[1] else None
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
     def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The losses of a few tokens at a time. weights_N: of the tokens of the pass, in the gradients; None: 1."""
+        """Yield the losses of each chunk of tokens.
+
+        weights_N: weights of this pass's tokens in the gradients, or None for 1.
+        """
         labels_N = self.labels_N
         rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
         for start in range(0, labels_N.numel(), rows):
@@ -266,7 +278,7 @@ class TokenChunks:
             yield self._chunk(part, labels_N[part], None if weights_N is None else weights_N[part])
 
     def sum(self, weights_N: torch.Tensor | None) -> torch.Tensor:
-        """The sum of the losses, each times its weight. weights_N: of all tokens."""
+        """Return the weighted sum of the losses. weights_N: weights of all tokens."""
         weights_N = None if weights_N is None else self.of_pass(weights_N.to(self.sums))
         total, done = torch.zeros((), dtype=self.sums, device=self.labels_N.device), 0
         for losses_C in self.losses(weights_N):
@@ -276,18 +288,18 @@ class TokenChunks:
         return total
 
     def of_pass(self, values_N: torch.Tensor) -> torch.Tensor:
-        """What belongs to the tokens of the pass, of what all tokens have."""
+        """Select the values of this pass's tokens from values of all tokens."""
         return values_N if self.kept_N is None else values_N[self.kept_N]
 
     def of_all(self, values_N: torch.Tensor) -> torch.Tensor:
-        """What all tokens have, with zeros where a token took no part."""
+        """Scatter this pass's values to all tokens, with zeros for skipped tokens."""
         if self.kept_N is None:
             return values_N
         num_tokens = math.prod(self.shape[:-1])
         return values_N.new_zeros(num_tokens, *values_N.shape[1:]).index_copy_(0, self.kept_N, values_N)
 
     def grad_of_all(self) -> torch.Tensor | None:
-        """The gradient of the hidden states, (B, T, D), after the pass; None where nobody asked for it."""
+        """Return the gradient of the hidden states, (B, T, D), after the pass, or None if it was not requested."""
         return None if self.grad_x is None else self.of_all(self.grad_x).view(self.shape)
 
     def _chunk(self, part: slice, labels_C: torch.Tensor, weights_C: torch.Tensor | None) -> torch.Tensor:
@@ -302,7 +314,7 @@ class TokenChunks:
         labels = Labels(local_C.where(mine_C, 0)[:, None], mine_C)
         passes = passes_for(logits_CV, self.sums, self.way.compiled)
         kept, lse_C, here_C = passes.sums(logits_CV, labels, self.sums)
-        del logits_CV  # `kept` may hold them
+        del logits_CV  # `kept` may reference them
         whole_C, label_C = self._over_ranks(lse_C, here_C, mine_C)
         if self.grad_x is not None or self.grad_weight is not None:
             grad_CV = passes.gradient(kept, whole_C, here_C, labels, hidden_CD.dtype)
@@ -313,7 +325,7 @@ class TokenChunks:
     def _over_ranks(
         self, lse_C: torch.Tensor, label_logit_C: torch.Tensor, mine_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log of the sum of exponentials and the label's logit, of the whole vocabulary."""
+        """Return the log-sum-exp and the label's logit over the full vocabulary."""
         if self.axis.size == 1:
             return lse_C, label_logit_C
         largest_C = all_reduce(lse_C.clone(), self.axis, op="max")
@@ -329,9 +341,9 @@ class TokenChunks:
         trained_C: torch.Tensor,
         weights_C: torch.Tensor | None,
     ) -> None:
-        """From the gradient of the logits, as if all tokens were trained: those that are not are left out here.
+        """Accumulate gradients from the logits' gradient. Tokens without a label are masked here.
 
-        Rows of hidden states are shorter than rows of logits, but weights are told apart here, where they are few.
+        Masking rows of hidden states is cheaper than masking rows of logits.
         """
         trained_C1 = trained_C[:, None]
         if weights_C is not None:
@@ -348,7 +360,7 @@ class TokenChunks:
 
 
 def put_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total = left @ right, in place, with sums as in `add_product`."""
+    """Compute total = left @ right in place, with the accumulation of `add_product`."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total)
     elif total.device.type == "cuda":
@@ -358,7 +370,7 @@ def put_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, in place; where total is wider, a GPU's product adds up in its format and never rounds."""
+    """Compute total += left @ right in place. If `total` is wider, a GPU accumulates in its dtype without rounding."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.device.type == "cuda":

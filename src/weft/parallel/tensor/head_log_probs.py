@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens straight from hidden states, for losses that are no sum over tokens.
+"""Token log-probabilities directly from hidden states, for losses that are not a sum over tokens.
 
-What a token's log-probability is worth is known only after the forward, so backward makes the logits of a few tokens
-again, and whole logits never exist. It is the loss of the same tokens with other weights: see `head_loss.py`.
+The gradient of a token's log-probability is known only after the forward. Backward therefore recomputes the logits in
+chunks of tokens, and the full logits never exist. The computation is the token loss with other weights: see `head.py`.
 
 B sequences, T tokens, S tokens of this rank, D features, V entries of this rank.
 """
@@ -26,17 +26,17 @@ def token_log_probs(
     ignore: int,
     way: LossChunking | None = None,
 ) -> torch.Tensor:
-    """Return log p(label) of each token in nats, (B, T), fp32 (fp64 for fp64); 0 where the label is `ignore`.
+    """Return log p(label) of each token in nats, (B, T), fp32 (fp64 for fp64); 0 if the label is `ignore`.
 
     Args:
-        x_BSD: what the head reads, of this rank's tokens where sp cuts them.
+        x_BSD: input of the head; this rank's tokens if sp shards them.
         weight_VD: this rank's rows of the head.
         bias_V: this rank's rows, or None.
-        labels_BT: int64, of all tokens.
-        line: how the head's layer is shared.
-        vocab: entries of the whole, without padding.
-        ignore: the label of tokens that do not count.
-        way: how many tokens at a time; None: as on a CPU.
+        labels_BT: labels of all tokens, int64.
+        line: sharding of the head's layer.
+        vocab: size of the full vocabulary without padding.
+        ignore: label of tokens to leave out.
+        way: chunk size, or None for the default of a CPU.
     """
     return _TokenLogProbs.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way or LossChunking())
 

@@ -1,10 +1,10 @@
-"""The head of a language model: logits, or at once the loss of its tokens, so that nobody ever holds all logits.
+"""Head of a language model: returns logits, or computes the loss directly without storing all logits.
 
-A head that is told the labels before the forward (`expect_labels`) gives a `HeadLoss` in the place of logits: it goes
-through the logits a few tokens at a time, and with a cut vocabulary no rank sees those of other ranks' entries. Without
-labels it gives whole logits, so a loss function of the user's own works under every plan.
+A head that receives the labels before the forward (`expect_labels`) returns a `HeadLoss` instead of logits. It
+processes the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without
+labels it returns full logits, so a user's loss function works under every plan.
 
-N tokens, C tokens at a time, D features, V entries of the vocabulary of this rank.
+N tokens, C tokens per chunk, D features, V entries of the vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from weft.parallel.tensor.linear import TOKENS, SharedLayer
 from weft.parallel.tensor.sharded_modules import Entry
 from weft.private_torch import register_pytree_node
 
-#: Without a cut vocabulary the head gives the loss at once where logits would take more than this.
+#: With an unsharded vocabulary, the head computes the loss directly if logits would exceed this.
 LARGE_LOGITS_BYTES = 2**28
 
 _ATTRIBUTE = "_weft_head"
 
 
 class _LogitsStandIn:
-    """What a model must not change after the head, because it is no logits."""
+    """Stand-in for logits that raises if the model changes them after the head."""
 
     __slots__ = ()
 
     def contiguous(self) -> Self:
-        """Return this: models may ask it of their logits, and no number changes."""
+        """Return this object: models may call it on their logits, and it changes no values."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -66,9 +66,9 @@ class _LogitsStandIn:
 
 @dataclass(slots=True)
 class HeadLoss(_LogitsStandIn):
-    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count.
+    """Output of a head instead of logits: the sum of the tokens' losses for `labels`, and the number of counted tokens.
 
-    With weights both are sums of weights.
+    With weights, both are sums of weights.
     """
 
     loss_sum: torch.Tensor
@@ -78,7 +78,7 @@ class HeadLoss(_LogitsStandIn):
 
 @dataclass(slots=True)
 class HeadLogProbs(_LogitsStandIn):
-    """What a head gives a loss that asks for tokens: log p(label) of each, (B, T), and 0 where none counts."""
+    """Output of a head for a loss on tokens: log p(label) of each, (B, T), and 0 for ignored labels."""
 
     log_probs: torch.Tensor
     labels: torch.Tensor
@@ -106,10 +106,10 @@ register_pytree_node(
 
 
 class Head:
-    """What the head of one model needs besides its weight. vocab: entries without padding.
+    """State of a model's head in addition to its weight. vocab: entries without padding.
 
-    entry: in front of a cut head. scales: the model changes logits after the head, so it gives no loss.
-    way: how it goes through its tokens; None: as on a CPU.
+    entry: entry of a sharded head. scales: the model changes logits after the head, so it cannot compute the loss.
+    way: chunk size, or None for the default of a CPU.
     """
 
     def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossChunking | None):
@@ -124,7 +124,7 @@ class Head:
         self.ignore = -100
 
     def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether this call is for the loss: it has labels for these tokens, and logits are cut or large."""
+        """Return True if this call computes the loss: labels match these tokens, and logits are sharded or large."""
         labels = self.labels
         if labels is None or self.scales or x.dim() != labels.dim() + 1:
             return False
@@ -137,10 +137,10 @@ class Head:
 
 
 class LossHead(nn.Module):
-    """A linear layer that gives logits, or the loss of its tokens."""
+    """A linear layer that returns logits, or the loss of its tokens."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """(B, T, D) to whole logits, or to a HeadLoss or HeadLogProbs."""
+        """Map (B, T, D) to full logits, or to a HeadLoss or HeadLogProbs."""
         head: Head = getattr(self, _ATTRIBUTE)
         weight, bias = layers.weight_of(self), layers.bias_of(self)
         if head.gives_loss(x, weight):
@@ -164,30 +164,30 @@ class LossHead(nn.Module):
 def make_head(
     module: nn.Module, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossChunking | None = None
 ) -> None:
-    """Let the module give the loss where it is told the labels. vocab: entries of the whole, without padding."""
+    """Make the module compute the loss when it has labels. vocab: size of the full vocabulary without padding."""
     replace_class(module, LossHead, head=Head(line, vocab, entry, scales, way))
 
 
 def fuse_head(module: nn.Module, scales: bool, way: LossChunking | None = None) -> None:
-    """`make_head` of a model whose vocabulary is not cut."""
+    """Call `make_head` for a model with an unsharded vocabulary."""
     uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
     make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """The module that `make_head` was called on, if any."""
+    """Return the module that `make_head` was called on, or None."""
     return next((module for module in model.modules() if isinstance(module, LossHead)), None)
 
 
 @contextmanager
 def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
-    """Give the head of `model` the batch's labels inside, where `loss_fn` takes what it then gives.
+    """Set the batch's labels on the head of `model` inside the context, if `loss_fn` accepts the head's result.
 
     Args:
-        model: with a head that can give the loss, or none.
-        loss_fn: says that it takes that by an attribute `takes_head_loss` that is true, or "tokens" where it wants the
-            log-probability of each.
-        batch: a mapping with "labels", and "weights" where they do not all count as 1; of any other the head gives
+        model: model, with or without a head that can compute the loss.
+        loss_fn: accepts the head's loss if its attribute `takes_head_loss` is true. With the value "tokens" it receives
+            the log-probability of each token.
+        batch: mapping with "labels", and "weights" if not all labels have weight 1. For other batches the head returns
             logits.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None

@@ -1,13 +1,12 @@
-"""Products of cut layers in pieces of the sequence: one piece travels over tp while another one multiplies.
+"""Products of sharded layers in chunks of the sequence, to overlap communication over tp with computation.
 
-Piece k holds the same stretch of every rank's tokens, so a sequence is cut as `sequence.py` cuts it. The last piece is
-shorter where the pieces do not come out even. Two pieces are there at a time: nothing keeps all tokens for longer than
-the products that need them.
+Chunk k holds the same range of every rank's tokens, so the sequence is sharded as in `sequence.py`. The last chunk is
+shorter if the chunks do not divide evenly. Two chunks exist at a time: nothing keeps all tokens for longer than the
+products that need them.
 
 Method: Wang et al. 2023 (ASPLOS), "Overlap communication with dependent computation via decomposition".
 
-B sequences, T tokens, S = T / tp tokens of this rank, R ranks, L tokens of a piece, D features that go in, F that come
-out.
+B sequences, T tokens, S = T / tp tokens of this rank, R ranks, L tokens per chunk, D input features, F output features.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from weft.private_torch import Function, current_mode, is_watched
 
 
 def cuts(tokens: int, pieces: int) -> list[slice]:
-    """Where the pieces of a rank's tokens lie: at most so many, and none of them empty."""
+    """Return the ranges of a rank's tokens for each chunk: at most `pieces` chunks, and no empty ones."""
     size = max(1, -(-tokens // pieces))
     return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
@@ -41,9 +40,9 @@ def cuts(tokens: int, pieces: int) -> list[slice]:
 def gather_multiply(
     x_BSD: Tensor, weights: Sequence[Tensor], axis: Axis, pieces: int, whole_ND: Tensor | None = None
 ) -> list[Tensor]:
-    """All tokens' products with each weight (F, D), (B, T, F).
+    """Return all tokens' products with each weight (F, D), (B, T, F).
 
-    whole_ND: gets all tokens, in the order of `by_chunks`.
+    whole_ND: receives all tokens, in the order of `by_chunks`.
     """
     batch, tokens, width = x_BSD.shape
     stretches = cuts(tokens, pieces)
@@ -68,7 +67,7 @@ def gather_multiply(
 
 
 def multiply_scatter(x_BTD: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) -> Tensor:
-    """This rank's tokens of the sum over the ranks of their products, (B, S, F)."""
+    """Return this rank's tokens of the sum over ranks of their products, (B, S, F)."""
     batch, tokens = x_BTD.shape[0], x_BTD.shape[1] // axis.size
     x_BRSD = x_BTD.unflatten(1, (axis.size, tokens))
     found = x_BTD.new_empty((batch, tokens, len(weight_FD)))
@@ -89,9 +88,10 @@ def multiply_scatter(x_BTD: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) 
 def column_gradients(
     x_BSD: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis, *, of_x: bool, of_weights: bool
 ) -> list[Tensor]:
-    """Of `gather_multiply`: the gradient of x, where it is wanted, and then those of the weights.
+    """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients.
 
-    Their input is gathered beside the product for x, whose gradient is added up beside the products for the weights.
+    The gather of the input overlaps with the product for x. The reduction of x's gradient overlaps with the products
+    for the weights.
     """
     gathering = start_all_gather(x_BSD.contiguous(), axis, out=_by_ranks(x_BSD, axis)) if of_weights else None
     flat = [grad.flatten(0, -2) for grad in grads]
@@ -110,7 +110,7 @@ def column_gradients(
 
 
 def row_factors(grad_BSF: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, Tensor]:
-    """Of `multiply_scatter`: the gradient of x, (B, T, D), and that of the product, in the order of `by_chunks`."""
+    """Return the gradients of x, (B, T, D), and of the product in the order of `by_chunks`, for `multiply_scatter`."""
     batch, tokens, width = grad_BSF.shape
     whole_NF = grad_BSF.new_empty((batch * axis.size * tokens, width))
     [grad_BTD] = gather_multiply(grad_BSF, [weight_FD.t()], axis, pieces, whole_NF)
@@ -118,7 +118,7 @@ def row_factors(grad_BSF: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) ->
 
 
 def by_chunks(x_BTD: Tensor, axis: Axis, pieces: int) -> Tensor:
-    """The same tokens as rows in the order in which pieces travel: by piece, rank and sequence."""
+    """Return the tokens as rows in the order of communication: by chunk, rank and sequence."""
     x_RBSD = x_BTD.unflatten(1, (axis.size, x_BTD.shape[1] // axis.size)).transpose(0, 1)
     parts = [x_RBSD[:, :, stretch].reshape(-1, x_BTD.shape[-1]) for stretch in cuts(x_RBSD.shape[2], pieces)]
     return torch.cat(parts)
@@ -130,13 +130,13 @@ def _by_ranks(x_BSD: Tensor, axis: Axis) -> Tensor:
 
 def _place(found_BSF: Tensor, summing: Pending, stretch: slice) -> None:
     part_BLF = summing.wait()
-    if len(found_BSF) > 1:  # else it was made there
+    if len(found_BSF) > 1:  # else it was written directly
         found_BSF[:, stretch] = part_BLF
 
 
 def _multiply_into(out_RBLF: Tensor, x_RBLD: Tensor, weight_FD: Tensor) -> None:
-    """x W^T, where it belongs. No tokens are copied: the ranks' parts are a batch of products."""
-    if is_watched():  # selective recompute keeps what a product gave, and cannot keep a part of something
+    """Compute x W^T into `out_RBLF`. No tokens are copied: the ranks' parts are a batch of products."""
+    if is_watched():  # selective recompute saves outputs, not views of them
         out_RBLF.copy_(F.linear(x_RBLD, weight_FD))
         return
     weight_RDF = weight_FD.t().expand(len(x_RBLD), -1, -1)
@@ -144,9 +144,9 @@ def _multiply_into(out_RBLF: Tensor, x_RBLD: Tensor, weight_FD: Tensor) -> None:
         torch.bmm(x_RBLD[:, sequence], weight_RDF, out=out_RBLF[:, sequence])
 
 
-# Products with cut matrices and their collectives.
+# Products with sharded matrices and their collectives.
 
-#: Where the tokens are in activations: (batch, tokens, features).
+#: Index of the token dim in activations: (batch, tokens, features).
 TOKENS = 1
 
 
@@ -154,7 +154,8 @@ TOKENS = 1
 class SharedLayer:
     """The ranks that share a layer's matrices.
 
-    cuts_tokens: between such layers each has 1/size of the tokens. pieces: of those, that travel one by one.
+    cuts_tokens: between such layers each rank has 1/size of the tokens. pieces: number of chunks to communicate them
+    in.
     """
 
     axis: Axis
@@ -165,14 +166,15 @@ class SharedLayer:
         return self  # a copy of the module runs on the same ranks
 
     def start_gather(self, x_BSD: torch.Tensor) -> Gathering:
-        """Begin to bring together all tokens."""
+        """Start the all-gather of the tokens."""
         parts = x_BSD.new_empty((self.axis.size, *x_BSD.shape))
         return Gathering(start_all_gather(x_BSD.contiguous(), self.axis, out=parts))
 
     def start_sum(self, x_BTD: torch.Tensor) -> Pending:
-        """Begin to add up the ranks' tensors: this rank's tokens of the sum where tokens are cut, else all of it.
+        """Start the sum of the ranks' tensors.
 
-        x_BTD itself becomes the sum, or is free after `wait()`.
+        The result is this rank's tokens of the sum if tokens are sharded, else the full sum. x_BTD itself becomes the
+        sum, or is free after `wait()`.
         """
         if not self.cuts_tokens:
             return start_all_reduce(x_BTD.contiguous(), self.axis)
@@ -180,12 +182,12 @@ class SharedLayer:
         shape = (x_BTD.shape[0], size, *x_BTD.shape[2:])
         parts = (
             x_BTD.reshape(self.axis.size, *shape) if shape[0] == 1 else torch.stack(x_BTD.split(size, TOKENS))
-        )  # with one sequence the ranks' parts lie one after another
+        )  # with one sequence, the ranks' parts are contiguous
         return start_reduce_scatter(parts, self.axis, out=x_BTD.new_empty(shape))
 
 
 class Column(NamedTuple):
-    """The parameters of one layer: weight (F, D), or (D, F) where transposed; and its form, where it has float8."""
+    """The parameters of one layer: weight (F, D), or (D, F) if transposed, and its float8 form, if any."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -194,13 +196,13 @@ class Column(NamedTuple):
 
 
 class Gathering:
-    """All tokens on their way here."""
+    """Pending all-gather of the tokens."""
 
     def __init__(self, pending: Pending):
         self._pending = pending
 
     def wait(self) -> torch.Tensor:
-        """(B, T, D)."""
+        """Return all tokens, (B, T, D)."""
         parts = self._pending.wait()
         if parts.shape[1] == 1:
             return parts.reshape(1, -1, *parts.shape[3:])
@@ -208,7 +210,11 @@ class Gathering:
 
 
 def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
-    """How many tokens each rank has; PlanError where they are not shared out evenly."""
+    """Return the number of tokens per rank.
+
+    Raises:
+        PlanError: if the tokens do not divide evenly.
+    """
     size, rest = divmod(shape[TOKENS], axis.size) if len(shape) > 2 else (0, 1)
     if rest:
         raise PlanError(
@@ -220,7 +226,11 @@ def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
 
 
 def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:
-    """(B, S, D) of tokens that a model flattened to (B * S, D); PlanError where the sequences are not to be told."""
+    """Restore (B, S, D) of tokens that a model flattened to (B * S, D).
+
+    Raises:
+        PlanError: if the number of sequences is unknown or does not fit.
+    """
     if x.dim() != 2 or not sequences or x.shape[0] % sequences:
         token_share(x.shape[-2:], axis)
     return x.view(sequences, -1, x.shape[-1])
@@ -233,11 +243,11 @@ def columns(
     members: list[Column],
     held: DeferredWeightGrad | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Each member's product with the same input, whose gradient is added up over the line.
+    """Return each member's product with the same input, whose gradient is summed over the line.
 
-    x: this rank's tokens, (B, S, D); the gradient goes to it. whole: the same with all tokens; None: they are brought
-    together in pieces while these multiply. held: what the gradients
-    of the weights may wait in; under sequence parallelism the gathered input then waits with them.
+    x: this rank's tokens, (B, S, D), which receives the gradient. whole: all tokens of x, or None to gather them in
+    chunks during the products. held: queue for deferred weight gradients. Under sequence parallelism it then also
+    retains the gathered input.
     """
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]
@@ -256,7 +266,7 @@ class _Columns(Function):
     ) -> tuple[torch.Tensor, ...]:
         count = len(waiting[1])
         weights, biases = [weight for weight in params[:count] if weight is not None], params[count:]
-        # Gradients of weights need the input; where all weights are frozen nobody does.
+        # Weight gradients need the input. It is not saved if all weights are frozen.
         keeps_input = any(ctx.needs_input_grad[4:])
         ctx.save_for_backward(x_BSD if keeps_input else None, *weights)
         ctx.line, ctx.waiting, ctx.shape = line, waiting, tuple(x_BSD.shape)
@@ -275,7 +285,7 @@ class _Columns(Function):
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         gathering = line.start_gather(x_BSD) if line.cuts_tokens and x_BSD is not None else None
         flat = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
-        # A rank that used none of the products still takes part, with zeros: others wait for it.
+        # A rank that used none of the products still joins the collective with zeros, because other ranks wait for it.
         forms = [member.form for member in members]
         sum_x = line.start_sum(_input_gradient(ctx.shape, line, flat, weights, forms)) if needs_x else None
         whole = gathering.wait() if gathering else x_BSD
@@ -301,13 +311,13 @@ def _input_gradient(
     weights: list[torch.Tensor],
     forms: list[Float8 | None],
 ) -> torch.Tensor:
-    """Gradient of all tokens from this rank's features. part: the shape of this rank's tokens."""
+    """Compute the gradient of all tokens from this rank's features. part: shape of this rank's tokens."""
     shape = list(part)
     if line.cuts_tokens:
         shape[TOKENS] *= line.axis.size
     total: torch.Tensor | None = None
     flat, narrow = dict(flat), [index for index, form in enumerate(forms) if form is not None]
-    if narrow:  # one collective for what all of them agree on; every rank takes part, with zeros where it has none
+    if narrow:  # one collective for shared scales; ranks without gradients join with zeros
         rows = math.prod(shape[:-1])
         grads = [
             flat.pop(index) if index in flat else weights[index].new_zeros(rows, len(weights[index]))
@@ -323,9 +333,9 @@ def _input_gradient(
 
 
 def row_sum(product_BTD: torch.Tensor, line: SharedLayer, *, is_compiled: bool = False) -> torch.Tensor:
-    """The sum over the line of each rank's product; this rank's tokens of it where tokens are cut.
+    """Return the sum of the ranks' products over the line, or this rank's tokens of it if tokens are sharded.
 
-    The product is used up: the sum may be made in its place. is_compiled: by steps that the compiler can follow.
+    The sum may overwrite the product. is_compiled: use operations that the compiler can trace.
     """
     if is_compiled:
         if line.cuts_tokens:
@@ -341,7 +351,7 @@ class _RowSum(Function):
         if line.cuts_tokens:
             return line.start_sum(product_BTD).wait()
         if not product_BTD.is_contiguous() or current_mode() is not None:
-            # Selective recompute keeps this product and takes it again: the sum must not be made in its place.
+            # Selective recompute saves this product and reuses it, so the sum must not overwrite it.
             return line.start_sum(product_BTD.clone(memory_format=torch.contiguous_format)).wait()
         ctx.mark_dirty(product_BTD)
         line.start_sum(product_BTD).wait()
@@ -354,11 +364,11 @@ class _RowSum(Function):
 
 
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`all_reduce` of a fresh tensor, for numbers that need no gradient."""
+    """Run `all_reduce` on a fresh tensor that needs no gradient."""
     return all_reduce(x.contiguous(), axis)
 
 
-# Steps of autograd around products in pieces, for blocks that run as they are and for compiled ones.
+# Autograd functions around chunked products, for eager and compiled blocks.
 
 _SCHEMAS = {
     "gather_multiply": "(Tensor x, Tensor[] weights, int pieces) -> Tensor[]",
@@ -369,7 +379,10 @@ _SCHEMAS = {
 
 
 def prepare_chunk_operators(axis: Axis) -> None:
-    """Let compiled graphs hold products in pieces over this axis. Call it before what uses the axis is compiled."""
+    """Build the operators that compiled graphs use for chunked products.
+
+    Call it before compiling code that uses the axis.
+    """
     real: dict[str, Callable[..., Any]] = {
         "gather_multiply": _gather_multiply,
         "multiply_scatter": _multiply_scatter,
@@ -387,19 +400,19 @@ def prepare_chunk_operators(axis: Axis) -> None:
 
 
 def compiled_columns(x_BSD: Tensor, line: SharedLayer, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """`gather_multiply` in a compiled graph."""
+    """Run `gather_multiply` in a compiled graph."""
     return _CompiledColumns.apply(x_BSD, line, *weights)
 
 
 def compiled_row(x_BTD: Tensor, line: SharedLayer, weight_FD: Tensor) -> Tensor:
-    """`multiply_scatter` in a compiled graph."""
+    """Run `multiply_scatter` in a compiled graph."""
     return _CompiledRow.apply(x_BTD, line, weight_FD)
 
 
 def row(
     x_BTD: Tensor, weight: Tensor, line: SharedLayer, held: DeferredWeightGrad | None, *, transposed: bool
 ) -> Tensor:
-    """`multiply_scatter` of a layer whose weight is (F, D), or (D, F) where transposed. held: its gradient may wait."""
+    """Run `multiply_scatter` for a weight (F, D), or (D, F) if transposed. held: queue for its deferred gradient."""
     travel, weight_FD = _ReduceHandoff(), weight.t() if transposed else weight
     there = _RowFactors.apply(x_BTD, weight_FD, (weight, held, transposed), line, travel)
     return _ChunkedRowSum.apply(there, x_BTD.detach(), weight_FD.detach(), line, travel)
@@ -439,15 +452,15 @@ class _CompiledRow(Function):
 
 
 class _ReduceHandoff:
-    """What the sum's backward hands to the product's: it is not the product's gradient yet."""
+    """Gradient that the sum's backward passes to the product's backward. It is not the product's gradient yet."""
 
     grad_BSF: Tensor | None = None
 
 
 class _RowFactors(Function):
-    """Stands for a product that `_RowSum` makes, and has its backward.
+    """Stand-in for the product inside `_ChunkedRowSum`, with the product's backward.
 
-    layer: its weight, where the gradient of that may wait, and whether it is transposed.
+    layer: its weight, the queue for its deferred gradient, and True if it is transposed.
     """
 
     @staticmethod
@@ -478,7 +491,7 @@ class _RowFactors(Function):
             if held is not None and held.is_open and isinstance(weight, nn.Parameter):
                 held.hold(product)
             else:
-                grad_weight = whole_NF.t().mm(product.x_RI)  # of the weight as it multiplies
+                grad_weight = whole_NF.t().mm(product.x_RI)  # gradient of the weight in (F, D)
         return grad_BTD, grad_weight, None, None, None
 
 

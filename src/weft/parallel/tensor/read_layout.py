@@ -1,4 +1,4 @@
-"""What a layout says of the modules of a model, and whether it fits them."""
+"""Styles that a layout assigns to a model's modules, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from weft.parallel.layers.index_check import StandIn
 
 
 def nowhere(path: str) -> bool:
-    """Say of no module that it is whole."""
+    """Return False: no module is replicated."""
     del path
     return False
 
 
 def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
-    """The style of each module that the layout names. LayoutError where the module cannot have it."""
+    """Return the style of each module that the layout names.
+
+    Raises:
+        LayoutError: if a module cannot have its style.
+    """
     if not any(isinstance(module, StandIn) for module in modules.values()):
         expect_used(layout, modules)
-    here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
+    here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # local modules
     styles = {path: style for path in here if (style := layout.style(path)) is not None}
     cut = (path for path, style in styles.items() if style.name == "colwise")
     around = {layers.parent_of(path) for path in cut if layers.is_linear(modules[path])}
     for path, style in styles.items():
         module = modules[path]
-        # A column of an embedding is a head's or a feature's; a row is an entry of the vocabulary.
+        # A column of an embedding belongs to a head or feature. A row is an entry of the vocabulary.
         tables = isinstance(module, nn.Embedding) and style.name in ("colwise", "vocab")
         norms = style == Style("colwise") and layers.parent_of(path) in around and is_norm(module)
         norms = norms and rms_form(module) is not None
@@ -46,7 +50,7 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
 
 
 def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """The style of each parameter that the layout names by itself: cut by heads along its first dim, or partial.
+    """Return the style of each parameter that the layout names: sharded by heads along dim 0, or partial.
 
     Raises:
         LayoutError: for another style.
@@ -59,26 +63,28 @@ def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Styl
 
 
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """Refuse a layout with a pattern that fits no module. modules: of the whole model; a stage has not all of them.
+    """Check that every pattern of the layout matches a module.
+
+    modules: modules of the full model. A stage does not have all of them.
 
     Raises:
-        LayoutError: names the first such pattern.
+        LayoutError: names the first pattern without a match.
     """
     if unused := layout.unused((*modules, *layers.own_parameters(modules))):
         raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
 
 
 def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
-    """Return the numbers of ranks that can share the model by this layout, at most eight.
+    """Return the tp sizes that this layout allows for the model, at most eight.
 
     Args:
-        model: the whole.
-        layout: how its modules are cut.
-        tp: a number that must be among them; 0: none.
+        model: full model.
+        layout: styles of its modules.
+        tp: size that must be allowed; 0 checks no size.
 
     Raises:
-        LayoutError: where the layout does not fit the model.
-        PlanError: where tp is none of the numbers.
+        LayoutError: if the layout does not fit the model.
+        PlanError: if tp is not an allowed size.
     """
     modules = dict(model.named_modules())
     styles = read_styles(layout, modules, tp)
@@ -86,21 +92,25 @@ def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
 
 
 def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[str, Heads]:
-    """Heads of the module around each column-cut layer."""
+    """Find the heads of the module around each column-sharded layer."""
     cut = (path for path, style in styles.items() if style.name == "colwise" and not is_norm(modules[path]))
     parents = dict.fromkeys(map(layers.parent_of, cut))
     return {path: Heads.of(modules[path]) for path in parents}
 
 
 def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int) -> list[int]:
-    """PlanError with the legal values where tp does not divide what it cuts. Returns the legal values."""
+    """Check that tp divides every sharded dim, and return the legal values of tp.
+
+    Raises:
+        PlanError: with the legal values, if tp does not divide a dim.
+    """
     problems: list[str] = []
     counts: set[tuple[int, bool]] = set()
     for path, style in styles.items():
         if style.name not in ("colwise", "rowwise") or is_norm(modules[path]):
             continue
         weight = layers.weight_of(modules[path])
-        is_table = isinstance(modules[path], nn.Embedding)  # its columns are cut one by one
+        is_table = isinstance(modules[path], nn.Embedding)  # sharded by single columns
         found = Heads() if is_table else heads.get(layers.parent_of(path), Heads())
         pieces = (
             found.pieces(style, weight.shape[1 if is_table else 0])
@@ -124,12 +134,15 @@ def _fits(count: int, repeats: bool, tp: int) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module that the layout cuts by columns is a norm of what such layers make."""
+    """Return True if a column-sharded module is a norm of such layers' outputs."""
     return not (layers.is_linear(module) or isinstance(module, nn.Embedding))
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Whether the module around column-cut layers is more than one cut part: then each layer is an entry."""
+    """Return True if the module around column-sharded layers is more than one sharded part.
+
+    Each layer is then an entry.
+    """
     if parent == "":
         return True
     if makes_ahead(parent, modules, styles):
@@ -143,7 +156,9 @@ def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, 
 
 
 def makes_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Whether column-cut layers read what whole layers around them make, as latent attention has it: all that comes
-    into the module then feeds this rank's heads alone, and its entry stands in front of it."""
+    """Return True if column-sharded layers read outputs of unsharded layers in the same module, as in latent attention.
+
+    The module's input then feeds only this rank's heads, and the entry is in front of the module.
+    """
     here = (path for path, style in styles.items() if style.name == "partial" and path.startswith(f"{parent}."))
     return any(layers.is_linear(modules[path]) for path in here)

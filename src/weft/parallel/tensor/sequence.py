@@ -1,7 +1,7 @@
-"""All tokens of activations that are not gathered yet.
+"""Sequence parallelism, and a lazy tensor for tokens that are not gathered yet.
 
-A module in front of cut layers is given these where they gather in pieces: it may ask for shape and format, and hands
-them to the layers. What else it does with them brings them together first.
+A module in front of sharded layers receives lazy tokens if the layers gather in chunks. It may read shape and dtype and
+pass the tensor to the layers. Any other operation gathers the tokens first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from weft.parallel.tensor.linear import SharedLayer, token_share
 from weft.parallel.tensor.read_layout import is_wide, nowhere
 from weft.private_torch import tree_flatten, tree_map_only, tree_unflatten
 
-#: Where the tokens are in activations: (batch, tokens, features).
+#: Index of the token dim in activations: (batch, tokens, features).
 TOKENS = 1
 
 _untyped: Any = Tensor
-#: What may be asked of them as they are.
+#: Attributes that are read without gathering.
 _ASKED = {
     *(getattr(_untyped, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
     *(getattr(_untyped, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")),
@@ -40,7 +40,7 @@ _ASKED = {
 
 
 class ShardedTokens(Tensor):
-    """The ranks' tokens, (B, T, D), or (B * T, D) where is_flat; each rank has (B, S, D) of them."""
+    """Tokens of all ranks, (B, T, D), or (B * T, D) if is_flat. Each rank stores (B, S, D) of them."""
 
     _own: Tensor
     _axis: Axis
@@ -50,7 +50,7 @@ class ShardedTokens(Tensor):
 
     @staticmethod
     def of(x_BSD: Tensor, axis: Axis, *, is_flat: bool) -> ShardedTokens:
-        """Stand for what is gathered from x."""
+        """Create the lazy tensor of the tokens gathered from x."""
         batch, tokens, width = x_BSD.shape
         shape = (batch * axis.size * tokens, width) if is_flat else (batch, axis.size * tokens, width)
         found: Any = without_memory(ShardedTokens, shape, x_BSD)
@@ -59,10 +59,10 @@ class ShardedTokens(Tensor):
         return found
 
     def whole(self) -> Tensor:
-        """Bring them together, once.
+        """Gather the tokens, once.
 
         Raises:
-            PlanError: inside of a step of autograd, through which their gradient would not come back.
+            PlanError: inside an autograd function, which would lose their gradient.
         """
         if self._whole is None:
             if self._has_grad and not torch.is_grad_enabled():
@@ -98,21 +98,21 @@ def _hidden() -> PlanError:
     )
 
 
-# Sequence parallelism: between cut layers each rank of tp has its share of the tokens.
+# Sequence parallelism: between sharded layers, each tp rank has its share of the tokens.
 
-#: What transformers calls an encoder's output among the arguments of a decoder's block.
+#: Name of a decoder block's argument for the encoder's output in transformers.
 _ENCODER_STATES = "encoder_hidden_states"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSharding:
-    """What works on a part of the tokens. blocks: paths, in order. modules: those whose gradients are partial sums.
+    """Modules that work on this rank's tokens.
 
-    runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
-    stages of a pipeline hand parts of the tokens to each other. width: features of the residual stream. whole: modules
-    that mix tokens and that the layout leaves whole: every rank brings all tokens together for them, and does all.
-    reading: blocks that read what an encoder gave. summed: positions of other tensors from outside among the arguments
-    of a block, whose gradients are sums over the ranks.
+    blocks: paths, in order. modules: modules whose gradients are partial sums. runs: first and last block of each local
+    stage. with_ends: embedding and head are sharded too, and pipeline stages exchange sharded tokens. width: features
+    of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded; every rank gathers all
+    tokens for them and computes all of them. reading: blocks that read an encoder's output. summed: indices of other
+    outside tensors among a block's arguments, whose gradients are sums over the ranks.
     """
 
     blocks: tuple[str, ...]
@@ -133,18 +133,18 @@ def plan_sequence(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> TokenSharding:
-    """Return where the tokens are divided.
+    """Choose the modules between which tokens are divided.
 
     Args:
-        model: the full model, or a stage of a pipeline.
-        layout: of the full model.
-        styles: of the modules that are here, by path.
-        runs: paths of the blocks of each pipeline stage that is here, or None if all blocks are.
-        is_whole: returns whether a module, given by its path, keeps all tokens.
-        regions: found on the full model, or None before that.
+        model: full model, or a stage of a pipeline.
+        layout: layout of the full model.
+        styles: styles of the local modules, by path.
+        runs: block paths of each local pipeline stage, or None if all blocks are local.
+        is_whole: returns True for the path of a module that keeps all tokens.
+        regions: regions found on the full model, or None before that.
 
     Raises:
-        LayoutError: if the model has no blocks with cut layers.
+        LayoutError: if the model has no blocks with sharded layers.
     """
     blocks = blocks_outside(model, is_whole)
     if regions is not None and regions.why_apart:
@@ -166,7 +166,7 @@ def plan_sequence(
     modules = dict(model.named_modules())
     whole = tuple(place for path, block in blocks.items() for place in _replicated_mixers(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
-    # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
+    # Read from the layout: embedding and head may be on other stages, and all stages must agree.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
     outside = ("norm", "pos_embed") if ends else ()
     here = list(chains.values()) if runs is None else runs
@@ -174,14 +174,17 @@ def plan_sequence(
         here = [[path] for path in blocks]
     ends_of_runs = tuple((run[0], run[-1]) for run in here)
     summed = {} if regions is None else regions.summed
-    # An encoder that is whole gives all tokens too, of which a block that reads them gets its share.
+    # An unsharded encoder also returns all tokens. A block that reads them takes its share.
     several = len(set(map(layers.parent_of, repeated_blocks(model)))) > 1
     reading = tuple(path for path, block in blocks.items() if several and _ENCODER_STATES in _names(block))
     return TokenSharding(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed)
 
 
 def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
-    """Features of the residual stream. What is cut first may read a latent of fewer, so a row-cut layer decides."""
+    """Return the features of the residual stream.
+
+    The first sharded layer may read a narrower latent, so a row-sharded layer decides.
+    """
     modules = dict(model.named_modules())
     inside = [path for path in styles if any(path.startswith(f"{block}.") for block in blocks)]
     row = next((path for path in inside if _is(styles, path, "rowwise")), None)
@@ -208,7 +211,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def second_states(module: nn.Module) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments in which a module is given other states to read keys from."""
+    """Return indices and names of the arguments that pass other states to read keys from."""
     found = enumerate(_names(module))
     return tuple((place, name) for place, name in found if name in (_ENCODER_STATES, "key_value_states"))
 
@@ -224,9 +227,9 @@ def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
 def _replicated_mixers(
     path: str, block: nn.Module, styles: Mapping[str, Style], modules: Mapping[str, nn.Module]
 ) -> list[str]:
-    """The outermost modules of a block that mix tokens and have no cut layer near."""
+    """Return the outermost modules of a block that mix tokens and have no sharded layer inside or around them."""
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
-    parts = {place.rpartition(".")[0] for place in cut}  # modules around cut layers, which get all tokens
+    parts = {place.rpartition(".")[0] for place in cut}  # modules around sharded layers, which receive all tokens
     parts = {part for part in parts if not is_wide(part, modules, styles)}
     found: list[str] = []
     for name, module in block.named_modules():
@@ -240,7 +243,7 @@ def _replicated_mixers(
 
 
 def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, part: ShardPosition) -> None:
-    """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
+    """Make blocks work on this rank's tokens, in place: entries gather tokens, row-sharded layers scatter them."""
     modules = dict(model.named_modules())
     for path, positions in sequence.summed.items():
         if positions and path in modules:
@@ -262,7 +265,7 @@ def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, p
 
 
 class _Edge:
-    """Hooks of a stage's first and last block. Objects, since copies of a module copy its hooks."""
+    """Hooks of a stage's first and last block. Objects, because copies of a module copy its hooks."""
 
     def __init__(self, line: SharedLayer, width: int, part: ShardPosition):
         self._line = line
@@ -279,7 +282,7 @@ class _Edge:
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """All tokens again, which all ranks go on with alike."""
+        """Gather all tokens, which all ranks process identically from here."""
         del args
         leaves, tree = tree_flatten(output)
         place = self._find(leaves, module)
@@ -291,13 +294,13 @@ class _Edge:
 
 
 class _SumGradients:
-    """Hook of a block: the gradient of what comes from outside is the sum of those of all ranks' tokens."""
+    """Hook of a block that sums the gradients of outside tensors over all ranks' tokens."""
 
     def __init__(self, line: SharedLayer, positions: frozenset[int]):
         self._line, self._positions = line, positions
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let backward add up their gradients."""
+        """Make backward sum their gradients."""
         del module
         leaves, tree = tree_flatten((args, kwargs))
         for at in self._positions:
@@ -307,13 +310,13 @@ class _SumGradients:
 
 
 class _ShardedStates:
-    """Hook of a block that reads what an encoder gave: this rank's tokens of it, which cut layers bring together."""
+    """Hook of a block that reads an encoder's output: keeps this rank's tokens, which sharded layers gather again."""
 
     def __init__(self, line: SharedLayer, names: list[str]):
         self._line, self._place = line, names.index(_ENCODER_STATES)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cut them."""
+        """Shard the encoder's output."""
         del module
         if len(args) > self._place and args[self._place] is not None:
             return (*args[: self._place], self._split_part(args[self._place]), *args[self._place + 1 :]), kwargs
@@ -327,16 +330,16 @@ class _ShardedStates:
 
 
 class _GatheredMixer:
-    """Hooks of a module that mixes tokens and is whole on every rank: all tokens go in, and this rank's come out.
+    """Hooks of a replicated module that mixes tokens: gather all tokens before it, and keep this rank's after it.
 
-    Each rank's gradients are those of its own tokens, so that they add up as those of the block's other modules do.
+    Each rank's gradients come from its own tokens, so they are summed like those in the block's other modules.
     """
 
     def __init__(self, line: SharedLayer, width: int):
         self._line, self._width = line, width
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All tokens of the hidden states, and of what else has their shape."""
+        """Gather all tokens of the hidden states, and of other tensors with their shape."""
         leaves, tree = tree_flatten((args, kwargs))
         hidden = leaves[_find_hidden(leaves, self._width, module)]
         if hidden.dim() < 3:
@@ -350,7 +353,7 @@ class _GatheredMixer:
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """This rank's tokens."""
+        """Keep this rank's tokens."""
         del args
         leaves, tree = tree_flatten(output)
         place = _find_hidden(leaves, self._width, module)
@@ -371,13 +374,13 @@ def _find_hidden(leaves: list[Any], width: int, module: nn.Module) -> int:
 
 
 class _TakePositions:
-    """Hook of a table of positions: those of this rank's tokens."""
+    """Hook of a position table: keeps the positions of this rank's tokens."""
 
     def __init__(self, line: SharedLayer):
         self._line = line
 
     def before(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """(B, T) or (1, T) to (B, S) or (1, S)."""
+        """Map (B, T) or (1, T) to (B, S) or (1, S)."""
         del module
         size, rest = divmod(args[0].shape[1], self._line.axis.size)
         if rest:

@@ -1,11 +1,12 @@
-"""Adapters on cut layers: what of A and B a rank has, and who adds up what they make.
+"""Sharded layers and their adapters: the shards of A and B on a rank, and the communication they need.
 
-    layer                          A                        B, magnitude             travels
-    cut by columns                 whole                    its rows, as the weight  the gradient of A x
-    cut by columns, tokens cut     whole, partial sums      its rows                 A x of all tokens, and its gradient
-    cut by rows                    its inputs               whole, partial sums      nothing more: a part of the product
+    layer                             A                        B, magnitude              communicated
+    column-sharded                    replicated               its rows, as the weight   gradient of A x
+    column-sharded, tokens sharded    replicated, partial sum  its rows                  A x of all tokens, its gradient
+    row-sharded                       its inputs               replicated, partial sum   nothing: added to the product
 
-So what travels for an adapter has its rank for a width. Under dora the row-cut layer adds up squares for the norms.
+Adapter communication therefore has the adapter's rank as its width. Under dora, the row-sharded layer sums squares for
+the norms.
 """
 
 from __future__ import annotations
@@ -44,45 +45,48 @@ from weft.parallel.tensor.sequence import ShardedTokens
 
 
 class ColumnAdapter(Alone):
-    """Of a column-cut layer, all of whose input is on each rank."""
+    """Adapter of a column-sharded layer whose full input is on each rank."""
 
     def __init__(self, axis: Axis, part: ShardPosition | None):
         self._axis, self._part = axis, part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """All ranks drop the same."""
+        """Apply the same dropout on all ranks."""
         return _dropped(dropout, x, self._part, is_whole=True)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Its gradient is a sum over the ranks."""
+        """Return x, whose gradient is summed over the ranks."""
         return copy_to(x, self._axis)
 
     def low(self, h: Tensor) -> Tensor:
-        """Its gradient is a sum over the ranks: then those of A and of the input are whole on each."""
+        """Return h, whose gradient is summed over the ranks.
+
+        The gradients of A and of the input are then full on each rank.
+        """
         return copy_to(h, self._axis)
 
 
 class TokenAdapter(Alone):
-    """Of a column-cut layer between which and the one before tokens are cut: it reads this rank's tokens.
+    """Adapter of a column-sharded layer with sharded tokens in front of it: reads this rank's tokens.
 
-    is_flat: the layer itself is given (batch * tokens, features).
+    is_flat: the layer itself receives (batch * tokens, features).
     """
 
     def __init__(self, axis: Axis, part: ShardPosition | None, *, is_flat: bool = False):
         self._axis, self._part, self._is_flat = axis, part, is_flat
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """As in front of the cut part."""
+        """Apply dropout as in front of the sharded part."""
         if self._is_flat:
             return _dropped(dropout, x.flatten(0, 1), self._part, is_whole=False).view_as(x)
         return _dropped(dropout, x, self._part, is_whole=False)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Bring all tokens."""
+        """Gather all tokens."""
         return self._all_tokens(x)
 
     def low(self, h: Tensor) -> Tensor:
-        """Bring all tokens."""
+        """Gather all tokens."""
         return self._all_tokens(h)
 
     def _all_tokens(self, x: Tensor) -> Tensor:
@@ -91,29 +95,29 @@ class TokenAdapter(Alone):
 
 
 class GatheredAdapter(Alone):
-    """Of a column-cut layer that reads what was made of gathered tokens, whose gradient autograd adds up."""
+    """Adapter of a column-sharded layer that reads a result of gathered tokens. Autograd sums its gradient."""
 
     def __init__(self, part: ShardPosition | None):
         self._part = part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """All ranks drop the same."""
+        """Apply the same dropout on all ranks."""
         return _dropped(dropout, x, self._part, is_whole=True)
 
 
 class RowAdapter(Alone):
-    """Of a row-cut layer: each rank's product goes into the sum over the ranks."""
+    """Adapter of a row-sharded layer: each rank's product is part of the sum over the ranks."""
 
     def __init__(self, axis: Axis, part: ShardPosition):
         self._axis, self._part = axis, part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Each rank has its own features."""
+        """Apply dropout to this rank's features."""
         with self._part.at(is_open=True):
             return dropout(x)
 
     def squares(self, total_F: Tensor) -> Tensor:
-        """Each rank has some elements of every row."""
+        """Sum the squares over the ranks, since each rank has some elements of every row."""
         return summed(total_F, self._axis)
 
 
@@ -124,15 +128,15 @@ def _dropped(dropout: nn.Module, x: Tensor, part: ShardPosition | None, *, is_wh
         return dropout(x)
 
 
-# Layers that hold a part of their matrix. A module gets a subclass of its own class: paths and names stay.
+# Layers that store a shard of their matrix. A module gets a subclass of its class, so paths and names do not change.
 
 
 class Entry:
-    """Where activations enter a cut part. members: the column-cut layers that read them. width: their features.
+    """Entry of activations into a sharded part. members: column-sharded layers that read them. width: their features.
 
-    part: opened here; None in front of a head, after which nothing comes. is_compiled: its layers are; then each is a
-    product of its own behind one collective, which the compiler can follow. is_ahead: layers that are whole come first,
-    and the members read what those make.
+    part: shard position, marked open here; None for a head. is_compiled: the layers are compiled, and each computes its
+    product after one collective that the compiler can trace. is_ahead: unsharded layers run first, and the members read
+    their outputs.
     """
 
     def __init__(
@@ -156,16 +160,16 @@ class Entry:
         self._made: dict[int, torch.Tensor] = {}
 
     def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
-        """All tokens of activations of which this rank has a part; the gradient is summed and cut again.
+        """Return all tokens of sharded activations. Their gradient is summed and sharded again.
 
-        is_shared: the members read them, and nothing else.
+        is_shared: only the members read them.
         """
         if self.line.cuts_tokens and x.dim() < 3:
             x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
             inner = self._gathered(x, is_shared, is_flat=True)
         elif self.line.cuts_tokens:
             inner = self._gathered(x, is_shared, is_flat=False)
-            if self.part is not None:  # a replay of this block alone says it again
+            if self.part is not None:  # set again by a replay of only this block
                 self.part.sequences = x.shape[0]
         else:
             inner = copy_to(x, self.line.axis)
@@ -182,7 +186,7 @@ class Entry:
         return self.line.cuts_tokens and self.line.pieces > 1
 
     def _gathered(self, x: torch.Tensor, is_shared: bool, *, is_flat: bool) -> torch.Tensor:
-        """All tokens; where members gather in pieces, what stands for them. A graph drops results that are not read."""
+        """Return all tokens, or a lazy tensor if members gather in chunks. A compiled graph drops unused results."""
         compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
         if self._in_chunks and is_shared and not self.is_ahead and not compiles:
             return ShardedTokens.of(x, self.line.axis, is_flat=is_flat)
@@ -190,11 +194,11 @@ class Entry:
         return inner.flatten(0, 1) if is_flat else inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The member's product with x. Members that read the same tensor are one product with one collective."""
+        """Return the member's product with x. Members that read the same tensor share a product and a collective."""
         if self._in_chunks and x is self._inner and not torch.is_autocast_enabled(x.device.type):
             return self._piecewise(member)
         if self.is_ahead:
-            return _linear(member, x)  # autograd knows how it was made of what came in
+            return _linear(member, x)  # autograd tracks how it was computed from the input
         if self.is_compiled:
             if not self.line.cuts_tokens and x is not self._inner:
                 self._begin(x, copy_to(x, self.line.axis))
@@ -204,8 +208,8 @@ class Entry:
         if not self.line.cuts_tokens and x is not self._inner:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
-            return _linear(member, x)  # made from what came in: autograd knows how
-        if layers.is_packed(member):  # its bytes are unpacked for its own product alone
+            return _linear(member, x)  # computed from the input, tracked by autograd
+        if layers.is_packed(member):  # packed bytes are unpacked for one product only
             return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
         outer = self._outer
         if not self._products:
@@ -232,8 +236,10 @@ class Entry:
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
     def _piecewise(self, member: nn.Module) -> torch.Tensor:
-        """The member's part of one product in pieces of all members, kept for the others by place: graphs of blocks
-        that are alike shall be, too."""
+        """Return the member's part of one chunked product of all members.
+
+        The other parts are stored by index, so that graphs of identical blocks are identical.
+        """
         place, inner, outer = member._weft_place, self._inner, self._outer
         assert isinstance(place, int)
         assert inner is not None
@@ -255,7 +261,10 @@ class Entry:
         return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
 
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, Alone]:
-        """What the adapter of a layer reads in place of x, and who shares it: where tokens are cut, this rank's."""
+        """Return the input of a layer's adapter and its sharding.
+
+        The input is this rank's tokens if tokens are sharded.
+        """
         if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)
         if x is self._inner and self._outer is not None:
@@ -263,7 +272,7 @@ class Entry:
         return x, GatheredAdapter(self.part)
 
     def close(self) -> None:
-        """Forget what came in: it must not live longer than the module needs it."""
+        """Drop the input, which must not outlive the module's use of it."""
         self._inner = self._outer = None
         self._products, self._made = {}, {}
 
@@ -273,7 +282,7 @@ def _form_of(member: nn.Module) -> Float8 | None:
 
 
 def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The member's product, by steps of autograd that the compiler can follow."""
+    """Return the member's product, with operations that the compiler can trace."""
     bias, form = layers.bias_of(member), _form_of(member)
     if form is None:
         return layers.product(member, x, bias)
@@ -281,17 +290,18 @@ def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Enter:
-    """Hooks of the module in front of which an entry stands. Objects, since copies of a module copy its hooks.
+    """Hooks of the module behind an entry. Objects, because copies of a module copy its hooks.
 
-    ends: whether the cut part ends inside of it. BERT's pooler gives out features that are cut until the classifier.
-    second: arguments, by place and name, that give it other states to read keys from.
+    ends: the sharded part ends inside the module. BERT's pooler returns features that stay sharded until the
+    classifier.
+    second: indices and names of the arguments that pass other states to read keys from.
     """
 
     def __init__(self, entry: Entry, ends: bool, second: tuple[tuple[int, str], ...] = ()):
         self._entry, self._ends, self._second = entry, ends, second
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Bring all tokens of the activations among the arguments; where tokens are cut, or layers ahead whole."""
+        """Gather the activations among the arguments, if tokens are sharded or unsharded layers run first."""
         args, kwargs, has_second = self._second_entered(args, kwargs)
         values = [*args, *kwargs.values()]
         for place, value in enumerate(values):
@@ -308,7 +318,7 @@ class Enter:
         )
 
     def _second_entered(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-        """The arguments with all tokens of what an encoder gave, and whether it gave any."""
+        """Return the arguments with all tokens of the encoder's output, and True if there was one."""
         for place, name in self._second if self._entry.line.cuts_tokens else ():
             if len(args) > place and args[place] is not None:
                 return (
@@ -321,7 +331,7 @@ class Enter:
         return args, kwargs, False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Nothing of it is needed any more."""
+        """Drop the input and mark the end of the sharded part."""
         del module, args, output
         self._entry.close()
         if self._ends and self._entry.part is not None:
@@ -329,14 +339,14 @@ class Enter:
 
 
 class ColumnLinear(HoldingLayer):
-    """Makes this rank's share of the output features."""
+    """Linear layer that computes this rank's share of the output features."""
 
     _weft_entry: Entry
     _weft_enters: bool
     _weft_place: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., D) to (..., F)."""
+        """Map (..., D) to (..., F)."""
         entry = self._weft_entry
         x = entry.enter(x) if self._weft_enters else x
         if not isinstance(self, AdaptedLinear):
@@ -346,14 +356,14 @@ class ColumnLinear(HoldingLayer):
 
 
 class RowLinear(HoldingLayer):
-    """Reads this rank's share of the input features; its output is the sum over the ranks."""
+    """Linear layer that reads this rank's share of the input features. Its output is the sum over the ranks."""
 
     _weft_line: SharedLayer
     _weft_part: ShardPosition
     _weft_is_compiled: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., F) to (..., D)."""
+        """Map (..., F) to (..., D)."""
         self._weft_part.is_open = False
         weight, held = self.weight, self._weft_held
         line = self._weft_line
@@ -365,7 +375,7 @@ class RowLinear(HoldingLayer):
             product = linear(x, layers.weight_of(self), None, None, form=self._weft_float8)
         else:
             product = layers.product(self, x)
-        if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them
+        if isinstance(self, AdaptedLinear):  # its product is part of the sum over ranks
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
             product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
@@ -374,7 +384,7 @@ class RowLinear(HoldingLayer):
         return out if self.bias is None else out + self.bias
 
     def _piecewise(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum in pieces of the tokens, each on its way while the next one multiplies."""
+        """Compute the sum in chunks of tokens. The reduction of each chunk overlaps with the next product."""
         line, is_flat = self._weft_line, x.dim() == 2
         if is_flat:
             x = with_sequences(x, self._weft_part.sequences, line.axis)
@@ -389,29 +399,29 @@ class RowLinear(HoldingLayer):
 
 
 class ShardedNorm(nn.Module):
-    """A norm by the mean square of features of which this rank has a share."""
+    """RMS norm over features that are sharded across ranks."""
 
     weight: nn.Parameter
     _weft_form: RmsForm
     _weft_axis: Axis
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Same shape. What the ranks add up is one number per token."""
+        """Normalize x, with the same shape. The ranks sum one number per token."""
         axis = self._weft_axis
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.square().mean(-1, keepdim=True) / axis.size
-        # Each rank's features read the sum, so that its gradient is a sum over the ranks, too.
+        # Each rank's features read the sum, so its gradient is also a sum over the ranks.
         return self._weft_form.scaled(x, copy_to(sum_over(mean, axis), axis), self.weight)
 
 
 class VocabEmbedding(nn.Module):
-    """Holds a share of the rows; ids of other ranks' rows come from there. The class's own forward looks them up."""
+    """Embedding with this rank's rows. Other ranks look up the remaining ids, and the sum combines them."""
 
     weight: nn.Parameter
     _weft_line: SharedLayer
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """(B, T) to (B, T, D), or this rank's tokens of it where tokens are cut from here on."""
+        """Map (B, T) to (B, T, D), or to this rank's tokens of it if tokens are sharded from here on."""
         line, rows_here = self._weft_line, self.weight.shape[0]
         local_BT = ids_BT - line.axis.rank * rows_here
         elsewhere_BT = (local_BT < 0) | (local_BT >= rows_here)
@@ -421,14 +431,14 @@ class VocabEmbedding(nn.Module):
 
 
 def localise(module: nn.Module, heads: Heads, tp: int) -> None:
-    """Set a module's numbers of heads to this rank's: cutting its projections leaves it with some."""
+    """Set a module's head counts to this rank's share."""
     if not heads.count:
         return
     numbers = heads.numbers(tp)
     _set(module, numbers)
     config = getattr(module, "config", None)
     if number(config, "heads") == heads.count:
-        # Its own copy: some modules read the number of heads from the config in each forward.
+        # A local copy: some modules read the number of heads from the config in each forward.
         local = copy.copy(config)
         _set(local, numbers[:2])
         object.__setattr__(module, "config", local)

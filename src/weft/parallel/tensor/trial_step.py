@@ -1,7 +1,7 @@
-"""One step of a small model with and without tensor parallelism, on random numbers, before it is trained.
+"""Trial step of a small model with and without tensor parallelism, on random inputs, before training.
 
-Tracing follows what it can see. Code in Python that reads sizes, or a backward written by hand, may escape it, so
-models that nobody vetted are tried if they are small enough for a second copy.
+Tracing can miss Python code that reads sizes, or a custom backward. Unknown models are therefore tried if they are
+small enough for a second copy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from weft.models.inspect import dry_run, layers
 from weft.parallel.state.placement import Placement
 from weft.private_torch import tree_leaves, tree_map
 
-#: Parameters of the largest model that is tried: three copies in float64 are there for a moment.
+#: Parameters of the largest model that is tried: three float64 copies exist for a moment.
 MOST_PARAMS = 20_000_000
-#: Relative difference that rounding in float64 stays below.
+#: Relative difference that float64 rounding does not exceed.
 _EQUAL = 1e-6
 _RANDOM = ("rand", "randn", "randint", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential")
 
@@ -34,7 +34,7 @@ Cut = Callable[[nn.Module], dict[str, Placement]]
 
 
 def is_tried(model: nn.Module) -> bool:
-    """Return whether a model is small, has numbers, and is none of Weft's or of transformers."""
+    """Return True if a model is small, has materialized values, and does not come from Weft or transformers."""
     tensors = (*model.parameters(), *model.buffers())
     is_small = sum(tensor.numel() for tensor in tensors) <= MOST_PARAMS
     is_vetted = isinstance(model, layers.KnownModel) or hasattr(model, "base_model_prefix")
@@ -42,7 +42,7 @@ def is_tried(model: nn.Module) -> bool:
 
 
 class TrialError(LayoutError):
-    """A divided copy failed, or gave other numbers. path: of the module that failed, or ""."""
+    """Failure or different results of a sharded copy. path: path of the module that failed, or ""."""
 
     def __init__(self, message: str, path: str = ""):
         super().__init__(message)
@@ -50,25 +50,25 @@ class TrialError(LayoutError):
 
 
 def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, example: Any, where: str) -> None:
-    """Compare the outputs and gradients of a copy that `cut` divides with those of an undivided copy.
+    """Compare outputs and gradients of a copy that `cut` shards with an unsharded copy.
 
-    All ranks of the axis call it. The model stays as it is.
+    All ranks of the axis call it. The model is not changed.
 
     Args:
-        model: the full model.
-        axis: the ranks that share it.
-        device: of the ranks.
-        cut: divides a copy, and returns the placements of its parameters.
-        example: arguments of a forward, or None for invented ones.
-        where: the setting, for messages.
+        model: full model.
+        axis: ranks that share it.
+        device: device of the ranks.
+        cut: shards a copy and returns the placements of its parameters.
+        example: arguments of a forward, or None to generate them.
+        where: setting that error messages name.
 
     Raises:
-        TrialError: if they differ, or the divided copy fails.
+        TrialError: if results differ, or the sharded copy fails.
     """
     is_invented = example is None
     try:
         full = copy.deepcopy(model).to(device, torch.float64)
-    except Exception:  # modules of users may refuse to be copied
+    except Exception:  # user modules may not support copying
         return
     for tensor in (*full.parameters(), *full.buffers()):
         tensor.detach().copy_(broadcast(tensor.detach().contiguous(), axis))
@@ -80,14 +80,14 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     if failure is None and is_random and training:
         training = False
         failure, expected, _ = _step(full, inputs, training)
-    if failure is not None:  # an example that was invented may not fit; tracing has reported that
+    if failure is not None:  # a generated example may not fit; tracing has reported it
         return
     placements = cut(divided)
     failure, found, _ = _step(divided, inputs, training)
     failed = all_reduce(torch.tensor(float(failure is not None), device=device), axis)
     if float(failed):
         if is_invented and isinstance(failure, PlanError):
-            return  # the number of invented tokens does not fit the plan; that of a batch may
+            return  # a real batch may have a number of tokens that fits the plan
         if isinstance(failure, WeftError):
             raise failure
         raise TrialError(f"{where}: {_why_failed(failure)}", _module_of(failure, divided))
@@ -106,7 +106,7 @@ def _remedy(where: str) -> str:
 
 
 def _input(leaf: Any, model: nn.Module, axis: Axis, device: torch.device) -> Any:
-    """Floats at random, so that nothing is hidden by zeros; numbers of entries as they are, or spread if all are 0."""
+    """Return a random tensor for floats, so that zeros hide nothing. Keep indices, or draw them if all are 0."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     generator = torch.Generator().manual_seed(leaf.numel())
@@ -119,7 +119,7 @@ def _input(leaf: Any, model: nn.Module, axis: Axis, device: torch.device) -> Any
 
 
 class _Draws(TorchFunctionMode):
-    """Whether a forward draws numbers."""
+    """Records if a forward draws random numbers."""
 
     is_random = False
 
@@ -139,7 +139,7 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _step(model: nn.Module, inputs: Any, training: bool) -> tuple[Exception | None, list[torch.Tensor], bool]:
-    """Run one forward and backward. Returns why it failed, the outputs, and whether numbers were drawn."""
+    """Run one forward and backward. Return the failure, the outputs, and a flag for drawn random numbers."""
     args, kwargs = dry_run.as_arguments(inputs)
     draws = _Draws()
     model.zero_grad()
@@ -189,7 +189,7 @@ def _largest_difference(
             difference = float((one - other).abs().max()) / max(float(other.abs().max()), least)
         if not difference <= worst:
             worst, where = difference, name
-    worst = worst if worst == worst else 1.0  # a NaN
+    worst = worst if worst == worst else 1.0  # NaN
     everywhere = torch.tensor(worst, dtype=torch.float64, device=next(divided.parameters()).device)
     worst = float(all_reduce(everywhere, axis, "max"))
     return (where or "the result of another rank", worst) if worst > _EQUAL else None
@@ -217,7 +217,7 @@ def _why_failed(failure: Exception | None) -> str:
 
 
 def _module_of(failure: Exception | None, model: nn.Module) -> str:
-    """The path of the innermost module of the model whose code failed."""
+    """Return the path of the model's innermost module whose code failed."""
     paths = {id(module): path for path, module in model.named_modules()}
     found, step = "", None if failure is None else failure.__traceback__
     while step is not None:
@@ -227,7 +227,7 @@ def _module_of(failure: Exception | None, model: nn.Module) -> str:
 
 
 def _line_of_user(failure: Exception | None) -> str:
-    """Where the model's own code failed."""
+    """Return the line of the model's own code that failed."""
     found, step = "", None if failure is None else failure.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename
@@ -238,9 +238,9 @@ def _line_of_user(failure: Exception | None) -> str:
 
 
 def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None:
-    """Return a layout that leaves what is divided around a module undivided, or None if nothing else is.
+    """Return a layout that leaves a module's layers unsharded, or None if nothing else is sharded.
 
-    Modules of the same path but for numbers are left undivided too. path: of the module, or a layer in it.
+    Modules whose paths differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
     """
     modules = dict(model.named_modules())
     styles = {name: style for name in modules if (style := layout.match(name)) is not None}
@@ -254,7 +254,7 @@ def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None
 
 
 def divided_modules(layout: Layout, model: nn.Module) -> list[str]:
-    """Return a module of each kind around row-cut layers."""
+    """Return one module of each kind that contains row-sharded layers."""
     around = (name.rpartition(".")[0] for name, _ in model.named_modules() if layout.match(name) == "rowwise")
     return list({_general(path): path for path in around if path}.values())
 

@@ -1,7 +1,7 @@
-"""Optimizers that a user's own loop steps: found at their first step, and watched from there.
+"""Optimizers stepped by a user's own loop: found at their first step and hooked from then on.
 
-Whether TrainStep drives is asked of the engine. Where it does not, the optimizer's own step does what TrainStep would
-do around it: complete the gradients before, bring the new weights to all ranks after.
+The engine reports if TrainStep drives the step. If it does not, the hooks around the optimizer's step do the work of
+TrainStep: complete the gradients before it, and publish the new weights to all ranks after it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from weft.private_torch import foreach_mul_
 
 
 class WatchedEngine(Protocol):
-    """What the watchers of optimizers ask of an engine. in_step: whether TrainStep drives now."""
+    """Engine interface that the optimizer hooks use. in_step: True while TrainStep drives."""
 
     in_step: bool
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `adopt` was called with it."""
+        """Return True if `adopt` was called with it."""
         ...
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer holds parameters of the engine's module."""
+        """Return True if the optimizer holds parameters of the engine's module."""
         ...
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put this rank's parts in the place of the module's parameters."""
+        """Replace the module's parameters in the optimizer by this rank's shards."""
         ...
 
     def finalize(self) -> None:
-        """At the step of a user's own loop: have all gradients where the optimizer looks for them."""
+        """Put all gradients where the optimizer reads them, at the step of a user's own loop."""
         ...
 
     def publish(self) -> None:
-        """After the step: the next forward sees the new weights, on all ranks."""
+        """Publish the new weights to all ranks after the step, for the next forward."""
         ...
 
 
@@ -59,10 +59,17 @@ def watch_steps(
     before: Callable[[torch.optim.Optimizer], None] | None = None,
     after: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> None:
-    """From here the optimizer's own step does what TrainStep would do around it, where TrainStep does not drive.
+    """Do the work of TrainStep in hooks around the optimizer's step, if TrainStep does not drive it.
 
-    clear: what the engine does besides in `zero_grad`. before, after: what every step does right around the optimizer's
-    own, driven or not. ModelError at a step with a closure.
+    Args:
+        optimizer: optimizer to watch.
+        engine: engine of its parameters.
+        clear: additional work of the engine in `zero_grad`.
+        before: work directly before every step of the optimizer, driven by TrainStep or not.
+        after: work directly after every step.
+
+    Raises:
+        ModelError: at a step with a closure.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -99,9 +106,9 @@ def watch_steps(
 
 
 class _Finder:
-    """Adopts, at its first step, an optimizer of the module's parameters that nobody handed over.
+    """Hook that adopts an optimizer of the module's parameters at its first step, if the user did not register it.
 
-    Without it the weights of each rank would go their own way, without a word.
+    Without it, the weights of the ranks would diverge silently.
     """
 
     def __init__(self, engine: Callable[[], WatchedEngine | None]):
@@ -115,9 +122,9 @@ class _Finder:
 
 
 def find_optimizers(engine: Callable[[], WatchedEngine | None]) -> None:
-    """Look at each optimizer's first step whether the engine has to adopt it.
+    """Watch for optimizers of the engine's parameters, and adopt them at their first step.
 
-    Finders of engines that are gone are taken away here, since hooks must not change while an optimizer steps.
+    Hooks of engines that no longer exist are removed here, because hooks must not change while an optimizer steps.
     """
     hooks = optimizer_step_hooks()
     for key in [key for key, hook in hooks.items() if isinstance(hook, _Finder) and hook.engine() is None]:
@@ -125,9 +132,9 @@ def find_optimizers(engine: Callable[[], WatchedEngine | None]) -> None:
     register_optimizer_step_pre_hook(_Finder(engine))
 
 
-# The rules by which both engines take over an optimizer that was built on a module's parameters.
+# Rules by which both engines adopt an optimizer that was built on a module's parameters.
 
-#: Of torch's optimizers, those whose update of an element depends on that element's gradient and state alone.
+#: torch optimizers whose update of an element depends only on that element's gradient and state.
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -144,19 +151,19 @@ ELEMENTWISE = frozenset(
     }
 )
 
-#: Those whose fused kernels leave a step out where the device says so, their counts of steps too.
+#: Optimizers whose fused kernels skip a step on a device flag, including their step counts.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 
 
 def leaves_steps_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step_by_decision` can step this optimizer as it is set now."""
+    """Return True if `step_by_decision` supports this optimizer with its current settings."""
     if isinstance(optimizer, DecidedOptimizer):
         return True
     return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step_by_decision` can step some parameters before the others."""
+    """Return True if `step_by_decision` can step some parameters before the others."""
     return type(optimizer) in _FUSED
 
 
@@ -167,13 +174,13 @@ def step_by_decision(
     first: Collection[int] = (),
     between: Callable[[], None] | None = None,
 ) -> None:
-    """Step with gradients multiplied by the decision's factor, unless the device finds that the step is not taken.
+    """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it.
 
     Args:
-        optimizer: that `leaves_steps_out`.
-        decision: of the device.
-        first: ids of parameters that are stepped before the others, where it `steps_in_parts`; empty: all at once.
-        between: called when these were stepped.
+        optimizer: optimizer for which `leaves_steps_out` is True.
+        decision: decision on the device.
+        first: ids of parameters to step before the others, if `steps_in_parts`; empty steps all together.
+        between: called after the `first` parameters are stepped.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -186,7 +193,7 @@ def step_by_decision(
         with optimizer.decided(decision):
             optimizer.step()
         return
-    # As torch's GradScaler tells fused optimizers.
+    # The same flag that torch's GradScaler sets on fused optimizers.
     optimizer.__dict__["found_inf"] = (~decision.is_taken).float()
     try:
         if first and between is not None:
@@ -201,7 +208,7 @@ def step_by_decision(
 
 @contextmanager
 def _without_grads(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let the optimizer leave these parameters out."""
+    """Make the optimizer skip these parameters."""
     grads = [(param, param.grad) for param in params]
     for param, _ in grads:
         param.grad = None
@@ -213,23 +220,27 @@ def _without_grads(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def undo_skipped_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step that the device did not take out of what the host counted. Waits for its decision."""
+    """Remove a step that the device skipped from the host's step counts. Waits for the device's decision."""
     if isinstance(optimizer, DecidedOptimizer):
         optimizer.finalize()
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the optimizer needs no more than its own part of a parameter of this group.
+    """Return True if the optimizer needs only its own shard of this group's parameters.
 
-    `elementwise` in the group says so, else the attribute of the optimizer, else whether its class is known to be.
+    Read from `elementwise` in the group, else from the optimizer's attribute, else from the list of elementwise
+    classes.
     """
     return group.get("elementwise", getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE))
 
 
 def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names: Sequence[str] | None) -> None:
-    """Put what this rank updates into a group, in place. kept: one for each of its parameters, None where not here.
+    """Set the parameters of a group to those that this rank updates, in place.
 
-    names: `param_names` of the whole group, where it has them.
+    Args:
+        group: parameter group of the optimizer.
+        kept: one entry for each of its parameters, None if not local.
+        names: `param_names` of the full group, if set.
     """
     group["params"] = [param for param in kept if param is not None]
     if names is not None:
@@ -237,13 +248,17 @@ def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """ModelError for an optimizer that calls the model inside of its step."""
+    """Refuse an optimizer that calls the model inside its step.
+
+    Raises:
+        ModelError: for LBFGS.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
 
 
 def not_of_model(param: nn.Parameter) -> ModelError:
-    """The error for a trainable parameter in an optimizer that the module does not have."""
+    """Build the error for a trainable optimizer parameter that the module does not have."""
     return ModelError(
         f"optimizer: it holds a parameter of shape {tuple(param.shape)} that the parallelized model does not have, so "
         f"each rank would train its own. Make it a parameter of the model, before parallelize, or build the optimizer "

@@ -1,4 +1,4 @@
-"""A base whose weights come after the adapter, such as slices read onto their ranks; first magnitudes of DoRA."""
+"""Base weights that are loaded after the adapter is added, such as slices read by each rank, and DoRA magnitudes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.parallel.state.gradients import data_parallel
 
 @torch.no_grad()
 def load_base(model: nn.Module, source: StateSource) -> None:
-    """Read what this rank holds of a model's weights; an adapter starts beside them as `add_adapter` lets it.
+    """Read this rank's part of a model's weights; an adapter starts as `add_adapter` initializes it.
 
     All ranks call it, before the first step.
 
     Args:
-        model: what `parallelize` returned, with an adapter or not.
+        model: result of `parallelize`, with or without an adapter.
         source: weights of the model without its adapter.
     """
     record, engine = adapted(model), data_parallel(model)
@@ -36,14 +36,14 @@ def load_base(model: nn.Module, source: StateSource) -> None:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
-    """Set each magnitude to the norms of its weight's rows, as it is on all ranks, so that DoRA begins as its base.
+    """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model.
 
-    `add_adapter` does so where weights are there, and `parallelize` where it makes them: only who fills the frozen
-    weights of a parallelized model calls this. All ranks call it, before the first step. Other kinds have nothing to
-    set.
+    `add_adapter` does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen
+    weights of a parallelized model calls this. All ranks call it, before the first step. Other adapter kinds have
+    nothing to set.
 
     Args:
-        model: what `parallelize` returned.
+        model: result of `parallelize`.
 
     Raises:
         ModelError: for a model without an adapter.
@@ -57,7 +57,8 @@ def start_magnitudes(model: nn.Module) -> None:
         return
     engine = data_parallel(model)
     mesh, found = engine.axes.mesh, list(engine.stretches())
-    # Each layer's outputs have their place in one vector, the same on all ranks; a stage knows its own layers only.
+    # Each layer's outputs have a range in one vector that is equal on all ranks. A stage contributes only its own
+    # layers.
     sizes = torch.zeros(len(record.layers), dtype=torch.int64, device=mesh.device)
     index = {path: place for place, path in enumerate(record.layers)}
     for one in found:
@@ -83,7 +84,7 @@ def start_magnitudes(model: nn.Module) -> None:
 
 
 def _add_squares(totals: torch.Tensor, one: FlatSlice, rank: int, outputs: int) -> None:
-    """Add squares of what this rank writes of a weight to its outputs' sums. outputs: the dim that they are."""
+    """Add squares of the weight elements that this rank writes to the sums of its outputs. outputs: the output dim."""
     mine = one.mine(rank)
     if mine is None:
         return

@@ -1,7 +1,7 @@
-"""What both engines need to join optimizer states over ranks: a table of who has which, and formats by name.
+"""Optimizer states and carried wire state of both engines, joined over ranks.
 
-Ranks do not know what states the others have, so they first exchange a table of them: per parameter and key the owner,
-shape and format, and the value itself where it is a single number (step counters).
+Ranks do not have the states of other ranks, so they first exchange a table. It contains, per parameter and key, the
+owner, shape and dtype, and the value itself if it is a single number (step counters).
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from weft.errors import CheckpointError
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 
-#: One state of one parameter: owner on the shard axis, shape ("cut" where it is divided as the parameter is), format,
-#: and the value of a single number.
+#: One state of one parameter: owner on the shard axis, shape ("cut" if it is sharded like the parameter), dtype, and
+#: the value of a single number.
 StateEntry = dict[str, Any]
-#: Formats by the name that `str(dtype)` gives.
+#: dtypes by the name that `str(dtype)` returns.
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def exchange(
     mine: dict[str, dict[str, StateEntry]], axis: Axis, device: torch.device
 ) -> dict[str, dict[str, StateEntry]]:
-    """The tables of all ranks as one; of several ranks with the same entry the first. A collective over the axis."""
+    """Combine the tables of all ranks. A collective over the axis.
+
+    Args:
+        mine: this rank's states, by parameter and key. If several ranks have an entry, the first rank's is kept.
+        axis: axis to combine over.
+        device: device of the collective.
+    """
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=device), axis, op="max"))
     padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))
@@ -43,7 +49,7 @@ def exchange(
 
 
 def untrained(full_name: str) -> CheckpointError:
-    """The error for a saved state, such as "head.weight/exp_avg", whose parameter the optimizer does not have."""
+    """Build the error for a saved state, such as "head.weight/exp_avg", whose parameter the optimizer does not have."""
     return CheckpointError(
         f"optimizer state {full_name!r}: this optimizer does not train that parameter. "
         f"Resume with the optimizer and the frozen parameters of the run that saved it."
@@ -51,23 +57,27 @@ def untrained(full_name: str) -> CheckpointError:
 
 
 def not_joinable(full_name: str, shape: torch.Size) -> CheckpointError:
-    """The error for the state of a divided parameter that is not shaped as the parameter is."""
+    """Build the error for a sharded parameter's state whose shape differs from the parameter's."""
     return CheckpointError(
         f"optimizer state {full_name!r}: its shape {tuple(shape)} is not the parameter's, so it cannot be joined. "
         f"Say elementwise=False on the optimizer."
     )
 
 
-# What wires carry from step to step, in checkpoints: each rank's own tensors, for the plan that made them.
+# State that wire formats carry from step to step, in checkpoints: each rank's tensors, valid for the plan that saved
+# them.
 
-#: The plan that made the others, as bytes of its text.
+#: The plan that saved the other tensors, as bytes of its text.
 _PLAN = "plan"
-#: Steps that were taken, for wires that round by chance or begin later; under any plan.
+#: Number of steps taken, for wire formats that round randomly or start later. Valid under any plan.
 _TURN = "turn"
 
 
 def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
+    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan.
+
+    Yields nothing if no state is carried.
+    """
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
     if engine.coders.counts_turns:
@@ -77,7 +87,7 @@ def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Give this rank what `local_wire_state` gave. Lines that say what does not fit this plan and is left out."""
+    """Load this rank's tensors from `local_wire_state`. Return a message for each part that does not fit this plan."""
     coders, mesh = engine.coders, engine.axes.mesh
     coders.forget()
     if _TURN in tensors:
@@ -85,7 +95,7 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
     saved = bytes(tensors[_PLAN].tolist()).decode() if _PLAN in tensors else ""
     if saved and saved != str(mesh.plan):
         if all(name in (_TURN, _PLAN) or f"/{BASIS}/" in name for name in tensors):
-            return []  # what low rank begins with: any plan does without
+            return []  # only low-rank bases, which are optional
         return [
             f"the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{mesh.plan}', and "
             "it starts without any"
@@ -96,16 +106,22 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
     return []
 
 
-# Tensors by name from all stages of a pipeline, on every rank, piece by piece.
+# Named tensors of all pipeline stages on every rank, one tensor at a time.
 
-#: Bytes of what a stage says before each tensor: name, shape, format.
+#: Size in bytes of the header that a stage sends before each tensor: name, shape, dtype.
 HEADER_BYTES = 1024
 
 
 def across_stages(
     pairs: Iterator[tuple[str, torch.Tensor]], stages: Axis, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What each stage yields, one stage after another, each name once. A collective over the stages' axis."""
+    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis.
+
+    Args:
+        pairs: this stage's tensors by name.
+        stages: axis of the pipeline stages.
+        device: device of the yielded tensors.
+    """
     if stages.size == 1:
         yield from pairs
         return
@@ -140,24 +156,24 @@ def _header(told: dict[str, object] | None) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-# Debts in checkpoints: what replicas rounded off of gradients and still owe, by name of the parameter.
+# Error feedback in checkpoints: rounding errors of gradients that replicas add to the next step, by parameter name.
 
-#: Between a parameter's name and whose the debt is: a replica's number, or the owner's of a part of the total.
+#: Separates a parameter's name from the residual's owner: a replica's number, or the owner of a part of the total.
 MIDDLE = "/residual."
 
 
 def replicas_in(source: StateSource) -> int:
-    """Return how many replicas owe something in a checkpoint."""
+    """Return the number of replicas with a residual in a checkpoint."""
     return len({name.rpartition(MIDDLE)[2] for name in source.entries} - {"owner"})
 
 
 def read_residual(like: FlatSlice, source: StateSource, whose: tuple[str, ...] = ()) -> None:
-    """Add to a stretch what was owed of its elements.
+    """Add the residual of its elements to a flat slice.
 
     Args:
-        like: named `parameter/residual.anyone`; its memory is added to.
-        source: the checkpoint's debts.
-        whose: what to read; nothing: all of them together.
+        like: flat slice named `parameter/residual.anyone`; its memory is added to.
+        source: the checkpoint's residuals.
+        whose: owners to read; empty reads the sum of all.
     """
     param = like.name.rpartition(MIDDLE)[0]
     for name in source.entries:

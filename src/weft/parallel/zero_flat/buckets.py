@@ -1,9 +1,9 @@
-"""Flat buckets: the parameters of a module side by side in memory, so that one collective moves many of them.
+"""Flat buckets: a module's parameters contiguous in memory, so that one collective communicates many of them.
 
-A bucket's parameters share one format. Its flat tensors hold `num_shards` equal parts; part r belongs to rank r of
-the shard axis, which alone keeps master weights and optimizer states for it. Where parameters lie is all that tells
-the two ways of sharding apart: `slices` lets a parameter cross the borders between parts, `whole` does not, for
-optimizers that must see whole matrices.
+A bucket's parameters share one dtype. Its flat tensors hold `num_shards` equal parts. Part r belongs to rank r of the
+shard axis, the only rank with master weights and optimizer states for it. The two sharding modes differ only in the
+layout: with `slices`, a parameter may cross part boundaries. With `whole` it does not, for optimizers that need full
+matrices.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from weft.parallel.state.placement import Axes
 from weft.private_torch import version_of
 from weft.units import format_bytes
 
-#: Parameters and parts begin at multiples of this many elements: aligned for vector units and for GPU copies.
+#: Parameters and parts start at multiples of this many elements, aligned for vector units and GPU copies.
 ALIGNMENT = 16
-#: `whole` accepts this share of a bucket as fill between the parts.
+#: Fraction of padding in a bucket that `whole` accepts.
 MOST_FILL = 0.05
-#: So much fill, where it is more than the parameters, is refused: many ranks and few matrices.
+#: Padding above this is refused if it also exceeds the parameters: many ranks and few matrices.
 MOST_FILL_BYTES = 2**30
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The place of one parameter in its bucket.
+    """Location of one parameter in its bucket.
 
-    start: its first element in the flat tensors. is_shared: whether several modules have it.
-    grad: its view into the bucket's gradient, while there is one.
-    expected, fired: how often autograd delivers a gradient for it in one backward, at most so far and this time.
+    start: its first element in the flat tensors. is_shared: True if several modules use it.
+    grad: its view into the bucket's gradient, while that exists.
+    expected, fired: deliveries of its gradient by autograd in one backward, the maximum so far and the current count.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.shape = self.param.shape
-        # The parameter's own order in memory (channels_last) where it is dense.
+        # The parameter's own memory order (channels_last) if it is dense.
         self.stride = torch.empty_like(self.param, device="meta").stride()
 
     @property
@@ -69,20 +69,23 @@ class Slot:
         return self.shape.numel()
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter's view into a flat tensor of the whole bucket."""
+        """Return this parameter's view into a flat tensor of the full bucket."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
     def inside(self, part: slice) -> tuple[int, int]:
-        """First element and end, counted in the bucket, of what lies in a part; equal where nothing does."""
+        """Return first element and end of its overlap with a part, counted in the bucket.
+
+        They are equal without an overlap.
+        """
         start = max(self.start, part.start)
         return start, max(start, min(self.start + self.numel, part.stop))
 
     def is_in(self, part: slice) -> bool:
-        """Whether any of it lies in a part; a parameter without elements lies where it starts."""
+        """Return True if it overlaps a part. A parameter without elements counts at its start."""
         return self.start < part.stop and self.start + max(self.numel, 1) > part.start
 
     def cut(self, whole: torch.Tensor, part: slice) -> torch.Tensor:
-        """What of a whole tensor of the parameter's shape lies in a part: the parameter's own shape, or 1-D."""
+        """Return the elements of a full tensor that are in a part: in the parameter's shape if all are, else 1-D."""
         start, end = self.inside(part)
         if end - start == self.numel:
             return whole
@@ -91,7 +94,10 @@ class Slot:
         return whole.as_strided((self.numel,), (1,))[start - self.start : end - self.start]
 
     def piece(self, shard: torch.Tensor, part: slice) -> torch.Tensor | None:
-        """What of the parameter lies in the flat tensor of a part: its own shape where all of it does, else 1-D."""
+        """Return the parameter's view into a part's flat tensor, or None without an overlap.
+
+        The view has the parameter's shape if it is entirely in the part, else it is 1-D.
+        """
         if not self.is_in(part):
             return None
         start, end = self.inside(part)
@@ -102,26 +108,26 @@ class Slot:
 
 
 class Arriving(Protocol):
-    """New weights on their way."""
+    """New weights that are being gathered."""
 
     def wait(self) -> torch.Tensor:
-        """Wait until they are there, and return them."""
+        """Wait until they are complete, and return them."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Slots that travel together, in `num_shards` parts of `length` elements.
+    """Slots that are communicated together, in `num_shards` parts of `length` elements.
 
-    weights: flat, of the compute format; the parameters are views into it. master: this rank's part of the unrounded
-    weights; a slice of `weights` where nothing is rounded. own: this rank's part of the flat tensors.
-    grads: flat, whole, of the master's format; None while nobody needs it. shard: this rank's part of the sums.
-    loose: the sums where autograd put them, in any format, each with its slot, where they are not in `shard`.
-    collected: whether gradients of this step are in `grads`, not only where autograd put them.
-    differs: whether what travels of new weights are differences, so that masters are tensors of their own.
-    is_rounded: whether `weights` have the master as the optimizer left it.
-    on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
-    axes: over whom it is divided and summed. arriving: the gather that brings new weights, while it is under way.
+    weights: flat, in the compute dtype; the parameters are views into it. master: this rank's part of the unrounded
+    weights; a slice of `weights` if nothing is rounded. own: range of this rank's part in the flat tensors.
+    grads: full flat gradients in the master's dtype, or None if unused. shard: this rank's part of the sums.
+    loose: sums that are still in autograd's tensors, in any dtype, with their slots, if they are not in `shard`.
+    collected: gradients of this step are in `grads`, not only in autograd's tensors.
+    differs: weight differences are communicated instead of weights, so masters are separate tensors.
+    is_rounded: `weights` have the rounded master as the optimizer left it.
+    on_host: the master is on the host, and its gradient for the optimizer too. `host` stores both.
+    axes: axes over which it is sharded and summed. arriving: pending gather of new weights.
     """
 
     index: int
@@ -146,7 +152,7 @@ class Bucket:
 
     @property
     def over(self) -> Axes:
-        """The axes of its parameters, once they are known."""
+        """The axes of its parameters. Set when they are determined."""
         assert self.axes is not None
         return self.axes
 
@@ -156,11 +162,11 @@ class Bucket:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether masters are tensors of their own."""
+        """True if masters are separate tensors."""
         return self.on_host or self.differs or self.weights.dtype != self.master.dtype
 
     def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
-        """The gradients where autograd put them, each dense as its parameter is; None where some are missing."""
+        """Return the gradients in autograd's tensors, each dense like its parameter, or None if some are missing."""
         found: list[tuple[Slot, torch.Tensor]] = []
         for slot in self.slots:
             grad = slot.param.grad
@@ -172,7 +178,7 @@ class Bucket:
         return found if any(slot.numel for slot in self.slots) else None
 
     def parts(self) -> Parts | None:
-        """The same as parts of a flat tensor."""
+        """Return the same gradients as parts of a flat tensor."""
         found = self.found()
         if found is None:
             return None
@@ -180,7 +186,7 @@ class Bucket:
         return Parts(lines, self.size, self.master.dtype)
 
     def use_grads(self, flat: torch.Tensor) -> None:
-        """Take `flat` for whole gradients. Its contents may be anything; what no parameter owns becomes zero."""
+        """Use `flat` for full gradients. Its contents may be undefined; elements without a parameter become zero."""
         self.grads = flat
         for gap in self.gaps:
             flat[gap].zero_()
@@ -188,7 +194,7 @@ class Bucket:
             slot.grad = slot.of(flat)
 
     def collect(self) -> None:
-        """Bring loose sums into `shard`."""
+        """Copy loose sums into `shard`."""
         if self.loose is None:
             return
         if self.grads is None:
@@ -199,7 +205,7 @@ class Bucket:
         self.loose, self.shard, self.collected = None, self.grads[self.own], True
 
     def drop_grads(self) -> torch.Tensor | None:
-        """Give the whole gradients up; the parameters have none from here."""
+        """Release the full gradients. The parameters have no gradient afterwards."""
         flat, self.grads, self.collected = self.grads, None, False
         for slot in self.slots:
             slot.grad = None
@@ -207,14 +213,14 @@ class Bucket:
         return flat
 
 
-#: The whole, unrounded weight of a slot; None where its values come later.
+#: The full, unrounded weight of a slot; None if its values are loaded later.
 WeightOf = Callable[[Slot], torch.Tensor | None]
 
 
 def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], object]) -> None:
-    """Make weights and masters from whole, unrounded tensors, and the parameters views of the weights.
+    """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights.
 
-    settle: what makes the flat, unrounded weights equal on all ranks, in place.
+    settle: makes the flat, unrounded weights equal on all ranks, in place.
     """
     full = torch.zeros(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device)
     known = [(slot, weight) for slot in bucket.slots if (weight := source(slot)) is not None]
@@ -227,7 +233,7 @@ def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], obje
         own = full[bucket.own]
         if bucket.host:
             bucket.master = bucket.host.master.copy_(own)
-        else:  # where other ranks have the rest, its memory goes
+        else:  # clone, so that the other ranks' parts are freed
             bucket.master = own if own.numel() == full.numel() else own.clone()
     else:
         bucket.weights, bucket.master = full, full[bucket.own]
@@ -235,8 +241,8 @@ def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], obje
         view = slot.of(bucket.weights)
         slot.param.grad = None
         slot.param.data = view
-        # Autograd gives gradients in the format that it computed them in: they are read once, where they are summed up.
-        # One that several modules use is the exception, since autograd adds their gradients.
+        # Autograd leaves gradients in the dtype of their computation: they are read once, when they are summed. A
+        # parameter that several modules use is the exception, because autograd adds its gradients.
         slot.param.grad_dtype = full.dtype if slot.is_shared else None
         slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), version_of(slot.param)
 
@@ -251,10 +257,13 @@ def lay_out(
     host: frozenset[str] = frozenset(),
     bucket_bytes: int = shares.bucket_bytes("cpu"),
 ) -> list[Bucket]:
-    """Buckets, without contents yet, in the order in which backward completes them: the last parameters first.
+    """Build empty buckets in the order in which backward completes them: the last parameters first.
 
-    whole: names of the parameters that must not cross the borders between parts. host: of those whose masters are
-    on the host. Raises ModelError where so many ranks would leave most of the memory empty.
+    whole: names of parameters that must not cross part boundaries. host: names of parameters whose masters are on the
+    host.
+
+    Raises:
+        ModelError: if sharding over this many ranks would leave most of the memory as padding.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
@@ -263,7 +272,7 @@ def lay_out(
     limit = max(1, bucket_bytes // master.itemsize)
     groups: list[tuple[list[Slot], int, bool]] = []
     for key, members in kinds.items():
-        # The first is small on a GPU too: so that gradients begin to travel soon.
+        # The first bucket is small on a GPU too, so that gradient communication starts early.
         first = max(1, min(bucket_bytes, shares.bucket_bytes("cpu")) // master.itemsize)
         found = _whole(members, limit, shard.size) if key[0] else _slices(members, (first, limit), shard.size)
         _refuse_fill(found, shard, master.itemsize)
@@ -279,12 +288,12 @@ def lay_out(
 def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Callable[[str], str]) -> None:
     """Sort buckets of several kinds by the order in which backward completes them.
 
-    Those that wait for other stages come last. Their order follows from their names, which are the same on all stages.
+    Buckets that wait for other stages come last. Their order follows from their names, which are equal on all stages.
 
     Args:
         buckets: sorted in place.
-        slots: in the order of the model.
-        saved_name: gives a parameter's name in checkpoints.
+        slots: slots in the order of the model.
+        saved_name: returns a parameter's name in checkpoints.
     """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
 
@@ -322,7 +331,10 @@ def _bucket(
 
 
 def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """One after another, cut where a bucket is full. limits: elements of the first, and of each other."""
+    """Lay out slots one after another, and start a new bucket when one is full.
+
+    limits: elements of the first bucket, and of each other bucket.
+    """
     groups: list[list[Slot]] = []
     end = 0
     for slot in slots:
@@ -340,7 +352,7 @@ def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> 
 
 
 def _whole(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """Each parameter in one part; a bucket is as small as it can be without much fill."""
+    """Lay out each parameter in one part. A bucket is as small as the padding limit allows."""
     groups: list[list[Slot]] = [[]]
     for slot in slots:
         if _fits(groups[-1], limit, num_shards):
@@ -353,7 +365,7 @@ def _whole(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Sl
 
 
 def _refuse_fill(groups: list[tuple[list[Slot], int, bool]], shard: Axis, itemsize: int) -> None:
-    """ModelError where more than half of the flat memory, and more than MOST_FILL_BYTES, would hold nothing."""
+    """Raise ModelError if padding exceeds the parameters, and also MOST_FILL_BYTES."""
     numel = sum(slot.numel for group, _, _ in groups for slot in group)
     fill = sum(length * shard.size for _, length, _ in groups) - numel
     if fill <= numel or fill * itemsize <= MOST_FILL_BYTES:
@@ -372,8 +384,8 @@ def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
 
 
 def _spread(group: list[Slot], num_shards: int) -> int:
-    """Place each parameter, the largest first, in the part that is emptiest; returns the length of a part."""
-    ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; further parts stay empty
+    """Assign each parameter, largest first, to the emptiest part. Return the length of a part."""
+    ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; other parts stay empty
     places: list[tuple[Slot, int, int]] = []
     for slot in sorted(group, key=lambda slot: -slot.numel):
         end, part = ends[0]
@@ -391,7 +403,7 @@ def _gaps(slots: list[Slot], size: int) -> list[slice]:
     for slot in sorted(slots, key=lambda slot: slot.start):
         if slot.start > end:
             gaps.append(slice(end, slot.start))
-        end = max(end, slot.start + slot.numel)  # an empty parameter may lie where another begins
+        end = max(end, slot.start + slot.numel)  # an empty parameter may share the start of another one
     if end < size:
         gaps.append(slice(end, size))
     return gaps
@@ -401,54 +413,55 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-# Over which ranks a bucket's gradients add up, one way after another, and what travels on each.
+# Collectives that sum a bucket's gradients, one after another, and the wire format of each.
 
-#: The ways of a bucket's gradients: to the ranks that divide it, over those with equal parts, and in a user's own loop.
+#: The sums of a bucket's gradients: over its shards, over its replicas, and in a user's own loop.
 _WAYS = ("shard", "replicas", "own")
 
 
 class BucketSums:
-    """Starts sums of buckets. coders: what travels in place of gradients.
+    """Starts the gradient sums of buckets. coders: encode gradients for communication.
 
-    What `compress` names travels over the outermost data axis alone, and last: of sums that are exact.
+    The `compress` format applies only to the outermost data axis, which is summed last, after exact sums.
     """
 
     def __init__(self, coders: Coders):
         self.coders = coders
 
     def discard(self, bucket: Bucket) -> None:
-        """Forget what the wires of a bucket would carry from this step."""
+        """Drop the state that a bucket's wire formats would carry from this step."""
         for way in _WAYS:
             self._coder(bucket, way).discard()
             self._outer_coder(bucket, way).discard()
 
     def shard_coder(self, bucket: Bucket) -> Coder:
-        """Return the wire of the way to the ranks that divide a bucket."""
+        """Return the coder of the sum over the ranks that shard a bucket."""
         return self._sending(bucket, "shard") if self.divides(bucket) else self._coder(bucket, "shard")
 
     def divides(self, bucket: Bucket) -> bool:
-        """Whether what goes over the outermost axis are the parts of the ranks that divide a bucket."""
+        """Return True if the shard axis of a bucket is the outermost axis."""
         return bucket.num_shards > 1 and bucket.over.outer.ranks == bucket.over.shard.ranks
 
     def debtor(self, bucket: Bucket) -> Coder | None:
-        """Return the coder that owes what it rounds off of a bucket; None: none does."""
+        """Return the coder with the error feedback of a bucket, or None."""
         if not self.coders.outer_wire.feeds_back or bucket.over.outer.size == 1:
             return None
         return self._outer_coder(bucket, "shard" if self.divides(bucket) else "replicas")
 
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
-        """Begin to add up, in place, over those with equal parts.
+        """Start the in-place sum over the ranks with equal parts.
 
         Args:
-            bucket: of the gradients.
-            sums: what this rank has of them, and gets.
-            parts: where they lie, if not in `sums` yet.
+            bucket: bucket of the gradients.
+            sums: this rank's summand, which receives the sum.
+            parts: tensors with the summand, if it is not in `sums` yet.
         """
         over, coder = bucket.over, self._coder(bucket, "replicas")
         if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)
         if parts is None:
-            # What a wire made of a block that was not finite covers what lies between parameters too, and would stay.
+            # A wire format that decodes a non-finite block also writes the padding between parameters, where it would
+            # persist.
             own = slice(0, bucket.size) if bucket.num_shards == 1 else bucket.own
             for gap in bucket.gaps:
                 sums[max(gap.start - own.start, 0) : max(gap.stop - own.start, 0)].zero_()
@@ -458,7 +471,7 @@ class BucketSums:
         return start_all_reduce(sums, over.outer, parts=parts, wire=self._sending(bucket, "replicas"))
 
     def over_all(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
-        """Begin to add up a whole bucket, in place, in a user's own loop."""
+        """Start the in-place sum of a full bucket in a user's own loop."""
         over, coder = bucket.over, self._coder(bucket, "own")
         if over.outer.size == 1:
             return start_all_reduce(flat, over.over, wire=coder)
@@ -472,22 +485,23 @@ class BucketSums:
         return self.coders.outer(f"{bucket.slots[0].name} {way}")
 
     def _sending(self, bucket: Bucket, way: str) -> Coder:
-        """The same, which knows where matrices lie."""
+        """Return the outer coder, with the positions of the matrices set."""
         coder = self._outer_coder(bucket, way)
         if rank := coder.wire.spec.rank:
-            # Row by row: a part of a bucket holds whole rows of a matrix and pieces of two, which travel as they are.
+            # In rows: a bucket's part contains full rows of a matrix and parts of two rows, which are sent
+            # uncompressed.
             span = slice(0, bucket.size) if self.divides(bucket) or bucket.num_shards == 1 else bucket.own
             coder.matrices = () if self.coders.is_exact else matrices_in(bucket, span, rank)
         return coder
 
 
 def matrices_in(bucket: Bucket, span: slice, rank: int) -> list[Matrix]:
-    """Return the matrices of a bucket's parameters, or those of their rows that lie in a span, counted from its start.
+    """Return the matrices of a bucket's parameters, or of their rows in a span, with offsets counted from its start.
 
     Args:
-        bucket: of the parameters.
+        bucket: bucket of the parameters.
         span: first element and end in the bucket.
-        rank: at which a matrix must be worth its while.
+        rank: low rank at which compressing a matrix must pay off.
     """
     found: list[Matrix] = []
     for slot in bucket.slots:

@@ -1,4 +1,4 @@
-"""Whole tensors by name, from what the ranks of buckets hold."""
+"""Engine of zero=0, 1 and 2: weights and gradients in flat buckets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from weft.parallel.zero_flat.step import FlatStep, RecordedPasses
 
 
 def full_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield unrounded weights, this rank's parts of cut parameters. A collective over the shard axes."""
+    """Yield unrounded weights, gathered over the shard axes, but not over tp and ep. A collective."""
     for bucket in buckets:
         flat = bucket.weights
         if bucket.is_mixed:
@@ -50,7 +50,7 @@ def full_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]
 
 
 def full_gradients(reducer: Reducer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the sums, multiplied by what they are yet to be multiplied by. A collective over the shard axes."""
+    """Yield the gradient sums, multiplied by the pending factor. A collective over the shard axes."""
     for bucket in reducer.buckets:
         flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
         flat = flat if reducer.factor == 1.0 else flat * reducer.factor
@@ -58,27 +58,27 @@ def full_gradients(reducer: Reducer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def gradient_tensors(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
-    """Return the tensors that this rank's gradients lie in."""
+    """Return the tensors that store this rank's gradients."""
     kept = [tensor for bucket in buckets for tensor in (bucket.grads, bucket.shard)]
     loose = [grad for bucket in buckets for _, grad in bucket.loose or ()]
     return [*(tensor for tensor in kept if tensor is not None), *loose]
 
 
-# zero=0, 1 and 2, alone or over replicas (HSDP), for any module: weights and gradients in flat buckets.
+# ZeRO 0, 1 and 2, alone or over replicas (HSDP), for any module: weights and gradients in flat buckets.
 
 
 class FlatModel:
     """The engine of zero=0, 1 and 2; see `weft.parallel.state.gradients.DataParallel`.
 
     Args:
-        model, mesh, placements, host, seed, filled_later: as `build_engine` takes them, with the same errors.
-        each_microbatch: stage 2 reduces after each microbatch: no whole gradients, and more traffic.
-        bucket_bytes: of masters in a bucket; None: `usual_bucket_bytes`.
+        model, mesh, placements, host, seed, filled_later: as in `build_engine`, with the same errors.
+        each_microbatch: stage 2 reduces after each microbatch: no full gradients, and more communication.
+        bucket_bytes: bytes of masters in a bucket; None: `usual_bucket_bytes`.
     """
 
     @staticmethod
     def usual_bucket_bytes(device: str) -> int:
-        """Return the bytes of masters in a bucket, where nothing else is said. Tests replace it."""
+        """Return the default bytes of masters in a bucket. Tests replace it."""
         return shares.bucket_bytes(device)
 
     def __init__(
@@ -97,7 +97,7 @@ class FlatModel:
         self.axes = AxisMap(mesh, placements or {}, sharded=mesh.plan.zero > 0)
         self.axes.check_names(model)
         self.precision = Precision.of(mesh.plan)
-        self.in_step = self._shows_late = False  # the first: between begin_step and publish, as TrainStep drives
+        self.in_step = self._shows_late = False  # in_step: TrainStep drives, from begin_step to publish
         self.adoptions: list[SlotAdoption] = []
         self._steps: dict[SlotAdoption, FlatStep] = {}
         self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
@@ -113,7 +113,7 @@ class FlatModel:
         self._kinds = {slot: self.axes.of(slot.name, slot.shape) for slot in self._slots}
         self._untrained = Untrained(model, self.axes, self._formats, materialise.value_of)
         self._host = host
-        sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
+        sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # in the order of backward
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
         self.own_loop = OwnLoop(self)
         stage = mesh.plan.zero if any(axes.shard.size > 1 for axes in self._kinds.values()) else 0
@@ -130,7 +130,7 @@ class FlatModel:
             model.register_load_state_dict_post_hook(follow.after)
 
     def begin_step(self) -> None:
-        """Set gradients to zero from here."""
+        """Reset the gradients for a new step."""
         self.check_parameters()
         self.in_step = True
         self.reducer.begin_step()
@@ -149,35 +149,35 @@ class FlatModel:
             self.arrive()
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait until gradients are sums over all data ranks, or this rank's part of them."""
+        """Wait until gradients are sums over all data ranks, or this rank's shard of the sums."""
         self.reducer.finish(totals)
-        self._shows_late = self.reducer.has_unbucketed  # when somebody asks for them where the optimizer looks
+        self._shows_late = self.reducer.has_unbucketed  # then `.grad` is set on demand
         if not self._shows_late:
             self.show_gradients()
 
     def norm(self) -> torch.Tensor:
-        """Return the euclidean norm of the whole gradient, after `finish`."""
+        """Return the Euclidean norm of the full gradient, after `finish`."""
         return self.reducer.norm()
 
     def check(self) -> None:
-        """Raise CommError where the sums are not right because ranks disagreed."""
+        """Raise CommError if the sums are wrong because ranks disagreed."""
         self.reducer.check()
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by a factor."""
         self.reducer.scale(factor)
         if self._shows_late:
             self.show_gradients()
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether `update` takes the device's decision for this optimizer."""
+        """Return True if `update` accepts the device's decision for this optimizer."""
         if self._on_host or self.coders.needs_host:
             return False
         step = self._steps[self._adoption(optimizer)]
         return step.applies() or (not step.is_watched and leaves_steps_out(optimizer))
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
-        """Let the optimizer take its step with gradients multiplied by a factor."""
+        """Run the optimizer's step with gradients multiplied by a factor."""
         adoption = self._adoption(optimizer)
         self.arrive()
         self._arrivals.is_step = True
@@ -188,7 +188,7 @@ class FlatModel:
                 self.reducer.factor = factor.factor
                 self._take(adoption, factor)
             else:
-                self.scale(1.0)  # which lets the optimizer find them
+                self.scale(1.0)  # sets `.grad`
                 step_by_decision(optimizer, factor)
         elif is_flat:
             self.reducer.arrive()
@@ -199,7 +199,7 @@ class FlatModel:
             optimizer.step()
 
     def _take(self, adoption: SlotAdoption, factor: float | StepDecision) -> None:
-        """Step bucket by bucket; weights that may follow begin to travel while the others are stepped."""
+        """Step bucket by bucket. With prefetch, the gather of a stepped bucket overlaps with the next steps."""
         buckets, own = self.reducer.buckets, set(adoption.slots)
         step = self._steps[adoption].taking(factor, self.recorded.recorder)
         for bucket in reversed(buckets) if self._arrivals.is_watched else buckets:
@@ -211,40 +211,40 @@ class FlatModel:
             adoption.optimizer.step()
 
     def finalize(self) -> None:
-        """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
+        """Set gradients where the optimizer reads them, at the step of a user's loop."""
         self.check_parameters()
         self._arrivals.is_step = True
         self.own_loop.finalize()
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """Clip in a user's own loop; the whole gradient's norm before."""
+        """Clip the gradients in a user's loop. Return the norm of the full gradient before clipping."""
         return self.own_loop.clip(max_norm)
 
     @torch.no_grad()
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
-        """Bring the new weights into the parameters of all ranks."""
+        """Copy the new weights to the parameters of all ranks."""
         self._arrivals.bring(self.reducer.buckets, follow)
         self._untrained.follow()
         for slot, piece in self._pieces():
             if _bucket(slot).host is not None:
-                piece.grad = None  # its memory served to bring the weights
+                piece.grad = None  # its memory was reused for the weights
         self.coders.commit(clip)
         self.leave_step()
 
     def prefetch_weights(self) -> None:
-        """Let modules wait for their own weights from here, so that `publish` need not."""
+        """Make modules wait for their own weights from now on, so that `publish` does not have to wait."""
         self._arrivals.watch()
 
     def arrive(self) -> None:
-        """Wait for weights that follow."""
+        """Wait for pending weights."""
         self._arrivals.wait()
 
     def leave_step(self) -> None:
-        """Note that TrainStep drives no longer."""
+        """Record that TrainStep no longer drives."""
         self.in_step = self._arrivals.is_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put this rank's pieces in place of the parameters in `optimizer.param_groups`."""
+        """Replace the parameters in `optimizer.param_groups` by this rank's shards."""
         if self.has_adopted(optimizer):
             return
         refuse_closures(optimizer)
@@ -261,15 +261,15 @@ class FlatModel:
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether `adopt` was called with it."""
+        """Return True if `adopt` was called with it."""
         return any(adoption.optimizer is optimizer for adoption in self.adoptions)
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer holds trainable parameters of this module."""
+        """Return True if the optimizer holds trainable parameters of this module."""
         return any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"])
 
     def show_gradients(self) -> None:
-        """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
+        """Set `.grad` of the optimizers' shards, and of parameters that are unsharded here."""
         self._shows_late = False
         for bucket in self.reducer.buckets:
             bucket.collect()
@@ -282,7 +282,7 @@ class FlatModel:
                 piece.grad = slot.piece(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the trainable parameters by name, whole and unrounded."""
+        """Yield the full, unrounded trainable parameters by name."""
         return across_stages(self.axes.named(self._local_weights()), self.axes.stages, self.device)
 
     def _local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -290,28 +290,28 @@ class FlatModel:
         return full_weights(self.reducer.buckets)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is not trained and not whole on every rank."""
+        """Yield frozen tensors that are not replicated on every rank, in full."""
         rest = self.axes.rest(self._untrained.tensors())
         return across_stages(self.axes.named(rest), self.axes.stages, self.device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole gradients by name, after `finish` or `publish`."""
+        """Yield the full gradients by name, after `finish` or `publish`."""
         return across_stages(self.axes.named(full_gradients(self.reducer)), self.axes.stages, self.device)
 
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of the masters by name."""
+        """Return this rank's shards of the masters by name."""
         self.arrive()
         self.reducer.arrive()
         pieces = {slot.name: slot.piece(_bucket(slot).master, _bucket(slot).own) for slot in self._slots}
         return {name: piece.detach() for name, piece in pieces.items() if piece is not None}
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield this rank's pieces of the masters, each with the number of ranks that hold the same."""
+        """Yield this rank's shards of the masters, each with the number of ranks that store the same shard."""
         held = self.local_weights()
         return ((held[slot.name], _bucket(slot).over.share[1]) for slot in self._slots if slot.name in held)
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the tensors that this rank's gradients lie in."""
+        """Return the tensors that store this rank's gradients."""
         return gradient_tensors(self.reducer.buckets)
 
     def _local_states(self, adoption: SlotAdoption) -> Iterator[tuple[str, torch.Tensor]]:
@@ -320,29 +320,29 @@ class FlatModel:
             yield from gather_states(adoption, alike, axes.shard)
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield what this rank holds of the model, masters for what is trained; no collective."""
+        """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
         self.arrive()
         self.reducer.arrive()
         yield from filter(None, map(SlotSlices(self.reducer.buckets, self.axes).of, self._slots))
         yield from (self.axes.stretch(name, tensor) for name, tensor in self._untrained.tensors())
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
-        """Yield what this rank holds of the optimizer's state; no collective."""
+        """Yield this rank's flat slices of the optimizer's state. No collective."""
         return SlotSlices(self.reducer.buckets, self.axes).states(self._adoption(optimizer))
 
     @torch.no_grad()
     def load_weights(self, source: StateSource) -> None:
-        """Fill this rank's stretches, and bring masters into the parameters of all ranks. A collective."""
+        """Fill this rank's flat slices, and copy masters to the parameters of all ranks. A collective."""
         for one in self.stretches():
             one.fill(source)
         self.publish()
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
-        """Give the optimizer this rank's part of the states that any plan saved."""
+        """Load this rank's part of the optimizer states that any plan saved."""
         SlotSlices(self.reducer.buckets, self.axes).take_states(self._adoption(optimizer), source)
 
     def check_parameters(self) -> None:
-        """Let the master of a parameter that was written to follow it.
+        """Update the master of each parameter that was written to.
 
         Raises:
             ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
@@ -364,7 +364,7 @@ class FlatModel:
         return found
 
     def _make_buckets(self, whole: frozenset[str], source: WeightOf, *, settle: bool) -> None:
-        """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
+        """Lay out and fill buckets. settle: broadcast the first rank's weights, since ranks may have different ones."""
         buckets: list[Bucket] = []
         options: dict[str, Any] = {"whole": whole, "host": self._on_host, "bucket_bytes": self._bucket_bytes}
         for axes in dict.fromkeys(self._kinds.values()):
@@ -384,7 +384,7 @@ class FlatModel:
         self.reducer.buckets = self.error_feedback.buckets = buckets
 
     def _rebuild_layout(self, names: frozenset[str]) -> None:
-        """Make more parameters whole: weights, gradients and states of optimizers move along."""
+        """Keep more parameters unsharded. Weights, gradients and optimizer states move to the new layout."""
         self.arrive()
         whole = names | {slot.name for slot in self._slots if _bucket(slot).whole}
         grads = {slot: slot.param.grad for slot in self._slots}
@@ -402,7 +402,7 @@ class FlatModel:
             load_states(adoption, saved)
 
     def _put(self, adoption: SlotAdoption) -> None:
-        """Give an optimizer its pieces, and what it needs to know of those that are cut."""
+        """Set an optimizer's shards, and register the locations of the sharded parameters."""
         adoption.put()
         names = adoption.needs_full()
         whole = [(slot.name, piece) for slot, piece in adoption.pieces.items() if slot.name in names]
@@ -410,7 +410,7 @@ class FlatModel:
         register_param_locations(adoption.optimizer, located_slices(adoption, self.axes))
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
-        """Set masters to parameters that were written, from tensors that were not rounded."""
+        """Set the masters of written parameters from unrounded tensors."""
         self.arrive()
         for slot in self._slots:
             tensor = tensors.get(slot.name)

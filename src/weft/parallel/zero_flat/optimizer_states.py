@@ -1,6 +1,6 @@
-"""An optimizer that works on this rank's pieces of parameters in flat buckets.
+"""Optimizer adoption for this rank's slices of parameters in flat buckets.
 
-Where it must see parameters whole, they are divided among the ranks one by one.
+If the optimizer needs full parameters, they are distributed over the ranks one by one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 
 class SlotAdoption:
-    """One adopted optimizer: which slot, or parameter that is none of ours, stands where in its groups.
+    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups.
 
-    pieces: this rank's piece of each slot, as the optimizer sees it: the parameter itself where nothing is sharded
-    or rounded. Raises ModelError for a trainable parameter that the module does not have.
+    pieces: this rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or
+    rounded.
+
+    Raises:
+        ModelError: for a trainable parameter that the module does not have.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
         self.optimizer = optimizer
-        self.is_spent = False  # inside of `spent`
+        self.is_spent = False  # True inside `spent`
         self.pieces: dict[Slot, nn.Parameter] = {}
         by_param = {id(slot.param): slot for slot in slots}
         self._groups: list[list[Slot | nn.Parameter]] = []
@@ -55,7 +58,7 @@ class SlotAdoption:
         return [place for places in self._groups for place in places if isinstance(place, Slot)]
 
     def needs_full(self) -> frozenset[str]:
-        """Names of the parameters of which the optimizer needs all elements."""
+        """Return the names of the parameters of which the optimizer needs all elements."""
         return frozenset(
             place.name
             for group, places in zip(self.optimizer.param_groups, self._groups, strict=True)
@@ -65,7 +68,7 @@ class SlotAdoption:
         )
 
     def put(self) -> None:
-        """Put this rank's pieces into the groups; states that the optimizer has already are cut to fit."""
+        """Put this rank's slices into the groups. Existing optimizer states are sliced to fit."""
         self.pieces = {}
         for slot in self.slots:
             piece = _own_slice(slot)
@@ -81,7 +84,7 @@ class SlotAdoption:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """While inside, the optimizer finds no gradient: its own step calls hooks and schedulers, and does no more."""
+        """Hide all gradients inside the context: the optimizer's own step then only calls hooks and schedulers."""
         grads = [(piece, piece.grad) for piece in self.pieces.values()]
         for piece, _ in grads:
             piece.grad = None
@@ -104,9 +107,9 @@ def _own_slice(slot: Slot) -> nn.Parameter | None:
 
 
 def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
-    """What of a parameter's state belongs to a piece of it: Adagrad makes states when it is built."""
+    """Slice a parameter's state for its local slice. Adagrad creates states when it is constructed."""
     if held is not slot.param:
-        return {}  # pieces were laid out anew: the whole states come by `load_states`
+        return {}  # new layout: `load_states` restores full states
     assert slot.bucket is not None
     return {
         key: slot.cut(value, slot.bucket.own).to(piece.dtype).clone()
@@ -116,17 +119,17 @@ def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: n
     }
 
 
-# What is owed of each parameter, as whole tensors by name: any plan reads them, whatever ranks and wire it has.
+# Residual of each parameter, as full tensors by name: any plan can read them, with any ranks and wire format.
 
 _OWNER = "owner"
 
 
 class SlotErrorFeedback:
-    """Debts of parameters in buckets.
+    """Error feedback of parameters in buckets.
 
     Args:
-        sums: of the buckets.
-        axes: of the module.
+        sums: gradient sums of the buckets.
+        axes: axes of the module's parameters.
     """
 
     def __init__(self, sums: BucketSums, axes: AxisMap):
@@ -134,7 +137,7 @@ class SlotErrorFeedback:
         self.buckets: Sequence[Bucket] = ()
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield what this rank owes, in its own memory; no collective."""
+        """Yield this rank's residuals in their own memory. No collective."""
         for bucket in self.buckets:
             if (coder := self._sums.debtor(bucket)) is None:
                 continue
@@ -145,7 +148,7 @@ class SlotErrorFeedback:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Take over what any plan owed. Returns lines for people, where it is not as it was."""
+        """Load the residuals of any plan. Return messages for users if they were redistributed."""
         saved = replicas_in(source)
         if not saved:
             return []
@@ -177,7 +180,7 @@ class SlotErrorFeedback:
         coder.load(shaped)
 
     def _keys(self, bucket: Bucket) -> Iterator[tuple[str, str, int, int]]:
-        """Of what a bucket's coder keeps: whose it is, its name there, and the first element and end in the bucket."""
+        """Yield the residuals in a bucket's coder: owner, name in the coder, first element and end in the bucket."""
         outer, span = bucket.over.outer, self._span(bucket)
         numel, size = span.stop - span.start, outer.size
         if self._sums.divides(bucket) and not self._sums.coders.outer_wire.spec.rank:
@@ -192,11 +195,11 @@ class SlotErrorFeedback:
         yield _OWNER, f"sums-1x{each}/residual", min(first, span.stop), min(first + each, span.stop)
 
     def _span(self, bucket: Bucket) -> slice:
-        """What of a bucket this rank sends over the outermost axis."""
+        """Return the range of a bucket that this rank sends over the outermost axis."""
         return slice(0, bucket.size) if self._sums.divides(bucket) or bucket.num_shards == 1 else bucket.own
 
     def _of(self, bucket: Bucket, whose: str, flat: torch.Tensor, low: int, high: int) -> Iterator[FlatSlice]:
-        """Stretches of all parameters of which `flat` has elements: those of the bucket from `low` to `high`."""
+        """Yield flat slices of all parameters with elements in `flat`, the bucket's elements from `low` to `high`."""
         for slot in bucket.slots:
             start, end = max(slot.start, low), min(slot.start + slot.numel, high)
             if start < end:
@@ -206,32 +209,32 @@ class SlotErrorFeedback:
                 yield FlatSlice(name, part, deal, start - slot.start, flat[start - low : end - low])
 
     def _ownership(self, bucket: Bucket, slot: Slot, whose: str) -> OwnershipMap:
-        """Who writes which elements of a parameter's debt: of ranks that owe the same the first."""
+        """Return the ranks that write each element of a parameter's residual: the first of those with equal ones."""
         kind, me = bucket.over, self._axes.mesh.rank
         near = kind.alike[0] - me
         shards = kind.shard.ranks if self._span(bucket) == bucket.own and bucket.num_shards > 1 else (me,)
         length = bucket.length if len(shards) > 1 else bucket.size
         if whose != _OWNER:
             return OwnershipMap(tuple(rank + near for rank in shards), length, slot.start)
-        # Each of the parts is cut again for its owners, whose ranks lie from each other as those of this rank's do.
+        # Each part is divided again among its owners, whose ranks have the same distances as this rank's group.
         ranks = tuple(rank + near + owner - me for rank in shards for owner in kind.outer.ranks)
         return OwnershipMap(ranks, length, slot.start, kind.outer.size, -(-length // kind.outer.size))
 
     def _all_of(
         self, bucket: Bucket, low: int, high: int, source: StateSource, whose: tuple[str, ...] = ()
     ) -> torch.Tensor:
-        """What was owed of the elements from `low` to `high`: by some, or by all together."""
+        """Return the residual of the elements from `low` to `high`, of some owners or summed over all."""
         total = torch.zeros(high - low, dtype=bucket.master.dtype, device=bucket.weights.device)
         for like in self._of(bucket, whose[0] if whose else _OWNER, total, low, high):
             read_residual(like, source, whose)
         return total
 
 
-# Optimizer states of pieces, joined to whole tensors that fit any plan, and cut again.
+# Optimizer states of slices, joined to full tensors that fit any plan, and sliced again.
 
 
 def gather_states(adoption: SlotAdoption, buckets: list[Bucket], shard: Axis) -> Iterator[tuple[str, torch.Tensor]]:
-    """States of the buckets' parameters as (`parameter/key`, whole tensor). A collective over the shard axis."""
+    """Yield states of the buckets' parameters as (`parameter/key`, full tensor). A collective over the shard axis."""
     if shard.size == 1:
         here = {slot for bucket in buckets for slot in bucket.slots}
         for slot, piece in adoption.pieces.items():
@@ -258,7 +261,7 @@ def _gather_key(
     table: dict[str, dict[str, StateEntry]],
     shard: Axis,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One key of one bucket's parameters: the divided ones in one collective, the others one by one."""
+    """Gather one key of one bucket's parameters: sharded ones in one collective, the others one by one."""
     divided = [slot for slot in slots if table[slot.name][key]["shape"] == "cut"]
     device = bucket.weights.device
     for dtype in sorted({table[slot.name][key]["dtype"] for slot in divided}):
@@ -284,7 +287,11 @@ def _gather_key(
 
 
 def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Cut whole states to this rank's pieces. CheckpointError for a state that does not fit its parameter."""
+    """Load this rank's slices of full states.
+
+    Raises:
+        CheckpointError: for a state that does not fit its parameter.
+    """
     slots = {slot.name: slot for slot in adoption.slots}
     for full_name, saved in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -301,7 +308,7 @@ def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> 
                 f"optimizer state {full_name!r}: shape {tuple(saved.shape)} cannot be divided as the parameter is, "
                 f"which has shape {tuple(slot.shape)}."
             )
-        # Step counters stay where the optimizer wants them: fused kernels read them on the device.
+        # Keep step counters on the device that the optimizer expects: fused kernels read them on the GPU.
         value = slot.cut(saved, slot.bucket.own) if divided and saved.ndim else saved
         target = torch.empty_like(piece) if value.shape == piece.shape and saved.ndim else torch.empty(value.shape)
         adoption.optimizer.state[piece][key] = target.to(dtype=saved.dtype, device=piece.device).copy_(value)
@@ -334,11 +341,11 @@ def _describe(adoption: SlotAdoption, rank: int) -> dict[str, dict[str, StateEnt
     return found
 
 
-# What a rank holds of buckets, of optimizer states beside them, and of what lies in no bucket, for checkpoints.
+# This rank's slices of buckets, of optimizer states, and of tensors outside buckets, for checkpoints.
 
 
 class SlotSlices:
-    """Stretches of the parameters in some buckets."""
+    """Flat slices of the parameters in some buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._axes, self._turns, turn = axes, dict[int, int](), 0
@@ -346,14 +353,14 @@ class SlotSlices:
         for bucket in buckets:
             kind = bucket.over
             if id(kind) not in self._ranks:
-                # Ranks of a length hold the same; those of the next have the next part.
+                # Adjacent ranks in this tuple hold the same part. The next group holds the next part.
                 near = [rank - axes.mesh.rank for rank in kind.holders]
                 self._ranks[id(kind)] = tuple(rank + step for rank in kind.shard.ranks for step in near)
             self._turns[id(bucket)] = turn
             turn += -(-bucket.length // assign_evenly((), bucket.length, len(kind.holders) or 1).share)
 
     def of(self, slot: Slot) -> FlatSlice | None:
-        """What of a parameter's master this rank holds; None: nothing."""
+        """Return this rank's flat slice of a parameter's master, or None."""
         bucket = slot.bucket
         assert bucket is not None
         if not slot.is_in(bucket.own):
@@ -367,7 +374,11 @@ class SlotSlices:
         return FlatSlice(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
 
     def states(self, adoption: SlotAdoption) -> Iterator[FlatSlice]:
-        """An optimizer's states of this rank's pieces. CheckpointError for one that fits no part of its parameter."""
+        """Yield the states of this rank's slices.
+
+        Raises:
+            CheckpointError: for a state whose shape does not fit a slice of its parameter.
+        """
         for slot, piece in adoption.pieces.items():
             found = self.of(slot)
             assert found is not None
@@ -384,7 +395,11 @@ class SlotSlices:
                 yield alone(name, value, found.deal.holder(0))
 
     def take_states(self, adoption: SlotAdoption, source: StateSource) -> None:
-        """Give an optimizer its states. CheckpointError for one that does not fit its parameter."""
+        """Load an optimizer's states.
+
+        Raises:
+            CheckpointError: for a state that does not fit its parameter.
+        """
         ours: dict[str, list[Slot]] = {}
         for slot in adoption.slots:
             ours.setdefault(self._axes.saved_name(slot.name), []).append(slot)
@@ -408,12 +423,12 @@ class SlotSlices:
                 f"optimizer state {full_name!r}: shape {tuple(saved.shape)} cannot be divided as the parameter is, "
                 f"which has shape {found.part.shape}."
             )
-        # Step counters stay where the optimizer wants them: fused kernels read them on the device.
+        # Keep step counters on the device that the optimizer expects: fused kernels read them on the GPU.
         adoption.optimizer.state[piece][key] = read_full(source, full_name).to(piece.device)
 
 
 def located_slices(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
-    """An optimizer's pieces, each with where it lies in the whole parameter."""
+    """Yield an optimizer's slices, each with its position in the full parameter."""
     for slot, piece in adoption.pieces.items():
         assert slot.bucket is not None
         start = slot.inside(slot.bucket.own)[0] - slot.start
@@ -422,13 +437,13 @@ def located_slices(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.P
 
 
 class Untrained:
-    """Frozen parameters and buffers: whole on every rank, and the first rank's.
+    """Frozen parameters and buffers: replicated on every rank, with the first rank's values.
 
     Args:
-        model: laid over the mesh.
-        axes: of its parameters.
-        formats: of parameters.
-        value_of: a parameter's values; None where they come later, on each rank by itself.
+        model: model placed on the mesh.
+        axes: axes of its parameters.
+        formats: dtypes of parameters.
+        value_of: returns a parameter's values, or None if each rank loads them later.
     """
 
     def __init__(
@@ -449,7 +464,7 @@ class Untrained:
                 buffer.copy_(settled)
         lasting = model.state_dict(keep_vars=True)
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
-        # Statistics that forward keeps (batch norm): after each step the first rank's count, on all ranks.
+        # Statistics that forward updates (batch norm): the first rank's values are broadcast after each step.
         self._moving = [
             (buffer, axes.settling(name, buffer))
             for name, buffer in self._buffers.items()
@@ -457,34 +472,34 @@ class Untrained:
         ]
 
     def follow(self) -> None:
-        """After a step: what training moves becomes the first rank's."""
+        """Broadcast the first rank's updated buffers after a step."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name, what a checkpoint keeps."""
+        """Yield the tensors that a checkpoint contains, by name."""
         yield from self._frozen.items()
         yield from self._buffers.items()
 
     def check(self) -> None:
-        """ModelError where somebody has unfrozen a parameter."""
+        """Raise ModelError if a parameter was unfrozen."""
         if any(param.requires_grad for param in self._frozen.values()):
             raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
 
 
 class QuantizedWeights:
-    """The weights that forward uses, of buckets whose differences travel, in checkpoints.
+    """Quantized weights that forward uses, in checkpoints, for buckets that communicate differences.
 
     Args:
-        buckets: of the model.
-        axes: of the model.
+        buckets: buckets of the model.
+        axes: axes of the model's parameters.
     """
 
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._buckets, self._axes = buckets, axes
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield this rank's part of them; no collective."""
+        """Yield this rank's flat slices of them. No collective."""
         placed = SlotSlices(self._buckets, self._axes)
         for bucket in self._buckets:
             for slot in bucket.slots if bucket.differs else ():
@@ -495,7 +510,7 @@ class QuantizedWeights:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> None:
-        """Let forward use what a checkpoint says, where it says it. A collective."""
+        """Load the weights that forward uses from a checkpoint, if it has them. A collective."""
         for one in self.stretches() if source.entries else ():
             if one.name in source.entries:
                 one.fill(source)

@@ -1,4 +1,4 @@
-"""Parameters that somebody wrote to: masters follow, with `load_state_dict` as the weights were before rounding."""
+"""Users' own training loops, and updates of masters after parameters were written, such as by `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.private_torch import foreach_mul_, graph_task, version_of
 
 
 def written(slots: Sequence[Slot]) -> Iterator[Slot]:
-    """Yield those whose parameter was written to since its master was.
+    """Yield slots whose parameter was written after its master.
 
     Raises:
         ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
@@ -39,7 +39,7 @@ def written(slots: Sequence[Slot]) -> Iterator[Slot]:
 
 
 def take_master(slot: Slot, whole: torch.Tensor) -> None:
-    """Let this rank's part of the master follow a parameter that was written. whole: what it was written from."""
+    """Update this rank's part of the master after a parameter was written. whole: full values that were written."""
     slot.version = version_of(slot.param)
     bucket = slot.bucket
     assert bucket is not None
@@ -52,9 +52,9 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
 
 
 class LoadHooks:
-    """Hooks around `load_state_dict` of a whole module. take: gives the masters the loaded tensors, by name.
+    """Hooks around `load_state_dict` of a full module. take: updates the masters from the loaded tensors, by name.
 
-    The module keeps the hooks, and those of a copy of the module take nothing.
+    The module stores the hooks. The hooks of a module's copy do nothing.
     """
 
     def __init__(self, take: Callable[[Mapping[str, Any]], None] | None = None):
@@ -62,12 +62,12 @@ class LoadHooks:
         self._loaded: Mapping[str, Any] = {}
 
     def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Keep what is about to be loaded."""
+        """Keep the state that is about to be loaded."""
         del module, rest
         self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
-        """Give it to the masters."""
+        """Pass the loaded state to the masters."""
         del module, incompatible
         loaded, self._loaded = self._loaded, {}
         if self._take is not None:
@@ -77,14 +77,14 @@ class LoadHooks:
         return LoadHooks, ()
 
 
-# Users who keep their own loop: model(x), loss.backward(), optimizer.step(), optimizer.zero_grad().
+# Users' own loops: model(x), loss.backward(), optimizer.step(), optimizer.zero_grad().
 
-#: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.
+#: Most relative difference between ranks of the factor that scaled replicated gradients: rounding only.
 _ALIKE = 1e-6
 
 
 class LoopedEngine(WatchedEngine, Protocol):
-    """What a user's own loop asks of the engine that holds its module in flat buckets."""
+    """Flat-bucket engine interface that a user's own loop needs."""
 
     axes: AxisMap
     device: torch.device
@@ -92,26 +92,26 @@ class LoopedEngine(WatchedEngine, Protocol):
     reducer: Reducer
 
     def leave_step(self) -> None:
-        """TrainStep drives no longer."""
+        """Record that TrainStep no longer drives."""
         ...
 
     def show_gradients(self) -> None:
-        """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
+        """Set `.grad` of the optimizers' slices, and of parameters that are unsharded here."""
         ...
 
 
 class OwnLoop:
-    """The part of an engine that serves loops that it does not drive."""
+    """Support of an engine for loops that TrainStep does not drive."""
 
     def __init__(self, engine: LoopedEngine):
         self._engine = weakref.ref(engine)
         self._backward: int | None = None  # the graph task whose end will reduce
         self._touched: set[int] = set()
-        self._norm: torch.Tensor | None = None  # after backward, of the gradients that all ranks have alike
+        self._norm: torch.Tensor | None = None  # after backward, norm of the replicated gradients
         find_optimizers(self._engine)
 
     def note(self, bucket: Bucket) -> None:
-        """A gradient came into a bucket, outside of microbatches."""
+        """Record a bucket that got a gradient outside of microbatches."""
         self._touched.add(bucket.index)
         task = graph_task()
         if self._backward != task:
@@ -119,7 +119,7 @@ class OwnLoop:
             at_end_of_backward(self._end_backward)
 
     def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
-        """Let each bucket's mean over its own ranks be the mean over all ranks that read samples."""
+        """Scale gradients so that a bucket's mean over its ranks equals the mean over all ranks that read samples."""
         engine = self._held()
         for slot in slots:
             factor = kinds[slot].over.size / engine.axes.batch.size
@@ -127,7 +127,7 @@ class OwnLoop:
                 slot.param.register_hook(functools.partial(_scale_outside, self._engine, factor))
 
     def watch(self, adoption: SlotAdoption) -> None:
-        """From here the optimizer's own step does what TrainStep would do around it."""
+        """Register the hooks that do TrainStep's work around the optimizer's step."""
         engine = self._engine
 
         def before(optimizer: torch.optim.Optimizer) -> None:
@@ -141,16 +141,16 @@ class OwnLoop:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale `.grad` of all parameters to a norm of at most max_norm; the norm before, of the whole gradient.
+        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's earlier norm.
 
-        A collective: ranks that are still in a backward are waited for.
+        A collective: waits for ranks that are still in a backward.
         """
         self._wait_for_all()
         engine = self._held()
         square, grads = torch.zeros((), dtype=torch.float64, device=engine.device), []
         for bucket in engine.reducer.buckets:
             found = [slot.param.grad for slot in bucket.slots if slot.param.grad is not None]
-            # Each rank that holds the same part adds its share of it.
+            # Each rank that holds the same part adds its share.
             square += global_norm(found).to(square).square() / bucket.over.same.size
             grads += found
         norm = all_reduce(square, engine.axes.world).sqrt()
@@ -160,7 +160,7 @@ class OwnLoop:
 
     @torch.no_grad()
     def finalize(self) -> None:
-        """At the optimizer's step: wait for ranks that are still in a backward, then have all gradients in buckets."""
+        """Wait for ranks that are still in a backward, then collect all gradients, at the optimizer's step."""
         self._wait_for_all()
         self._check_identical()
         engine = self._held()
@@ -172,15 +172,16 @@ class OwnLoop:
         engine.show_gradients()
 
     def _wait_for_all(self) -> None:
-        """Take part, with nothing new, in the backwards of ranks that are not at the step yet."""
+        """Join the backward reductions of ranks that are not at the step yet, without new gradients."""
         while self._held().axes.stage.size > 1 and self._sync(at_step=True):
             self._reduce_touched()
         self._touched = set()
 
     def _check_identical(self) -> None:
-        """ModelError where ranks scaled a gradient that all have alike by what each of them knows alone.
+        """Raise ModelError if ranks scaled a replicated gradient by different factors.
 
-        Compared is what each did to its own since backward: norms of equal gradients differ by how each rank added.
+        Each rank compares its gradients with its own after backward: norms of equal gradients differ by the order of
+        addition.
         """
         if self._norm is None:
             return
@@ -195,7 +196,7 @@ class OwnLoop:
             )
 
     def _replicated_norm(self) -> torch.Tensor:
-        """Norm of the gradients that all ranks have alike, float64."""
+        """Return the norm of the gradients that are equal on all ranks, float64."""
         engine = self._held()
         whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
         norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
@@ -222,7 +223,7 @@ class OwnLoop:
         self._touched = set()
 
     def _sync(self, at_step: bool) -> bool:
-        """Whether some rank is in a backward still; `_touched` becomes all ranks' buckets with new gradients."""
+        """Return True if a rank is still in a backward. `_touched` becomes all ranks' buckets with new gradients."""
         engine = self._held()
         buckets = engine.reducer.buckets
         places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)
@@ -233,7 +234,10 @@ class OwnLoop:
         return bool(found[0])
 
     def _reduce_touched(self) -> None:
-        """Means over the ranks. What was there before is equal on all of them, so its mean is itself."""
+        """Average the touched buckets over the ranks.
+
+        Earlier gradients are equal on all ranks, so their mean is unchanged.
+        """
         engine = self._held()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]

@@ -1,9 +1,9 @@
-"""New weights that are still on their way when a step is over: each block waits for its own, when it is called.
+"""Overlap of ZeRO-1/2 weight all-gathers with the next forward.
 
-The gathers begin in the order in which a forward needs them, so all but the first travel under it. What may wait for
-its own call is a repeated block, and in models whose code is known a layer outside of blocks; it must have been called
-in an earlier forward, so a block that a model reads without calling it does not count. All else is waited for before a
-forward begins, and everything before anyone else reads weights.
+The gathers start in the order in which forward needs the weights, so all but the first overlap with it. Each repeated
+block waits for its own weights when it is called, and so does a layer outside of blocks in models whose code is known.
+The module must have been called in an earlier forward: a block that a model reads without calling is excluded. All
+other weights are waited for before forward starts, and any read of parameters waits for all.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from weft.private_torch import uncompiled
 
 
 class AwaitsWeights(nn.Module):
-    """A module that waits for its weights when it is called, and for all when somebody asks it for parameters.
+    """Mixin that waits for the module's gathered weights in `__call__`, and for all weights when parameters are read.
 
-    `__call__` is outside of what torch.compile compiles.
+    `__call__` is outside of the code that torch.compile compiles.
     """
 
     _weft_arrival: Arrival
@@ -49,16 +49,16 @@ class AwaitsWeights(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What a copy or a pickle is made from: a module of its own class again, which waits for nothing."""
+        """Return the parts for a copy or pickle: a module of the original class, which waits for nothing."""
         self._weft_arrival.end()
         _, own = type(self).__bases__
         return _made, (own,), {name: value for name, value in self.__dict__.items() if name != "_weft_arrival"}
 
 
 class Arrival:
-    """What one module waits for: slots; None: what is left for all that wait by themselves.
+    """Slots that one module waits for. None: all slots that no other module waits for.
 
-    Modules may outlive their engine, and do not keep it.
+    Modules may outlive their engine, so they do not keep it alive.
     """
 
     def __init__(self, arrivals: WeightPrefetcher, slots: Sequence[Slot] | None = None):
@@ -67,25 +67,25 @@ class Arrival:
         self.was_called = False
 
     def begin(self) -> None:
-        """The module is called."""
+        """Wait for the module's weights at its call."""
         self.was_called = True
         if (found := self._arrivals()) is not None:
             found.wait_for_rest() if self._slots is None else found.wait_for(self._slots)
 
     def end(self) -> None:
-        """Somebody will look at parameters."""
+        """Wait for all weights before parameters are read."""
         if not torch.compiler.is_compiling() and (found := self._arrivals()) is not None:
             found.wait()
 
 
 class WeightDifference:
-    """A bucket's weights on their way to its masters, in place of a gather, under gather=diff4.
+    """Update of a bucket's weights from its masters by quantized differences, instead of a gather, under gather=diff4.
 
         seen += D(E(master - seen))
 
-    `seen` is what forward uses, `weights`, the same bits on all ranks: each decodes what all encode, its own part
-    too. What a difference loses to its rounding is still between master and seen, and goes with the next step's, so
-    nothing needs to be kept besides. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
+    `seen` is `weights`, which forward uses. It is bit-identical on all ranks: each rank decodes all encoded parts, its
+    own too. The rounding error of a difference remains between master and seen, and is part of the next step's
+    difference, so no other state is needed. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
     """
 
     @torch.no_grad()
@@ -106,18 +106,19 @@ class WeightDifference:
 
 
 class WeightPrefetcher:
-    """The weights of one model as they come from the ranks that updated them."""
+    """Tracks pending weight gathers of one model, and the modules that wait for them."""
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]):
         self._model = weakref.ref(model)
         self._slots = slots
         self._units: dict[Slot, list[Arrival]] = {}
-        #: Whether what travels is a step of the optimizer: where buckets differ, differences do, else whole weights.
+        #: True during a step of the optimizer: buckets that support differences then send them instead of full
+        #: weights.
         self.is_step = False
-        self._waiting: list[Bucket] = []  # in the order in which they began
+        self._waiting: list[Bucket] = []  # in the order of their start
 
     def watch(self) -> None:
-        """Let modules wait for their own weights from here. Before the first forward, which may compile them."""
+        """Make modules wait for their own weights. Call it before the first forward, which may compile them."""
         model = self._model()
         if model is None or self._units or all(_bucket(slot).num_shards == 1 for slot in self._slots):
             return
@@ -143,7 +144,7 @@ class WeightPrefetcher:
             replace_class(model, AwaitsWeights, arrival=Arrival(self))
 
     def start(self, bucket: Bucket) -> None:
-        """Let a bucket's masters travel into the weights of all ranks. A collective over its shard axis."""
+        """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis."""
         own = bucket.weights[bucket.own]
         if bucket.differs and self.is_step:
             bucket.arriving = WeightDifference(bucket)
@@ -159,19 +160,22 @@ class WeightPrefetcher:
 
     @property
     def is_watched(self) -> bool:
-        """Whether modules wait for their weights."""
+        """True if modules wait for their weights."""
         return bool(self._units)
 
     def bring(self, buckets: Sequence[Bucket], follow: bool) -> None:
-        """The same for all that did not start yet. follow: return before they are there, where modules wait."""
-        for bucket in reversed(buckets):  # first what the next forward needs first
+        """Start the gathers that have not started yet.
+
+        follow: return before they complete, if modules wait for their weights.
+        """
+        for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
                 self.start(bucket)
         if not (follow and self.is_watched):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for all."""
+        """Wait for all weights."""
         for bucket in self._waiting:
             _arrive(bucket)
         self._waiting = []
@@ -183,7 +187,7 @@ class WeightPrefetcher:
                 _arrive(_bucket(slot))
 
     def wait_for_rest(self) -> None:
-        """Wait, before a forward, for what no module waits for by itself."""
+        """Wait, before a forward, for weights that no module waits for."""
         if self._waiting:
             for bucket in self._waiting:
                 if not all(self._is_awaited(slot) for slot in bucket.slots):
@@ -196,11 +200,11 @@ class WeightPrefetcher:
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """What may wait by itself: blocks, and where the model's code is known layers outside of them."""
+    """Yield modules that can wait for their own weights: blocks, and other layers if the model's code is known."""
     blocks = list(repeated_blocks(model).values())
     yield from blocks
     is_known = isinstance(model, layers.KnownModel) or hugging_face.is_hugging_face(model)
-    if not is_known or adapted(model) is not None:  # whose layers become plain ones again when they are merged
+    if not is_known or adapted(model) is not None:  # merging an adapter makes its layers plain again
         return
     inside = {part for block in blocks for part in block.modules()}
     for module in model.modules():

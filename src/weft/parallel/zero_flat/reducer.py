@@ -1,8 +1,8 @@
-"""Gradients on their way: from autograd's hands into buckets, over the ranks, to sums.
+"""Gradient reduction: from autograd's tensors into buckets and over the ranks.
 
-A bucket is reduced when autograd has delivered its last gradient of the last microbatch, while backward goes on.
-Buckets are reduced in one order on all ranks, whatever autograd's order is there, and a parameter without a gradient
-counts as zero: ranks may take different branches.
+A bucket is reduced when autograd has delivered its last gradient of the last microbatch, while backward continues.
+Buckets are reduced in the same order on all ranks, independent of autograd's order. A parameter without a gradient
+counts as zero, because ranks may take different branches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from weft.parallel.state.placement import AxisMap
 from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 from weft.private_torch import foreach_mul_, foreach_norm
 
-#: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
-#: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
+#: Most buckets whose full gradients are in flight if their memory is released on completion: at stage 2, and for
+#: gradients in autograd's tensors. The next gradients then reuse that memory while it is still in the caches.
 MOST_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingReduction:
-    """A bucket's reduction. add: what arrives here is to be added to the bucket's shard. final: the step's last one."""
+    """A bucket's reduction. add: received sum to add to the bucket's shard. final: the last reduction of the step."""
 
     pending: Waitable
     add: torch.Tensor | None = None
@@ -42,9 +42,10 @@ class _PendingReduction:
 class Reducer:
     """Reduces the gradients of one step, bucket by bucket.
 
-    stage: 2 drops a bucket's whole gradient as soon as it was reduced. each: reduce after each microbatch, not only
-    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. wire, outer_wire:
-    what travels in place of gradients, and over the outermost data axis; `coders` keep what they carry.
+    stage: 2 releases a bucket's full gradient as soon as it is reduced. each: reduce after each microbatch, not only
+    after the last (stage 2). note: called with each bucket that gets a gradient outside of microbatches. wire,
+    outer_wire: wire formats of gradients in general, and over the outermost data axis. `coders` store their carried
+    state.
     """
 
     def __init__(
@@ -73,29 +74,30 @@ class Reducer:
         self._waiting: list[int] = []
         self._under_way: dict[int, _PendingReduction] = {}
         self._replica_sums: list[Pending] = []
-        self._reduced: set[int] = set()  # in this step
+        self._reduced: set[int] = set()  # indices of buckets reduced in this step
         self._late: list[int] = []
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
-        self._first_late = -1  # what the last sums have of it; read after the next step has begun
-        #: What gradients are yet to be multiplied by, where the optimizer does it as it reads them.
+        self._first_late = -1  # from the last sums, read after the next step has begun
+        #: Factor that gradients are still to be multiplied by, if the optimizer applies it as it reads them.
         self.factor: float | torch.Tensor = 1.0
         for index, slot in enumerate(slots):
-            # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
+            # A weak reference, because torch's garbage collector cannot reach these hooks: the reducer and its mesh
+            # would leak.
             slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
 
     @property
     def in_pass(self) -> bool:
-        """Whether a microbatch is under way."""
+        """True while a microbatch is running."""
         return self._pass is not None
 
     @property
     def has_unbucketed(self) -> bool:
-        """Whether some sums are where autograd put them."""
+        """True if some sums are still in autograd's tensors."""
         return any(bucket.loose is not None for bucket in self.buckets)
 
     def begin_step(self) -> None:
-        """No gradients; whatever a broken step left on its way is awaited."""
+        """Clear all gradients, and wait for communication that a failed step left pending."""
         for pending in (*(one.pending for one in self._under_way.values()), *self._replica_sums):
             pending.wait()
         self._under_way, self._reduced, self._late, self._next, self.factor = {}, set(), [], 0, 1.0
@@ -104,17 +106,17 @@ class Reducer:
         self.clear(self._slots)
 
     def begin_pass(self, last: bool, holds: bool = False) -> None:
-        """A microbatch begins. holds: no gradient travels before it is over."""
+        """Begin a microbatch. holds: no gradient is communicated before it ends."""
         self._pass = "last" if last else "inner"
         self._next = 0
-        # In the first backward nobody knows yet how often autograd delivers for each parameter.
+        # In the first backward, the number of deliveries per parameter is still unknown.
         self._launches = self._has_seen_backward and (last or self._each) and not holds
         self._waiting = [len(bucket.slots) + bucket.over.waits for bucket in self.buckets]
         for slot in self._slots:
             slot.fired = 0
 
     def end_pass(self, broken: bool) -> None:
-        """A microbatch is over. broken: by an exception."""
+        """End a microbatch. broken: an exception ended it."""
         inner, self._pass = self._pass == "inner", None
         for slot in self._slots:
             slot.expected = max(slot.expected, slot.fired)
@@ -123,7 +125,7 @@ class Reducer:
             self._reduce_rest(final=False)
 
     def finish(self, totals: torch.Tensor | None) -> None:
-        """All gradients are sums, `totals` too."""
+        """Complete the sums of all gradients, and of `totals`."""
         self._reduce_rest()
         for pending in self._replica_sums:
             pending.wait()
@@ -135,13 +137,13 @@ class Reducer:
         self._sum(totals)
 
     def send(self) -> None:
-        """Let the sums travel to the host, where the optimizer works there and they did not travel yet."""
+        """Start the copies of sums to the host for buckets that the optimizer updates there, if not started yet."""
         for bucket in self.buckets:
             if bucket.host is not None and not bucket.host.is_sent:
                 bucket.host.send(shard_of(bucket))
 
     def forget(self) -> None:
-        """What travelled to the host is old."""
+        """Mark the sums on the host as outdated."""
         for bucket in self.buckets:
             if bucket.host is not None:
                 bucket.host.forget()
@@ -153,11 +155,11 @@ class Reducer:
                 bucket.host.arrive()
 
     def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient; not a number where `check` has something to say."""
+        """Return the Euclidean norm of the full gradient, or NaN if `check` would raise."""
         return torch.where(self._num_late > 0, torch.nan, self._norm_squared.sqrt()) * self.factor
 
     def check(self) -> None:
-        """Raise CommError, on all ranks, where a gradient came after its bucket had begun to travel."""
+        """Raise CommError, on all ranks, if a gradient was delivered after its bucket's reduction had started."""
         if not self._num_late:
             return
         first = torch.tensor([self._first_late], device=self._num_late.device)
@@ -170,10 +172,10 @@ class Reducer:
         )
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients: at once, and not as the optimizer reads them."""
+        """Multiply all gradients now, including the factor that the optimizer would apply."""
         factor, self.factor = factor * float(self.factor), 1.0
         if factor != 1.0 and self.buckets:
-            self.arrive()  # what is still on its way to the host must not be multiplied twice
+            self.arrive()  # pending copies to the host must not be scaled twice
             foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
             for bucket in self.buckets:
                 if bucket.host is not None:
@@ -181,7 +183,7 @@ class Reducer:
             self._norm_squared *= factor * factor
 
     def clear(self, slots: list[Slot]) -> None:
-        """These parameters have no gradient from here; at stage 2 a bucket of such parameters gives its memory back."""
+        """Clear the gradients of these parameters. At stage 2, a bucket without other gradients releases its memory."""
         for slot in slots:
             slot.param.grad = None
         for bucket in self.buckets:
@@ -196,7 +198,10 @@ class Reducer:
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's whole gradient, flat, with what autograd or the user left in `.grad`; nothing there is zero."""
+        """Return the bucket's full flat gradient, including `.grad` set by autograd or the user.
+
+        Missing gradients are zero.
+        """
         flat = self._room(bucket)
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:
@@ -204,7 +209,7 @@ class Reducer:
         return flat
 
     def _room(self, bucket: Bucket) -> torch.Tensor:
-        """The flat tensor that gradients are collected in."""
+        """Return the flat tensor that gradients are collected in."""
         if bucket.grads is None:
             bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
         assert bucket.grads is not None
@@ -212,7 +217,7 @@ class Reducer:
         return bucket.grads
 
     def arrived(self, index: int, param: nn.Parameter) -> None:
-        """Autograd has delivered a gradient for this parameter."""
+        """Process a gradient that autograd has delivered for this parameter."""
         slot = self._slots[index]
         bucket = slot.bucket
         assert bucket is not None
@@ -225,8 +230,8 @@ class Reducer:
             if param.grad is not slot.grad:
                 _take(slot)
         elif self._adds_more(slot) and param.grad is not None and param.grad.dtype != bucket.master.dtype:
-            param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it, which a rounded format would lose
-        # Else it stays where autograd put it, and travels from there.
+            param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it; narrow dtypes lose bits
+        # Otherwise it stays in autograd's tensor, and is communicated from there.
         if self._pass is None:
             self._note(bucket)
             return
@@ -237,20 +242,20 @@ class Reducer:
                 self._launch(self.buckets[self._next], self._pass == "last")
 
     def _adds_more(self, slot: Slot) -> bool:
-        """Whether autograd may deliver more for a parameter before its gradient travels."""
+        """Return True if autograd may accumulate into the gradient again before it is reduced."""
         return self._pass == "inner" or slot.expected > 1 or not self._has_seen_backward
 
     def stays(self, bucket: Bucket, kind: str | None) -> bool:
-        """Whether gradients of a pass ("inner" or "last") stay in autograd's hands until they travel.
+        """Return True if gradients of a pass ("inner" or "last") stay in autograd's tensors until they are reduced.
 
-        Stage 2 needs room for them until then in any case; below, what they are summed into is there already, and
-        later microbatches would make a second set of them.
+        Stage 2 needs memory for them until then in any case. At lower stages, the buffer of their sum already exists,
+        and later microbatches would allocate a second set.
         """
         kept = self._stage == 2 and bucket.num_shards > 1 and kind == "inner" and not self._each
         return kind == "last" or kept
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
-        """Let a bucket's gradients travel. final: there is no later microbatch."""
+        """Start the reduction of a bucket. final: no later microbatch follows."""
         self._next = bucket.index + 1
         if bucket.num_shards == 1:
             self._launch_all_reduce(bucket, final)
@@ -265,7 +270,7 @@ class Reducer:
         elif bucket.shard is None:
             bucket.shard = torch.zeros(bucket.length, dtype=bucket.master.dtype, device=bucket.weights.device)
         elif bucket.index in self._reduced:
-            add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
+            add = torch.zeros_like(bucket.shard)  # padding between parameters stays zero
         if self._stage == 2 or parts is not None or bucket.over.replicate.size > 1:
             self._limit_pending()
         out = bucket.shard if add is None else add
@@ -278,14 +283,14 @@ class Reducer:
         self._reduced.add(bucket.index)
 
     def _launch_all_reduce(self, bucket: Bucket, final: bool) -> None:
-        """The same where no rank has a part of its own."""
+        """Start the reduction of an unsharded bucket."""
         alone = bucket.over.replicate.size == bucket.over.share[1] == 1 and bucket.host is None
         if alone and final and not bucket.collected and (found := bucket.found()) is not None:
-            bucket.loose, bucket.shard = found, None  # they are sums where they are
+            bucket.loose, bucket.shard = found, None  # on a single rank they already are the sums
             return
         parts = bucket.parts() if final and not bucket.collected else None
         flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
-        if final:  # before, nothing is saved by dividing it: it travels once
+        if final:  # sharding saves nothing, so it is communicated once
             if parts is not None:
                 self._limit_pending()
                 for slot in bucket.slots:
@@ -294,14 +299,14 @@ class Reducer:
             self._under_way[bucket.index] = _PendingReduction(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
-        """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
+        """Copy a bucket's sums to the host as soon as they are complete. Return the handle to wait for."""
         is_final = self._pass == "last" or not self._each
         if bucket.host is None or not bucket.host.is_early or not is_final or self.coders.owed:
             return pending
         return bucket.host.send(shard_of(bucket), pending)
 
     def _limit_pending(self) -> None:
-        """Wait for the first of those on their way where they are many."""
+        """Wait for the oldest pending reduction if there are many."""
         if len(self._under_way) >= MOST_UNDER_WAY:
             self._land(min(self._under_way))
 
@@ -314,7 +319,7 @@ class Reducer:
         if self._stage == 2 and bucket.num_shards > 1:
             bucket.drop_grads()
         if one.final and bucket.num_shards > 1 and bucket.over.replicate.size > 1:
-            # At once: what replicas add up travels while backward goes on, as the first way did.
+            # Start now: the sum over replicas overlaps with backward, as the first sum did.
             self._replica_sums.append(self.sums.over_replicas(bucket, shard_of(bucket)))
 
     def _reduce_rest(self, final: bool = True) -> None:
@@ -324,14 +329,14 @@ class Reducer:
             self._land(index)
 
     def _sum(self, totals: torch.Tensor | None) -> None:
-        """One small collective for all that ranks must agree on: the caller's totals, late gradients, the norm."""
+        """Reduce all values that ranks must agree on in one small collective: totals, late gradients, and the norm."""
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
         self._first_late = self._late[0] if self._late else -1
-        extra[0].fill_(len(self._late))  # an assignment would send the number, and wait until it is there
-        # Ranks with equal sums take the norm of a part each.
+        extra[0].fill_(len(self._late))  # an assignment would copy from the host and block
+        # Ranks with equal sums compute the norm of one part each.
         parts = [part for bucket in self.buckets for part in _share_of(bucket)]
         norms: list[torch.Tensor] = []
-        for dtype in dict.fromkeys(part.dtype for part in parts):  # a kernel on a GPU takes one format
+        for dtype in dict.fromkeys(part.dtype for part in parts):  # a GPU kernel supports one dtype
             alike = [part for part in parts if part.dtype == dtype]
             norms += foreach_norm(alike, 2.0, dtype=torch.promote_types(dtype, torch.float32))
         if norms:
@@ -343,14 +348,14 @@ class Reducer:
 
 
 def shard_of(bucket: Bucket) -> torch.Tensor:
-    """This rank's part of the sums; at stage 0 all of them."""
+    """Return this rank's part of the sums; at stage 0 all of them."""
     bucket.collect()
     assert bucket.shard is not None, "gradients were not reduced yet"
     return bucket.shard
 
 
 def _share_of(bucket: Bucket) -> list[torch.Tensor]:
-    """What of its part this rank takes the norm of."""
+    """Return the tensors whose norm this rank computes."""
     rank, number = bucket.over.share
     if bucket.loose is not None:
         return [grad for _, grad in bucket.loose]

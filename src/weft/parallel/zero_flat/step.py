@@ -1,10 +1,10 @@
-"""Forward with backward, and the optimizer's step, as recordings.
+"""Recorded forward and backward passes, and the recorded or fused optimizer step over flat buckets.
 
-While a pass is recorded, autograd's hooks run as ever: gradients are copied into buckets, added to what is there, or
-stay where autograd put them, and the kernels of all that are recorded. A replay runs the kernels alone, so what the
-hooks left behind is put back after it. Nothing travels before a recorded pass is over.
+While a pass is recorded, autograd's hooks run as usual. They copy gradients into buckets, accumulate them, or leave
+them in autograd's tensors, and all those kernels are recorded. A replay runs only the kernels, so the state that the
+hooks left is restored after it. No communication starts before a recorded pass ends.
 
-A step reads what changes from step to step from memory: rates, numbers of steps, and what gradients are multiplied by.
+A step reads all values that change between steps from memory: learning rates, step counts, and the gradient factor.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from weft.parallel.zero_flat.reducer import Reducer
 from weft.private_torch import version_of
 
 Rule = AdamRule | SgdRule
-#: Recordings of the steps of one optimizer: gradients lie in other places for each shape of batches that is recorded.
+#: Most recordings of one optimizer's step. Gradients have other addresses for each batch shape that is recorded.
 MOST_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PassEnd:
-    """What a pass left: of each slot its gradient, its view into the bucket's and how often autograd delivered.
+    """State after a pass: for each slot its gradient, its view into the bucket's gradient and the number of deliveries.
 
-    buckets: of each, its whole gradients and whether they are collected there.
+    buckets: for each bucket, its full gradients and True if gradients were collected there.
     """
 
     slots: tuple[tuple[torch.Tensor | None, torch.Tensor | None, int], ...]
@@ -45,9 +45,9 @@ class PassEnd:
 
 
 class RecordedPasses:
-    """The way of gradients, as recordings see it.
+    """Gradient state of a step, as recordings read and restore it.
 
-    recorder: of recordings; None: all is launched one by one. holds: nothing travels before the pass is over.
+    recorder: recorder to use, or None to launch all kernels one by one. holds: no communication before the pass ends.
     """
 
     def __init__(self, slots: Sequence[Slot], reducer: Reducer):
@@ -57,7 +57,7 @@ class RecordedPasses:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Let the microbatch inside keep its gradients until it is over, and find all weights there."""
+        """Hold the microbatch's gradient communication until it ends, and wait for all weights before it."""
         self.holds = True
         try:
             yield
@@ -65,7 +65,7 @@ class RecordedPasses:
             self.holds = False
 
     def found(self, last: bool) -> Hashable:
-        """Return what a pass would find now; one that finds the same does the same."""
+        """Return a key of the state that a pass would find now. Passes with equal keys run the same kernels."""
         return (
             tuple((slot.param.data_ptr(), _address(slot.param.grad), slot.expected) for slot in self._slots),
             tuple(self._found_of(bucket, last) for bucket in self._reducer.buckets),
@@ -76,18 +76,18 @@ class RecordedPasses:
         return bucket.collected, _address(bucket.grads) if collects else None
 
     def keeps(self, last: bool) -> bool:
-        """Return whether what a pass leaves in its own memory is wanted after the next pass."""
+        """Return True if results that a pass leaves in its own memory are still needed after the next pass."""
         return not last and any(self._reducer.stays(bucket, "inner") for bucket in self._reducer.buckets)
 
     def left(self) -> PassEnd:
-        """Return what the pass under way has left."""
+        """Return the state that the current pass has left."""
         return PassEnd(
             tuple((slot.param.grad, slot.grad, slot.fired) for slot in self._slots),
             tuple((bucket.grads, bucket.collected) for bucket in self._reducer.buckets),
         )
 
     def leave(self, end: PassEnd) -> None:
-        """Leave the same, after a replay."""
+        """Restore the state after a replay."""
         for slot, (grad, view, fired) in zip(self._slots, end.slots, strict=True):
             slot.param.grad, slot.grad, slot.fired = grad, view, fired
         for bucket, (grads, collected) in zip(self._reducer.buckets, end.buckets, strict=True):
@@ -95,25 +95,25 @@ class RecordedPasses:
 
 
 class RecordedSteps:
-    """The step of one optimizer, as recordings."""
+    """The recorded steps of one optimizer."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _RecordedStep] = {}
-        self._once: dict[Hashable, _RecordedStep] = {}  # those that were taken once, and are not recorded yet
+        self._once: dict[Hashable, _RecordedStep] = {}  # taken once, not recorded yet
         self._has_said = False
 
     def take(
         self, found: Hashable, rules: Mapping[Rule, int], lanes: Callable[[], Iterable[tuple[Lane, Rule]]],
         decision: StepDecision, recorder: Recorder,
     ) -> None:  # fmt: skip
-        """Step all lanes: by a replay where the same was recorded, and else one by one, or while recording.
+        """Step all lanes: by replay if the step was recorded, otherwise kernel by kernel or while recording.
 
         Args:
-            found: where all lies, and what of the rules does not change from step to step.
-            rules: of the lanes, numbered in their order.
-            lanes: gives what is stepped together.
-            decision: about this step.
-            recorder: of recordings.
+            found: addresses of all tensors, and the constant settings of the rules.
+            rules: rules of the lanes, numbered in their order.
+            lanes: yields the elements that are stepped together.
+            decision: decision about this step.
+            recorder: recorder to use.
         """
         step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
@@ -125,7 +125,7 @@ class RecordedSteps:
         if step.recording is not None:
             step.recording.replay()
         elif is_new or len(self._known) >= MOST_STEPS:
-            step.launch(rules, lanes())  # one by one, which loads kernels too
+            step.launch(rules, lanes())  # without recording, which also loads the kernels
             self._say(is_new)
         else:
             step.recording = recorder.record(lambda: step.launch(rules, lanes()), "the optimizer's step", apart=True)
@@ -143,7 +143,7 @@ class RecordedSteps:
 
 
 class _RecordedStep:
-    """One recording, and the memory that it reads. decision, rules: of any step."""
+    """One recording, and the memory that it reads. decision, rules: of any step, for their shapes."""
 
     def __init__(self, decision: StepDecision, rules: Iterable[Rule]):
         self.recording: Recording[None] | None = None
@@ -152,7 +152,7 @@ class _RecordedStep:
         self._factor = torch.zeros_like(decision.factor)
 
     def fill(self, rules: Iterable[Rule], decision: StepDecision) -> None:
-        """Let the next launch or replay take this step."""
+        """Write this step's numbers for the next launch or replay."""
         send_numbers([rule.dials for rule in rules], self._dials)
         self._factor.copy_(decision.factor)
 
@@ -170,16 +170,16 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# torch's AdamW, Adam and SGD over whole stretches of buckets, in place of one parameter after another.
+# torch's AdamW, Adam and SGD over flat slices of buckets, instead of parameter by parameter.
 
-#: Hooks around a step that Weft itself registers: before and after.
+#: Hooks around a step that Weft registers: before and after.
 _OWN_HOOKS = 2
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One piece of a parameter: where it stands in its bucket's part, and its states, as views by key."""
+    """One parameter's flat slice: its range in the bucket's shard, and views of its states by key."""
 
     slot: Slot
     piece: nn.Parameter
@@ -192,7 +192,7 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _OwnSlices:
-    """The pieces of one bucket in order, each with its number among all that lie there, and flat states by key."""
+    """The slices of one bucket in order, each with its index among all slices there, and flat states by key."""
 
     bucket: Bucket
     entries: list[tuple[int, _Entry]]
@@ -207,8 +207,8 @@ class FlatStep:
         self._adoption = adoption
         self._bound: object = None
         self._held: list[_OwnSlices] = []
-        self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version that the counts are of
-        self._decision: StepDecision | None = None  # of a step that was counted, and may not have been taken
+        self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version of the counts
+        self._decision: StepDecision | None = None  # of a counted step that the device may have skipped
         self._recorded = RecordedSteps()
 
     @property
@@ -217,11 +217,11 @@ class FlatStep:
 
     @property
     def is_watched(self) -> bool:
-        """Whether hooks of a user's look at the optimizer's steps."""
+        """True if the user registered hooks on the optimizer's steps."""
         return num_step_hooks(self._optimizer) > _OWN_HOOKS
 
     def applies(self) -> bool:
-        """Whether this optimizer, as it is set now, can take its step here."""
+        """Return True if this optimizer, with its current settings, can be stepped here."""
         optimizer = self._optimizer
         if self.is_watched:
             return False
@@ -233,11 +233,13 @@ class FlatStep:
 
     @torch.no_grad()
     def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
-        """Begin a step. Returns what steps the pieces of one bucket; `taken` ends it.
+        """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step.
 
         Args:
-            factor: what gradients are multiplied by as they are read.
-            recorder: of steps that the device decides about: these take all buckets here; None: none is recorded.
+            factor: factor of gradients, applied as they are read.
+            recorder: recorder for steps that the device decides about. Such a step updates all buckets here. None
+                disables
+                recording.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
@@ -259,9 +261,9 @@ class FlatStep:
         return take
 
     def _found(self) -> tuple[Hashable, dict[Rule, int]]:
-        """What a recording of the step depends on, and the rules of its lanes, numbered."""
+        """Return the key of the step's recording, and the numbered rules of its lanes."""
         rules: dict[Rule, int] = {}
-        numbers: dict[tuple[int, int], int] = {}  # by group and count, of which an entry's rule is made
+        numbers: dict[tuple[int, int], int] = {}  # rule number by (group, step count)
         marks: list[int] = []
         places: list[int] = []
         for held in self._held:
@@ -283,7 +285,7 @@ class FlatStep:
 
     @torch.no_grad()
     def finalize(self) -> None:
-        """Take the last step out of the counts where the device did not take it. Waits for its decision."""
+        """Remove the last step from the counts if the device skipped it. Waits for the device's decision."""
         decision, self._decision = self._decision, None
         if decision is not None and not decision.was_taken:
             self._count(-1)
@@ -301,7 +303,7 @@ class FlatStep:
 
     @torch.no_grad()
     def _bind(self) -> None:
-        """Have states of all pieces in flat tensors, and know the number of steps that each has seen."""
+        """Move the states of all slices into flat tensors, and read their step counts."""
         if self._bound is not self._adoption.pieces:
             self._lay_out()
         state, moved = self._optimizer.state, False
@@ -359,7 +361,7 @@ class FlatStep:
             yield from self._lanes(held)
 
     def _lanes(self, held: _OwnSlices) -> Iterator[tuple[Lane, Rule]]:
-        """What is stepped together, with its rule."""
+        """Yield the elements that are stepped together, with their rule."""
         bucket = held.bucket
         if bucket.loose is not None:
             grads = dict(bucket.loose)
@@ -380,7 +382,7 @@ class FlatStep:
             yield Lane(bucket.master.detach()[start:end], grad[start:end], states, rounded), rule
 
     def _flat_slices(self, held: _OwnSlices) -> Iterator[tuple[int, int, Rule]]:
-        """First element, end and rule of neighbours with one rule."""
+        """Yield first element, end and rule of neighbors with the same rule."""
         last: tuple[int, int, Rule] | None = None
         before = -1
         for number, entry in held.entries:
@@ -406,7 +408,7 @@ class FlatStep:
 
 
 def _take_over(state: dict[str, Any], key: str, view: torch.Tensor) -> None:
-    """Put a view of flat memory in the place of a state, with its numbers; zero where there was none."""
+    """Replace a state by a view of flat memory with the same values, or zeros if there was no state."""
     value = state.get(key)
     if isinstance(value, torch.Tensor):
         view.copy_(value)
@@ -416,7 +418,7 @@ def _take_over(state: dict[str, Any], key: str, view: torch.Tensor) -> None:
 
 
 def _keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """States that are as large as the parameter."""
+    """Return the keys of states that have the parameter's size."""
     if type(optimizer) in _ADAMS:
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if group["momentum"] else ()

@@ -1,4 +1,4 @@
-"""How fully_shard communicates under Weft: through `weft.comm`, and only when all ranks mean the same unit."""
+"""Collectives of fully_shard under Weft: they use `weft.comm`, and run only if all ranks process the same unit."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from weft.parallel.zero_sharded.hooks import Act, Order
 
 
 class UnitGather(GatherBase):
-    """all_gather of one unit's parameters.
+    """All-gather of one unit's parameters.
 
     Args:
-        unit: its number.
-        axis: that it is divided over.
-        order: of what all ranks do there.
-        wire: what travels in place of weights; None: they travel as they are.
-        parts: ask for what this rank gives, by gather and weight: shape, module and name.
-        near: over which backward gathers from second shards, where the unit keeps some.
+        unit: index of the unit.
+        axis: axis that the unit is sharded over.
+        order: order of all ranks' operations on the axis.
+        wire: wire format of the weights, or None to send them unencoded.
+        parts: returns this rank's parts by gather and weight: shape, module and name.
+        near: axis over which backward gathers from second shards, if the unit keeps some.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class UnitGather(GatherBase):
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialized tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -66,11 +66,11 @@ class UnitGather(GatherBase):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Fill `output_tensor`; complete when it returns (on CUDA: in the order of the current stream)."""
+        """Fill `output_tensor`. It is complete on return (on CUDA: in the order of the current stream)."""
         self._order.meet(Act.GATHER, self._unit, input_tensor.numel())
         try:
             if self._near is not None and group is self._near.group:
-                all_gather(input_tensor, self._near, out=output_tensor)  # of what was gathered, and rounded, before
+                all_gather(input_tensor, self._near, out=output_tensor)  # second shards, already rounded
             elif self._wire is None:
                 all_gather(input_tensor, self._axis, out=output_tensor)
             else:
@@ -82,7 +82,7 @@ class UnitGather(GatherBase):
             self._there[0].record()
 
     def _gather_codes(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, wire: WireSpec) -> None:
-        """Every rank decodes what all have encoded, its own part too: all compute with the same weights."""
+        """Gather encoded weights. Every rank decodes all parts, its own too, so all compute with the same weights."""
         codec = self._codec(input_tensor, wire)
         codes = codec.encode(input_tensor)
         everyones = torch.empty(self._axis.size * codec.num_bytes, dtype=torch.uint8, device=codes.device)
@@ -103,9 +103,10 @@ class UnitGather(GatherBase):
         return self._codes[key]
 
     def wait_all(self, wait: Callable[[], None]) -> None:
-        """Wait for the last gather, and tell the ledger how long the compute stream had to.
+        """Wait for the last gather, and record the compute stream's wait time in the ledger.
 
-        fully_shard's wait copies out of the buffer too, which is no waiting: what counts is when the gather was there.
+        fully_shard's wait also copies out of the buffer. That is not counted: the wait ends when the gather is
+        complete.
         """
         there, self._there = self._there, None
         stream_wait = None if there is None else StreamWait.begin(there[1])
@@ -115,22 +116,22 @@ class UnitGather(GatherBase):
 
 
 def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) -> RowSlice:
-    """A part on the wire. In fp8 only weights that will be rounded to it: others travel as they are."""
+    """Return a part of the wire format. In fp8, only weights that will be rounded to fp8 are encoded."""
     whole = RowSlice.of(shape)
     rounds = name == "weight" and getattr(module, "_weft_float8", None) is not None
     return whole._replace(is_exact=True) if wire.name == "fp8" and not rounds else whole
 
 
 class UnitReduce(ReduceBase):
-    """reduce_scatter of one unit's gradients.
+    """Reduce-scatter of one unit's gradients.
 
     Args:
-        unit: its number.
-        axis: that it is divided over.
-        order: of what all ranks do there.
-        wire: what travels in place of gradients.
-        grads: format of every gradient that it is given, where that is shorter than that of sums and travels in place
-            of it; None: gradients are copied into the format of sums.
+        unit: index of the unit.
+        axis: axis that the unit is sharded over.
+        order: order of all ranks' operations on the axis.
+        wire: coder of the gradients.
+        grads: dtype of all input gradients, if it is narrower than the dtype of sums and is communicated instead of it.
+            None copies gradients into the dtype of sums.
     """
 
     def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
@@ -142,9 +143,9 @@ class UnitReduce(ReduceBase):
         self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor: first for the gradients, then for their sums, by turns.
+        """Return an uninitialized tensor, alternately for the gradients and for their sums.
 
-        fully_shard asks for both in the format of sums, and copies gradients into the first.
+        fully_shard requests both in the dtype of sums, and copies gradients into the first.
         """
         is_input, self._has_input = not self._has_input, not self._has_input
         return torch.empty(*size, dtype=self._grads if is_input and self._grads else dtype, device=device)
@@ -157,7 +158,7 @@ class UnitReduce(ReduceBase):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum `input_tensor` over the ranks and leave this rank's part in `output_tensor`."""
+        """Sum `input_tensor` over the ranks, and store this rank's part in `output_tensor`."""
         if op != dist.ReduceOp.SUM:
             raise CommError(
                 f"fully_shard reduces the gradients of a unit by {op}, and Weft can only sum them. Use "
@@ -175,14 +176,14 @@ class UnitReduce(ReduceBase):
 
 
 def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
-    """Return what a unit's gradients travel as to the ranks that divide it, and over replicas.
+    """Return the coders of a unit's gradients, over the shard axis and over replicas.
 
-    Over the outermost data axis, dp_replicate if there is one, it is what the plan's `compress` names.
+    The plan's `compress` applies to the outermost data axis, which is dp_replicate if it exists.
 
     Args:
-        coders: of the engine.
-        unit: its number.
-        plan: of the mesh.
+        coders: coders of the engine.
+        unit: index of the unit.
+        plan: plan of the mesh.
     """
     shard, replicas = f"unit {unit} shard", f"unit {unit} replicas"
     if plan.compress == "none":
@@ -201,16 +202,16 @@ def connect_unit(
     mesh: Mesh,
     grads: torch.dtype | None = None,
 ) -> None:
-    """Let a unit communicate through `weft.comm`.
+    """Make a unit communicate through `weft.comm`.
 
     Args:
-        module: made by fully_shard.
-        unit: its number.
-        axis: that it is divided over.
-        order: of what all ranks do there.
-        wire: what travels in place of gradients.
-        mesh: of the ranks; its plan's `gather` says what travels in place of weights.
-        grads: format of every gradient that will be reduced, shorter than that of sums; None: they may be in that.
+        module: module that fully_shard was applied to.
+        unit: index of the unit.
+        axis: axis that the unit is sharded over.
+        order: order of all ranks' operations on the axis.
+        wire: coder of the gradients.
+        mesh: mesh of the ranks; the `gather` field of its plan is the wire format of weights.
+        grads: dtype of all gradients to reduce, narrower than the dtype of sums, or None if they may have that dtype.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None
@@ -219,7 +220,7 @@ def connect_unit(
     module.set_custom_all_gather(gather)
     short = grads if grads is not None and sends_short_summands(axis, device) else None
     module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire, short))
-    # Sums, where it would make means.
+    # Sums, because fully_shard computes means by default.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if device.type == "cuda":
@@ -227,7 +228,7 @@ def connect_unit(
 
 
 def _until_summed(axis: Axis, device: torch.device, wait: Callable[[], None]) -> None:
-    """Wait for sums at the end of a backward, and tell the ledger how long that took."""
+    """Wait for sums at the end of a backward, and record the wait time in the ledger."""
     stream_wait = StreamWait.begin(device)
     wait()
     if stream_wait is not None:

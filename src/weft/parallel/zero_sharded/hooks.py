@@ -1,12 +1,12 @@
-"""The order in which a rank gathers and reduces units, compared with the other ranks once and then with its own record.
+"""Order in which a rank gathers and reduces units, compared with the other ranks once and then with its own record.
 
-Blocks are alike, so a rank that skips one would gather its shard of block 3 together with another rank's shard of
-block 4, and compute with weights that never existed. In the first step the ranks therefore tell each other, before
-every gather and reduction, what it is for. What they agreed on is the record of the steps that follow: a rank that
-does what the record says asks nobody, and a rank that does something else asks the others. Where all ranks changed in
-the same way they agree on the rest of this step, and it is the new record. Where others did not change, they are in the
-gather or reduction of the record while this rank is in a comparison. The transport tells both that the two do not fit;
-where it cannot (nccl), the hang is reported as any other.
+Blocks have equal shapes. A rank that skips one would gather its shard of block 3 together with another rank's shard of
+block 4, and compute with weights that never existed. In the first step, ranks therefore exchange the purpose of every
+gather and reduction before it starts. The result is the record for the following steps. A rank that follows the record
+compares nothing, and a rank that deviates starts a comparison. If all ranks changed in the same way, they agree on the
+rest of this step, and it becomes the new record. If others did not change, they run the recorded gather or reduction
+while this rank runs a comparison. The transport reports the mismatch to both. If it cannot (nccl), the hang is reported
+like any other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.parallel.zero.adopt import step_by_decision, steps_in_parts
 from weft.parallel.zero_sharded.shards import Shard
 from weft.private_torch import graph_task, tree_map, uncompiled, without_modes
 
-#: Forwards without a step add up (evaluation does); beyond this many acts there is no record to keep.
+#: Forwards without a step accumulate (as in evaluation). Beyond this many operations no record is kept.
 _MOST = 1 << 16
 _REMEDY = (
     "Call the same modules in the same order on all of them; where one has nothing to compute, multiply its output "
@@ -49,7 +49,7 @@ _REMEDY = (
 
 
 class Act(IntEnum):
-    """What a rank is about to do with a unit."""
+    """Operation of a rank on a unit."""
 
     GATHER = 0
     REDUCE = 1
@@ -57,32 +57,36 @@ class Act(IntEnum):
     END = 3
 
     def told(self, unit: str) -> str:
-        """In words, for an error."""
+        """Describe the operation for an error message."""
         if self is Act.END:
             return "ends the step"
         return f"{('gathers the weights', 'reduces the gradients', 'sums the gradients')[self]} of {unit}"
 
 
-#: What a rank does, with which unit, in how many elements.
+#: Operation, unit index, and number of elements.
 Entry = tuple[Act, int, int]
 
 
 class Order:
-    """What this rank does with the units over one axis, from one end of a step to the next.
+    """Order of this rank's operations on units over one axis, from the end of a step to the end of the next.
 
-    units: their names, by number.
+    units: their names, by index.
     """
 
     def __init__(self, axis: Axis, units: Sequence[str]):
         self._axis = axis
         self._units = units
         self._record: list[Entry] = []
-        self._done: list[Entry] = []  # in this step, while it is compared
-        self._place = 0  # in the record, while this rank follows it
+        self._done: list[Entry] = []  # operations of this step, during comparison
+        self._place = 0  # position in the record, while this rank follows it
         self._follows = False
 
     def meet(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
-        """Say what comes; CommError where ranks come for different things. No collective while it is as recorded."""
+        """Check the next operation against the record or the other ranks. No collective while it follows the record.
+
+        Raises:
+            CommError: if ranks start different operations.
+        """
         if self._axis.size == 1:
             return
         entry = (act, unit, num_elements)
@@ -100,7 +104,7 @@ class Order:
             self._record = []
 
     def explain(self, error: CommError) -> CommError:
-        """What to raise where a gather or reduction that was met for failed."""
+        """Build the error for a gather or reduction that failed after its check."""
         if not self._follows or not self._place:
             return error
         act, unit, _ = self._record[self._place - 1]
@@ -110,7 +114,7 @@ class Order:
         )
 
     def first_gathers(self) -> list[int]:
-        """Return the units that a step begins to gather, in order, up to the first that it does anything else with."""
+        """Return the units that a step gathers first, in order, up to the first other operation."""
         gathers = itertools.takewhile(lambda entry: entry[0] is Act.GATHER, self._record)
         return list(dict.fromkeys(unit for _, unit, _ in gathers))
 
@@ -125,7 +129,7 @@ class Order:
         self._place = 0
 
     def _leave_record(self, entry: Entry) -> None:
-        """This rank does not do what it did in the step before: right where all ranks changed in the same way."""
+        """Compare an operation that differs from the last step. It is valid if all ranks changed in the same way."""
         self._done = self._record[: self._place]
         self._follows = False
         act, unit, _ = self._record[self._place]
@@ -144,7 +148,7 @@ class Order:
         self._done.append(entry)
 
     def _compare(self, entry: Entry) -> None:
-        """All ranks' entries. In whole numbers, as no gather of weights is: two that do not fit are told apart."""
+        """Compare all ranks' entries. They are int64, unlike gathered weights, so the transport detects a mismatch."""
         mine = torch.tensor(entry, dtype=torch.int64)
         found = all_gather(mine, self._axis).view(-1, 3).tolist()
         rows: list[Entry] = [(Act(act), unit, size) for act, unit, size in found]
@@ -167,20 +171,20 @@ class Order:
 
 
 class _Disagreement(CommError):
-    """Ranks that compared what they do, and do different things."""
+    """Ranks compared their operations, and the operations differ."""
 
 
-# Units that a forward needs before any block, gathered while the optimizer steps the others.
+# Units that forward needs before any block, gathered while the optimizer steps the others.
 
 
 class FirstGathers:
-    """Steps an optimizer in two parts, and gathers the first under the second.
+    """Steps an optimizer in two parts, and overlaps the gather of the first part with the second.
 
     Args:
-        modules: the units, by their number; the root last.
-        shards: this rank's parts of each one's parameters.
-        order: of what all ranks do, which knows what a forward begins with.
-        device: of the weights.
+        modules: the units, by their index; the root last.
+        shards: this rank's shards of each unit's parameters.
+        order: order of all ranks' operations, which records the first gathers of a forward.
+        device: device of the weights.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class FirstGathers:
     ):
         self._modules = modules
         self._shards = shards
-        # They are gathered under what comes before them anyway.
+        # The gathers of blocks overlap with earlier computation anyway.
         self._blocks = {*repeated_blocks(modules[-1]).values()} if isinstance(modules[-1], nn.Module) else set()
         self._order = order
         self._device = device
@@ -200,51 +204,54 @@ class FirstGathers:
         self._early: list[tuple[FSDPModule, UnshardHandle]] = []
 
     def switch_on(self) -> None:
-        """Gather early from here: who steps the optimizer knows that weights may travel between steps."""
+        """Enable early gathers. Only call it if weights may be gathered between steps."""
         if self._device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(priority=-1)
 
     def step(self, optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
-        """Step the optimizer, and begin to gather what the next forward begins with."""
+        """Step the optimizer, and start the first gathers of the next forward."""
         self.drop()
         first = self._first() if self._stream is not None and steps_in_parts(optimizer) else []
         params = {id(shard.local) for number in first for shard in self._shards[number]}
         step_by_decision(optimizer, decision, params, functools.partial(self._gather, first, self._stream))
 
     def hand_over(self) -> None:
-        """Leave what was gathered early to the pass that begins: it waits for it and lets it go as usual."""
+        """Leave early gathers to the pass that begins, which waits for them and frees them as usual."""
         self._early = []
 
     def drop(self) -> None:
-        """Forget what was gathered early, between steps: shards may change now, and it would not follow."""
+        """Drop early gathers between steps.
+
+        The shards may change now, and gathered weights would be outdated.
+        """
         early, self._early = self._early, []
         for module, handle in early:
-            handle.wait()  # nothing where an evaluation has asked for it
+            handle.wait()  # no-op if an evaluation has already waited
             module.reshard()
 
     def _first(self) -> list[int]:
-        """The units that are gathered before any block."""
+        """Return the units that are gathered before any block."""
         return [*itertools.takewhile(lambda one: self._modules[one] not in self._blocks, self._order.first_gathers())]
 
     def _gather(self, units: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream())
-        # fully_shard gathers on the stream that is current, where it is asked to go on meanwhile.
+        # With async_op=True, fully_shard gathers on the current stream.
         with torch.cuda.stream(stream):
             for module in (self._modules[number] for number in units):
                 if (handle := module.unshard(async_op=True)) is not None:
                     self._early.append((module, handle))
 
 
-# What Weft adds to fully_shard's own hooks: sums over replicas, calls of units, and the passes of a pipeline.
+# Additions to fully_shard's own hooks: sums over replicas, calls of units, and the passes of a pipeline.
 
 
 class ReplicaSum:
-    """The second half of HSDP's reduction for one unit: shards of gradients summed over the replicas.
+    """Second half of HSDP's reduction for one unit: sums shards of gradients over the replicas.
 
-    Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
-    an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
-    wire: what travels in place of so many of them.
+    fully_shard calls it with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as
+    views, or added to existing gradients). Only the last microbatch's call communicates over the replicas. wire:
+    returns the coder for a number of elements.
     """
 
     def __init__(
@@ -257,31 +264,32 @@ class ReplicaSum:
         self._wire = wire
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
-        #: False in the passes of a step before the last one.
+        #: False in all passes of a step but the last.
         self.last = True
-        #: True where nobody touches gradients before `wait`.
+        #: True if no code reads or writes gradients before `wait`.
         self.may_overlap = False
-        #: What a unit that nobody divides multiplies its gradients by: fully_shard would divide them twice.
+        #: Gradient factor of an unsharded unit: fully_shard would divide its gradients twice.
         self.factor = 1.0
 
     def __call__(self, sums: torch.Tensor) -> None:
-        """Add this call's share; in place."""
+        """Add this call's share in place."""
         if self.factor != 1.0:
             sums *= self.factor
         if not self.last:
             if self._kept is None:
-                self._kept = sums  # fully_shard makes views of it the gradients and adds later sums to them
+                self._kept = sums  # gradients are views of it, and fully_shard accumulates into them
             return
         if self._kept is not None:
             sums += self._kept
             if sums.is_cuda:
-                # It comes from the stream of reduce_scatter, whose next result must not lie there before this is added.
+                # Allocated on the stream of reduce_scatter, whose next result must not reuse this memory before the
+                # addition.
                 self._kept.record_stream(torch.cuda.current_stream(sums.device))
             for param in self._params:
                 param.grad = None
             self._kept = None
         self._order.meet(Act.SUM, self._unit, sums.numel())
-        # A unit that is reduced twice in a step is added to at once, so the first sum must be complete then.
+        # A second reduction of a unit in a step is added immediately, so the first sum must be complete by then.
         again = self._pending is not None
         self.wait()
         pending = start_all_reduce(sums, self._axis, wire=self._wire(sums.numel()))
@@ -291,13 +299,13 @@ class ReplicaSum:
             pending.wait()
 
     def wait(self) -> None:
-        """Until the sum is complete."""
+        """Wait until the sum is complete."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def clear(self) -> None:
-        """Forget what a step left behind."""
+        """Drop the state that a step left."""
         self.wait()
         self._kept = None
 
@@ -305,15 +313,16 @@ class ReplicaSum:
 class Calls:
     """Counts the calls of each unit in a forward pass.
 
-    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so that ranks may
-    use different ones. With several calls fully_shard would reduce once for each, so there it reduces what there is.
+    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so ranks may use
+    different ones. With several calls, fully_shard would reduce zeros once per call, so only existing gradients are
+    reduced.
     """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
     def watch(self, module: nn.Module, is_root: bool) -> None:
-        """Count the calls of this unit, where torch can reduce zeros (2.13 and later)."""
+        """Count the calls of this unit, if torch can reduce zeros (2.13 and later)."""
         set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
         if set_zeros is None:
             return
@@ -322,7 +331,7 @@ class Calls:
         def count(module: Any, args: Any) -> None:
             if is_root:
                 self._counts.clear()
-            # Inside a backward pass it is called to recompute, which is no new use.
+            # A call inside a backward pass is a recomputation, not another use.
             if not torch.is_grad_enabled() or graph_task() != -1:
                 return
             calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
@@ -333,10 +342,10 @@ class Calls:
 
 
 def return_no_views(module: nn.Module) -> None:
-    """Let a unit return tensors that are no views, before fully_shard hangs its hooks on them.
+    """Make a unit return tensors that are not views, before fully_shard registers its hooks on them.
 
-    A layer with a bias returns one. What works on it in place would take the hook away that gathers the unit for
-    backward. What has no gradient stays the same object: a head's loss knows the batch's labels by it.
+    A layer with a bias returns a view. An in-place operation on it would remove the hook that gathers the unit for
+    backward. A value without a gradient stays the same object: a head's loss identifies the batch's labels by it.
     """
     module.register_forward_hook(_without_views, prepend=True)
 
@@ -350,9 +359,9 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def hide_hooks(module: nn.Module) -> None:
-    """Keep what hooks of a unit compute out of a recomputed region around it.
+    """Exclude the computation of a unit's hooks from a recomputed region around it.
 
-    Such a region counts operations, and gathering takes other ones in the replay, where the unit may be whole already.
+    The region counts operations, and gathering differs in the replay, in which the unit may already be unsharded.
     """
     wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
 
@@ -364,30 +373,30 @@ def _outside_of_modes(hook: Any, *args: Any) -> Any:
 
 
 def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
-    """Forget unreduced gradients of a step that broke off."""
+    """Drop unreduced gradients of a step that failed."""
     for module in modules:
         drop_unreduced_gradients(module)
 
 
 class StagePasses:
-    """The passes of one step of a pipeline, of which forward and backward go on side by side.
+    """The passes of one pipeline step, whose forwards and backwards interleave.
 
     fully_shard expects one root forward after another, each with its end and its backward. A stage leaves the root's
-    forward in the middle, and the pass is over when the schedule is: so gradients add up unreduced until then. As in
-    torch.distributed.pipelining, what fully_shard does at the end of a backward is called by hand.
+    forward before its end, and the pass ends with the schedule, so gradients accumulate unreduced until then. As in
+    torch.distributed.pipelining, fully_shard's work at the end of a backward is called explicitly.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]):
         self._modules = modules
-        # Now, while all modules are in their places: each stage's forward stands in for those of the others.
+        # Now, while all modules are registered: each stage replaces the modules of the other stages later.
         self._root = fsdp_state(modules[-1])
 
     def begin(self) -> None:
-        """Forget a forward that a stage left in the middle."""
+        """Reset the state of a forward that a stage left before its end."""
         forget_forward(self._root)
         self._modules[-1].set_is_last_backward(False)
 
     def end(self) -> None:
-        """Reduce what all backwards added up, and let the parameters go."""
+        """Reduce the accumulated gradients of all backwards, and free the parameters."""
         self._modules[-1].set_is_last_backward(True)
         end_backward(self._modules[::-1], self._root)

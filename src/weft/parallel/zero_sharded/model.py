@@ -1,12 +1,12 @@
 """zero=3: parameters, gradients and optimizer states sharded, on PyTorch's fully_shard (FSDP2).
 
-Weft's own: units (`fsdp_units.py`), collectives (`unit_collectives.py`), gradients that are sums, also over replicas
-(`fsdp_hooks.py`), whole tensors by name (`param_shards.py`).
+Weft adds units (`units.py`), collectives (`collectives.py`), gradients that are sums, also over replicas (`hooks.py`),
+and full tensors by name (`shards.py`).
 
-`reshard` says when gathered parameters are let go. In a step of A microbatches:
+`reshard` chooses when gathered parameters are freed. In a step of A microbatches:
 
-    reshard         parameters gathered   gradients reduced   whole on each rank meanwhile
-    after_forward   2 A times             A times             the units at work
+    reshard         parameters gathered   gradients reduced   unsharded on each rank meanwhile
+    after_forward   2 A times             A times             the active units
     after_backward  A times               A times             all parameters, from forward to backward
     after_step      once                  once                all parameters; with A > 1 all gradients too
 
@@ -74,10 +74,10 @@ from weft.private_torch import foreach_mul_, graph_task, uncompiled
 
 
 class FullyShardedModel:
-    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`.
+    """The engine of zero=3 for one module, sharded in place. Its methods are documented in `gradients.DataParallel`.
 
     Args:
-        model, mesh, placements, seed, filled_later, host: as `build_engine` takes them, with the same errors.
+        model, mesh, placements, seed, filled_later, host: as in `build_engine`, with the same errors.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class FullyShardedModel:
         self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
         self._defers = (plan.reshard == "after_step" and plan.microbatches_per_step > 1) or plan.pp > 1
         self._has_host = host is not None and plan.offload_share("params") + plan.offload_share("optimizer") > 0
-        self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
+        self.in_step = False  # TrainStep drives, and gradients are sums
         self._in_microbatch = self._averages = self._unfinished = self._is_partial = False
         self._synchronises = True
         self.units = with_experts((*find_units(model), Unit("", model)), model, axes)
@@ -129,13 +129,13 @@ class FullyShardedModel:
         shards = [[self.shards[name] for name in names] for names in members]
         self._connect(mesh, [[shard.param for shard in own] for own in shards])
         self._first_gathers = FirstGathers(self._modules, shards, self._orders[0], self._device)
-        # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
+        # If fully_shard accumulates in another dtype, it needs a buffer in each unit that the first gather creates.
         self._places_missing = self._defers and self.precision.is_mixed
         self._stage_passes = StagePasses(self._modules) if plan.pp > 1 else None
         find_optimizers(weakref.ref(self))
 
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
-        """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
+        """Configure fully_shard after construction: collectives, sums instead of means, hooks."""
         names, calls = [*map(str, self.units), *self.plain], Calls()
         axes = (self._axis, self._replicas, *self._unit_axes)
         orders = {axis.ranks: Order(axis, names) for axis in dict.fromkeys(axes)}
@@ -165,7 +165,7 @@ class FullyShardedModel:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
 
     def begin_step(self) -> None:
-        """Drop all gradients, those of a step that broke off too."""
+        """Drop all gradients, including those of a step that failed."""
         self.in_step = True
         self._first_gathers.hand_over()
         if self._places_missing:
@@ -184,7 +184,7 @@ class FullyShardedModel:
         self.clear()
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Drop all gradients."""
         for param in chain(self._optimized(), (shard.param for shard in self.shards.values())):
             param.grad = None
         for replica_sum in self._sums:
@@ -193,7 +193,7 @@ class FullyShardedModel:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Surround forward and backward of one microbatch; of a pipeline, of all of a step."""
+        """Surround forward and backward of one microbatch, or of all microbatches under a pipeline."""
         self._in_microbatch = self._unfinished = self._is_partial = True
         self._average(False)
         self._synchronise((last or not self._defers) and self._stage_passes is None)
@@ -205,19 +205,23 @@ class FullyShardedModel:
                 self._stage_passes.end()
             self._unfinished = not last
         finally:
-            # Outside, each backward is complete in itself, as a user's own loop expects.
+            # Outside of microbatches each backward is complete, as a user's own loop expects.
             self._in_microbatch = False
             self._at_last(True, overlaps=False)
 
     def _at_last(self, last: bool, *, overlaps: bool) -> None:
-        """Whether gradients that arrive now are sums with those of earlier passes, and whether they may travel on."""
+        """Set if new gradients include earlier passes, and if their communication may overlap."""
         for replica_sum in self._sums:
             replica_sum.last, replica_sum.may_overlap = last, overlaps
         if self._hosted is not None:
             self._hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
+        """Wait for all sums, and sum `totals` and unsharded gradients.
+
+        Raises:
+            CommError: if some ranks did not reach this call.
+        """
         self._finalize_gradients()
         self._partial.add((self._kinds[name].over, p.grad) for name, p in self.plain.items() if p.grad is not None)
         self.error_feedback.add()
@@ -241,32 +245,32 @@ class FullyShardedModel:
             self._is_partial = False
 
     def norm(self) -> torch.Tensor:
-        """Return the euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
+        """Return the Euclidean norm of the full gradient: 0-d float64, equal on all ranks."""
         grads = ((one.grad, num // self._replicas.size) for one, num in self._numbered() if one.grad is not None)
         return all_reduce(self._partial.square(grads), self.axes.replica).sqrt()
 
     def _numbered(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """This rank's shards and whole parameters, each with the number of ranks that hold the same."""
+        """Yield this rank's shards and unsharded parameters, each with the number of ranks that store the same."""
         yield from ((shard.local, self._kinds[name].share[1]) for name, shard in self.shards.items())
         yield from ((param, self._kinds[name].same.size) for name, param in self.plain.items())
 
     def check(self) -> None:
-        """Do nothing: ranks know before a gather or reduction whether they do what they agreed on."""
+        """Do nothing: ranks compare their order before each gather or reduction."""
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by a factor."""
         grads = [param.grad for param in self._optimized() if param.grad is not None]
         if factor != 1.0 and grads:
             if self._hosted is not None:
-                self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
+                self._hosted.scale(factor)  # first: pending copies must not be scaled twice
             foreach_mul_(grads, factor)
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether `update` takes the device's decision for this optimizer."""
+        """Return True if `update` accepts the device's decision for this optimizer."""
         return not self._has_host and not self.coders.needs_host and leaves_steps_out(optimizer)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
-        """Let the optimizer take its step with gradients multiplied by a factor."""
+        """Run the optimizer's step with gradients multiplied by a factor."""
         if isinstance(factor, StepDecision):
             self.coders.taken = factor.is_taken
             self._first_gathers.step(optimizer, factor)
@@ -276,28 +280,28 @@ class FullyShardedModel:
 
     @torch.no_grad()
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """Clip in a user's own loop; the whole gradient's norm before."""
+        """Clip the gradients in a user's own loop. Return the norm of the full gradient before clipping."""
         self.finalize()
         self.scale(clip_factor(float(norm := self.norm()), max_norm))
         return norm
 
     def prefetch_weights(self) -> None:
-        """Gather what a forward begins with under the step before; other shards are gathered when a unit is called."""
+        """Gather the first units of forward during the optimizer step. Other units are gathered at their calls."""
         self._first_gathers.switch_on()
 
     def arrive(self) -> None:
-        """Forget what was gathered early: the caller may change the shards."""
+        """Drop prefetched weights, because the caller may change the shards."""
         self._first_gathers.drop()
 
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
-        """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
+        """Make the next forward gather the updated shards. Buffers are broadcast from the first rank."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
         self.coders.commit(clip)
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer this rank's shards, or whole parameters of which it updates its share."""
+        """Replace the optimizer's parameters by this rank's shards, or by the full parameters that it updates."""
         if self.has_adopted(optimizer):
             return
         refuse_closures(optimizer)
@@ -311,37 +315,37 @@ class FullyShardedModel:
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer was adopted."""
+        """Return True if the optimizer was adopted."""
         return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer holds parameters of this module."""
+        """Return True if the optimizer holds parameters of this module."""
         return any(self._adoption.name_of(p) is not None for group in optimizer.param_groups for p in group["params"])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the trainable parameters by name, whole. A collective."""
+        """Yield the full trainable parameters by name. A collective."""
         return self._whole(lambda param: param.detach() if param.requires_grad else None)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the frozen parameters by name, whole: here they are sharded too. A collective."""
+        """Yield the full frozen parameters by name: zero=3 shards them too. A collective."""
         rest = self.axes.named(self.axes.rest(self._buffers.items()))
         found = full_tensors(self.shards, self.plain, lambda one: None if one.requires_grad else one.detach())
         return across_stages(chain(self.axes.named(found), rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the gradients by name, whole. A collective."""
+        """Yield the full gradients by name. A collective."""
         return self._whole(lambda param: param.grad)
 
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shards and whole parameters by name."""
+        """Return this rank's shards and unsharded parameters by name."""
         self._first_gathers.drop()
         for module in self._modules:
-            module.reshard()  # what was gathered from them would not follow
+            module.reshard()  # gathered copies would become outdated
         params = {name: shard.local for name, shard in self.shards.items()} | self.plain
         return {name: param.detach() for name, param in params.items() if param.requires_grad}
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield this rank's part of the trainable parameters, with the number of ranks that hold the same."""
+        """Yield this rank's part of the trainable parameters, with the number of ranks that store the same part."""
         return ((one.detach(), number) for one, number in self._numbered() if one.requires_grad)
 
     def local_gradients(self) -> list[torch.Tensor]:
@@ -349,14 +353,14 @@ class FullyShardedModel:
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield what this rank holds of the model; no collective."""
-        self.local_weights()  # lets go of what was gathered
+        """Yield this rank's flat slices of the model. No collective."""
+        self.local_weights()  # frees gathered parameters
         yield from (one for name in self.shards if (one := self._placed.of(name)) is not None)
         for name, tensor in (*self.plain.items(), *self._buffers.items()):
             yield self.axes.stretch(name, tensor)
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
-        """Yield what this rank holds of the optimizer's state; no collective."""
+        """Yield this rank's flat slices of the optimizer's state. No collective."""
         self.adopt(optimizer)
         undo_skipped_counts(optimizer)
         yield from self._placed.states(optimizer, self._adoption)
@@ -364,18 +368,18 @@ class FullyShardedModel:
 
     @torch.no_grad()
     def load_weights(self, source: StateSource) -> None:
-        """Fill this rank's stretches."""
+        """Fill this rank's flat slices."""
         for one in self.stretches():
             one.fill(source)
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
-        """Give the optimizer this rank's part of the states that any plan saved."""
+        """Load this rank's part of the optimizer states that any plan saved."""
         self.adopt(optimizer)
         undo_skipped_counts(optimizer)
         self._placed.take_states(optimizer, self._adoption, self.plain, source)
 
     def finalize(self) -> None:
-        """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
+        """Set gradients where the optimizer reads them, at the step of a user's own loop."""
         self.precision.refuse_error_feedback()
         self.precision.refuse_unscaled("the optimizer stepped")
         if self._hosted is not None:
@@ -390,7 +394,7 @@ class FullyShardedModel:
         return across_stages(self.axes.named(found), self.axes.stages, self._device)
 
     def _synchronise(self, wanted: bool) -> None:
-        """Whether backward reduces gradients and lets parameters go."""
+        """Set if backward reduces gradients and frees parameters."""
         if wanted != self._synchronises:
             for module in self._modules:
                 module.set_requires_gradient_sync(wanted, recurse=False)
@@ -398,7 +402,7 @@ class FullyShardedModel:
             self._synchronises = wanted
 
     def _average(self, wanted: bool) -> None:
-        """Whether gradients are means over the ranks, which a user's own loop works with, or sums."""
+        """Set if gradients are means over the ranks, as in a user's own loop, or sums."""
         if wanted != self._averages:
             number = float(self._data.size) if wanted else 1.0
             for module in self._modules:
@@ -409,14 +413,14 @@ class FullyShardedModel:
             self._averages = wanted
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
-        """A forward pass that no train step drives may be one of a user's own loop."""
+        """Configure a forward outside of train steps for a user's own loop."""
         if not self._in_microbatch and torch.is_grad_enabled() and graph_task() == -1:
             self.in_step, self._is_partial = False, True
             self._synchronise(True)
             self._average(True)
 
     def _average_plain(self, index: int, over: Axis, grad: torch.Tensor) -> torch.Tensor | None:
-        """What is not sharded, in a user's own loop: its mean before it is added to `.grad`."""
+        """Average an unsharded gradient in a user's own loop, before autograd adds it to `.grad`."""
         if self._in_microbatch:
             return None
         self._orders[0].meet(Act.SUM, index, grad.numel())

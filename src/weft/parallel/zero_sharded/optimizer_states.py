@@ -1,8 +1,9 @@
-"""Optimizers under zero=3: on shards where their update is elementwise, else each parameter whole on one rank.
+"""Optimizers under zero=3: on shards if their update is elementwise, else each full parameter on one rank.
 
-Elementwise optimizers get plain tensors that share the shards' memory; with DTensors the dispatch of their many small
-operations would cost more than the update. Of the others (Muon, Adafactor) a rank updates its share of the parameters:
-for a step their weights and gradients are gathered, and afterwards the weights go back to the shards.
+Elementwise optimizers get plain tensors that share the shards' memory: with DTensors, the dispatch of many small
+operations would cost more than the update. With other optimizers (Muon, Adafactor), each rank updates its share of the
+parameters. Their weights and gradients are gathered for a step, and the new weights are copied to the shards
+afterwards.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
 
 @dataclass(slots=True)
 class OptimizerShards:
-    """What one optimizer holds of the sharded parameters.
+    """Sharded parameters of one optimizer.
 
-    local: those it updates on shards. whole: those it sees whole, each with the rank that updates it; mine: of these
-    the ones that this rank updates, empty between steps. hosted: of both, those whose optimizer is on the host.
+    local: parameters that it updates on shards. whole: full parameters, each with the rank that updates it. mine: full
+    parameters that this rank updates, empty between steps. hosted: parameters of both kinds with their optimizer on the
+    host.
     """
 
     local: list[str] = field(default_factory=list)
@@ -54,7 +56,7 @@ class OptimizerShards:
 
 
 class ShardAdoption:
-    """Puts shards in the place of parameters in optimizers, whether these were built before or after sharding."""
+    """Replaces parameters in optimizers by shards. The optimizer may be built before or after sharding."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class ShardAdoption:
         self._shards = shards
         self._hosted = hosted
         self._axis = axis
-        # An original dies with its optimizer, and its id may then be another tensor's: hence the references.
+        # An original is freed with its optimizer, and another tensor may then reuse its id: hence the weak references.
         self._originals = {id(param): (weakref.ref(param), name) for name, param in originals.items()}
         self._names = {id(shard.param): shard.name for shard in shards.values()}
         self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerShards] = weakref.WeakKeyDictionary()
@@ -75,12 +77,12 @@ class ShardAdoption:
         return optimizer in self._held
 
     def name_of(self, param: torch.Tensor) -> str | None:
-        """The name of one of the model's parameters, as it was before sharding or is now."""
+        """Return the name of a model parameter, given its original or its sharded form."""
         reference, name = self._originals.get(id(param), (lambda: None, None))
         return name if reference() is param else self._names.get(id(param))
 
     def put(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters of all groups. States that the optimizer has already are cut to fit."""
+        """Replace the parameters of all groups. Existing optimizer states are sharded to fit."""
         held, load = OptimizerShards(), [0] * self._axis.size
         groups: list[list[nn.Parameter | None]] = []
         for group in optimizer.param_groups:
@@ -97,12 +99,12 @@ class ShardAdoption:
     def _place(
         self, param: nn.Parameter, elementwise: bool, held: OptimizerShards, load: list[int]
     ) -> nn.Parameter | None:
-        """What this rank's optimizer has in the place of `param`; None where another rank updates it."""
+        """Return the replacement of `param` in this rank's optimizer, or None if another rank updates it."""
         name = self.name_of(param)
         if name is None and param.requires_grad:
             raise not_of_model(param)
         if name is None or name not in self._shards:
-            return param  # not sharded: every rank has it whole
+            return param  # not sharded: every rank stores it in full
         shard = self._shards[name]
         if elementwise or not shard.param.requires_grad:
             held.local.append(name)
@@ -123,7 +125,7 @@ class ShardAdoption:
         return whole
 
     def _param(self, name: str) -> nn.Parameter:
-        """What an elementwise optimizer has in the place of a sharded parameter."""
+        """Return the replacement of a sharded parameter in an elementwise optimizer."""
         hosted = self._hosted.params.get(name) if self._hosted is not None else None
         return self._shards[name].local if hosted is None else hosted
 
@@ -131,16 +133,16 @@ class ShardAdoption:
         shard = self._shards[self.name_of(old) or ""]
         state = optimizer.state.pop(old, {})
         cut = new is self._param(shard.name)
-        fitted = {key: _fit(shard, value, cut) for key, value in state.items()}  # on all ranks: it may gather
+        fitted = {key: _fit(shard, value, cut) for key, value in state.items()}  # on all ranks, because it may gather
         if new is not None and fitted:
             optimizer.state[new] = fitted
         if not isinstance(old, DTensor):
-            # Its weights live in the shards now: whoever still holds it should not hold their memory too.
+            # Its weights are in the shards now, so remaining references to it should not keep its memory alive.
             old.data = torch.empty(0, dtype=old.dtype, device=old.device)
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gather weights and gradients of what the optimizer sees whole. A collective."""
+        """Gather weights and gradients of the optimizer's full parameters. A collective."""
         held = self._held[optimizer]
         if self._hosted is not None:
             self._hosted.before_step(name for name in held.hosted if name not in held.whole)
@@ -157,7 +159,7 @@ class ShardAdoption:
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring weights that were updated whole back to the shards. A collective."""
+        """Copy updated full weights to the shards. A collective."""
         held = self._held[optimizer]
         if self._hosted is not None:
             self._hosted.after_step(name for name in held.hosted if name not in held.whole)
@@ -174,18 +176,18 @@ class ShardAdoption:
                     param.data = shard.local.new_empty(0)
 
     def whole(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
-        """What this rank's optimizer sees whole, by name."""
+        """Return the full parameters that this rank's optimizer updates, by name."""
         return self._held[optimizer].mine.items()
 
     def local_params(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter | None, bool]]:
-        """(name, what the optimizer updates here, whether that is the whole), None where another rank updates it."""
+        """Yield (name, parameter, is_full) of the optimizer. The parameter is None if another rank updates it."""
         held = self._held[optimizer]
         yield from ((name, self._param(name), False) for name in held.local)
         yield from ((name, held.mine.get(name), True) for name in held.whole)
 
 
 def _fit(shard: Shard, value: Any, cut: bool) -> Any:
-    """A state of the parameter as the state of this rank's rows where `cut`, else of the whole."""
+    """Convert a parameter's state to this rank's rows if `cut`, else to the full parameter."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
@@ -196,24 +198,24 @@ def _fit(shard: Shard, value: Any, cut: bool) -> Any:
     return value.clone()
 
 
-# What a rank holds of sharded parameters and their optimizer states, as stretches for checkpoints.
+# This rank's flat slices of sharded parameters and their optimizer states, for checkpoints.
 
 
 class ShardSlices:
-    """Stretches of all sharded parameters of a module."""
+    """Flat slices of all sharded parameters of a module."""
 
     def __init__(self, shards: Mapping[str, Shard], kinds: Mapping[str, Axes], axes: AxisMap):
         self._shards, self._kinds, self._axes = shards, kinds, axes
 
     def of(self, name: str) -> FlatSlice | None:
-        """This rank's rows of a parameter; None: there are none."""
+        """Return this rank's rows of a parameter, or None if it has no rows."""
         found = self._layout(name, self._shards[name].local)
         return found if found.flat.numel() or not found.part.numel else None
 
     def tell(
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> None:
-        """Tell an optimizer that asks where its parts lie in whole parameters."""
+        """Register the positions of the optimizer's parts in full parameters, for optimizers that need them."""
         register_param_locations(optimizer, self._placed(optimizer, adoption, plain))
 
     def _placed(
@@ -232,11 +234,11 @@ class ShardSlices:
             yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
 
     def like(self, name: str, local: torch.Tensor) -> FlatSlice:
-        """Return the stretch of something shaped as this rank's rows."""
+        """Return the flat slice of a tensor with the shape of this rank's rows."""
         return self._layout(name, local)
 
     def _layout(self, name: str, local: torch.Tensor) -> FlatSlice:
-        """The same for something shaped as this rank's rows."""
+        """Return the flat slice of a tensor with the shape of this rank's rows."""
         shard, kind = self._shards[name], self._kinds[name]
         whole = torch.empty(shard.param.shape, device="meta")
         length = shard.rows * math.prod(shard.param.shape[1:])
@@ -248,14 +250,18 @@ class ShardSlices:
         return FlatSlice(self._axes.saved_name(name), part, deal, start, flat)
 
     def _undivided(self, name: str, value: torch.Tensor) -> FlatSlice:
-        """Something shaped as the parameter, whole on this rank and its replicas alone."""
+        """Return the flat slice of a tensor with the parameter's shape, which only this rank and its replicas store."""
         holders, numel = self._kinds[name].holders, value.numel()
         deal = assign_evenly(holders, numel, len(holders), turn=self._axes.turn(name))
         part = self._axes.part_of(name, torch.empty(value.shape, device="meta"))
         return FlatSlice(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
 
     def states(self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption) -> Iterator[FlatSlice]:
-        """An optimizer's states. CheckpointError for one that fits no part of its parameter."""
+        """Yield an optimizer's states.
+
+        Raises:
+            CheckpointError: for a state whose shape does not fit its parameter.
+        """
         for name, param, is_whole in adoption.local_params(optimizer):
             shard = self._shards[name]
             first = self._kinds[name].holders[0] if is_whole else self._layout(name, shard.local).deal.holder(0)
@@ -279,7 +285,11 @@ class ShardSlices:
         plain: Mapping[str, nn.Parameter],
         source: StateSource,
     ) -> None:
-        """Give an optimizer its states. CheckpointError for one of a parameter that it does not train."""
+        """Load an optimizer's states.
+
+        Raises:
+            CheckpointError: for a state of a parameter that it does not train.
+        """
         ours: dict[str, list[tuple[str, nn.Parameter | None, bool]]] = {}
         for name, param, is_whole in adoption.local_params(optimizer):
             ours.setdefault(self._axes.saved_name(name), []).append((name, param, is_whole))
@@ -309,7 +319,7 @@ class ShardSlices:
 def plain_states(
     params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, axes: AxisMap
 ) -> Iterator[FlatSlice]:
-    """States of parameters that every rank has whole."""
+    """Yield the states of parameters that every rank stores in full."""
     for name, param in params.items():
         found = axes.stretch(name, param)
         for key, value in optimizer.state.get(param, {}).items():
@@ -321,14 +331,14 @@ def plain_states(
                     yield alone(full_name, value, found.deal.holder(0))
 
 
-# What replicas owe of rounded gradients under zero=3: of each unit's sums over the ranks that divide it.
+# Error feedback of replicas under zero=3: residuals of each unit's sums over its shard ranks.
 
 
 @dataclass(slots=True)
 class UnitWithErrorFeedback:
-    """A unit whose sums over replicas owe what they round off.
+    """A unit whose sums over replicas keep a residual of their rounding.
 
-    unit: its number. shards: of its parameters that are trained, in the order of their sums. axis: the replicas.
+    unit: its index. shards: its trained parameters, in the order of their sums. axis: the replicas.
     """
 
     unit: int
@@ -338,12 +348,12 @@ class UnitWithErrorFeedback:
     axis: Axis
 
     def sending(self, numel: int) -> Coder:
-        """Return what its sums travel as in this step.
+        """Return the coder of its sums in this step.
 
-        numel: of the sums.
+        numel: number of elements in the sums.
 
         Raises:
-            CommError: where they are not those of all its parameters.
+            CommError: if the sums do not cover all its parameters.
         """
         if numel != self.numel:
             raise CommError(
@@ -355,11 +365,11 @@ class UnitWithErrorFeedback:
 
     @property
     def numel(self) -> int:
-        """Elements of its sums on a rank."""
+        """Number of elements of its sums on a rank."""
         return sum(_length(shard) for shard in self.shards)
 
     def matrices(self) -> list[Matrix]:
-        """Return where this rank's rows of matrices lie in its sums, for a wire that sums them in low rank."""
+        """Return the positions of this rank's matrix rows in its sums, for a low-rank wire format."""
         rank = self.coder.wire.spec.rank
         found: list[Matrix] = []
         for shard, at in self.places() if rank else ():
@@ -376,19 +386,19 @@ class UnitWithErrorFeedback:
 
     @property
     def key(self) -> str:
-        """The name of its debt among what its coder keeps."""
+        """Name of its residual in the coder's state."""
         return f"summands-1x{self.numel}/residual"
 
 
 class ShardErrorFeedback:
-    """Debts of sharded parameters.
+    """Error feedback of sharded parameters.
 
     Args:
-        placed: stretches of the shards.
-        shards: by name.
-        plain: parameters that are whole on each rank.
-        axes: of the module.
-        coders: keep what is owed until the first step is taken.
+        placed: flat slices of the shards.
+        shards: shards by name.
+        plain: parameters that are unsharded on each rank.
+        axes: axes of the module's parameters.
+        coders: store loaded residuals until the first step is taken.
     """
 
     def __init__(
@@ -400,17 +410,19 @@ class ShardErrorFeedback:
         coders: Coders,
     ):
         self._placed, self._shards, self._plain, self._axes, self._coders = placed, shards, plain, axes, coders
-        #: Units that owe; none where the wire over replicas does not feed back.
+        #: Units with error feedback. Empty if the wire format over replicas does not use it.
         self.units: list[UnitWithErrorFeedback] = []
 
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
-        """Return what gives the wire of a unit's sums over replicas, by their number; which may owe from here on.
+        """Return a function from the number of elements to the coder of a unit's sums over replicas.
+
+        The coder may keep residuals from now on.
 
         Args:
-            unit: its number.
-            params: of fully_shard, as it reduces them.
+            unit: index of the unit.
+            params: parameters of fully_shard, in the order of its reduction.
             axis: the replicas.
-            coder: of these sums.
+            coder: coder of these sums.
         """
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder
@@ -422,14 +434,14 @@ class ShardErrorFeedback:
         return found.sending
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield what this rank owes, in its own memory; no collective."""
+        """Yield this rank's residuals in their own memory. No collective."""
         for unit in self.units:
             if (flat := dict(unit.coder.states()).get(unit.key)) is not None:
                 yield from self._of(unit, flat.view(-1))
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Take over what any plan owed. Returns lines for people, where it is not as it was."""
+        """Load the residuals of any plan. Return messages for users if they were redistributed."""
         saved = replicas_in(source)
         if not saved:
             return []
@@ -455,7 +467,7 @@ class ShardErrorFeedback:
         return {name: shard.local for name, shard in self._shards.items()} | dict(self._plain)
 
     def _give(self, source: StateSource, held: Mapping[str, nn.Parameter]) -> None:
-        """Let what is owed of these go with the first step's sums."""
+        """Add the residuals of these parameters to the sums of the first step."""
         for name, param in held.items():
             if not param.requires_grad:
                 continue
@@ -466,25 +478,25 @@ class ShardErrorFeedback:
                 self._coders.owed[name] = total
 
     def add(self) -> None:
-        """Add what is owed to the sums of this step."""
+        """Add loaded residuals to the sums of this step."""
         for name, total in self._coders.owed.items():
             grad = self._shards[name].local.grad if name in self._shards else self._plain[name].grad
             if grad is not None:
                 grad.add_(total, alpha=self._coders.unit)
 
     def _of(self, unit: UnitWithErrorFeedback, flat: torch.Tensor) -> Iterator[FlatSlice]:
-        """Stretches of what this replica owes of a unit's parameters."""
+        """Yield flat slices of this replica's residual of a unit's parameters."""
         for shard, at in unit.places():
             numel = shard.local.numel()
             like = self._placed.like(shard.name, shard.local)
             deal = OwnershipMap(
                 shard.axis.ranks, max(_length(shard), 1)
-            )  # a rule refuses tp, pp and ep: no other owes the same
+            )  # tp, pp and ep are refused, so no other rank has the same residual
             if numel:
                 name = f"{like.name}/residual.{unit.axis.rank}"
                 yield FlatSlice(name, like.part, deal, like.start, flat[at : at + numel])
 
 
 def _length(shard: Shard) -> int:
-    """Elements of a shard as it travels: as many rows on all ranks."""
+    """Return the elements of a shard as communicated, with the same number of rows on all ranks."""
     return shard.rows * shard.param.shape[1:].numel()

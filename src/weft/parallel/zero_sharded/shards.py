@@ -1,7 +1,7 @@
-"""This rank's shards of a module's parameters under fully_shard, and whole tensors made from them.
+"""This rank's shards of a module's parameters under fully_shard, and full tensors built from them.
 
-A parameter of shape (n, ...) is cut along dim 0 into parts of ceil(n / size) rows; the last ranks have fewer rows, or
-none. fully_shard keeps it as a DTensor; everything here works on the plain tensor inside.
+A parameter of shape (n, ...) is sharded along dim 0 into parts of ceil(n / size) rows. The last ranks have fewer rows,
+or no rows. fully_shard stores it as a DTensor; all code here works on the local tensor inside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.private_torch import version_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One parameter's part on this rank. param: fully_shard's DTensor; local: the same memory as a plain parameter."""
+    """One parameter's shard on this rank. param: fully_shard's DTensor; local: the same memory as a plain parameter."""
 
     name: str
     param: nn.Parameter
@@ -33,16 +33,16 @@ class Shard:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole parameter on each rank but the last ones."""
+        """Rows of the full parameter on each rank except the last ones."""
         return -(-self.param.shape[0] // self.axis.size)
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole tensor, as a view."""
+        """Return this rank's rows of a full tensor, as a view."""
         start = min(self.axis.rank * self.rows, tensor.shape[0])
         return tensor[start : start + self.local.shape[0]]
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, from a tensor like `local` on each rank. A collective over the shard axis."""
+        """Gather the full tensor from each rank's tensor like `local`. A collective over the shard axis."""
         shape = self.param.shape
         padded = local
         if local.shape[0] != self.rows:
@@ -51,14 +51,14 @@ class Shard:
         return all_gather(padded.reshape(-1), self.axis)[: shape.numel()].view(shape)
 
     def link(self) -> None:
-        """Let the plain parameter have the DTensor's gradient; zeros where no rank used the parameter."""
+        """Set the plain parameter's gradient to the DTensor's, or to zeros if no rank used the parameter."""
         if self.param.grad is None:
             self.param.grad = torch.zeros_like(self.param)
         self.local.grad = local_part(self.param.grad)
 
 
 def find_shards(model: nn.Module, names: list[str], axis_of: Callable[[str], Axis]) -> dict[str, Shard]:
-    """Shards by name, of those parameters that fully_shard took."""
+    """Return the shards, by name, of the parameters that fully_shard manages."""
     params = dict(model.named_parameters())
     found: dict[str, Shard] = {}
     for name in names:
@@ -74,7 +74,7 @@ def full_tensors(
     plain: Mapping[str, nn.Parameter],
     of: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `of` gives of each parameter, by name and whole; what it gives None of is left out. A collective."""
+    """Yield the full tensor of `of(param)` for each parameter, by name, except if it is None. A collective."""
     for name, shard in shards.items():
         if (local := of(shard.local)) is not None:
             yield name, shard.whole(local)
@@ -85,17 +85,17 @@ def full_tensors(
 
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's tensor on this rank; any other tensor itself."""
+    """Return a DTensor's local tensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# zero=3 with the optimizer on the host: shards stay on the device, what the optimizer works on lies beside it.
+# zero=3 with the optimizer on the host: shards stay on the device, and the optimizer's copies are on the host.
 
 
 def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Plan) -> frozenset[str]:
-    """Names of the shards whose optimizer the plan puts on the host alone.
+    """Choose the shards of which the plan puts only the optimizer on the host.
 
-    on_host: those that are there with all they have; they count towards the share.
+    on_host: names of the shards that are entirely on the host; they count towards the share.
     """
     there = set(on_host)
     trained = [(name, shard.local.numel()) for name, shard in shards.items() if shard.param.requires_grad]
@@ -104,9 +104,9 @@ def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Pla
 
 
 class HostedShards:
-    """Shards whose optimizer is on the host. `params`: what it gets in their place, by name.
+    """Shards whose optimizer is on the host. `params`: the optimizer's host parameters, by name.
 
-    is_last: whether gradients that arrive now are the step's, to which no later microbatch adds.
+    is_last: True if new gradients are the step's final ones, without a later microbatch.
     """
 
     def __init__(self, host: Host, shards: Mapping[str, Shard], names: Iterable[str]):
@@ -123,21 +123,21 @@ class HostedShards:
         return nn.Parameter(self._parts[name].master.view(self._shards[name].local.shape))
 
     def watch(self, names: Iterable[str]) -> None:
-        """Let the gradients of these travel as soon as fully_shard has reduced them."""
+        """Copy the gradients of these parameters to the host as soon as fully_shard has reduced them."""
         for name in names:
             if name in self._parts and self._parts[name].is_early:
-                # torch's collector does not see these hooks, so they hold nothing.
+                # A weak reference, because torch's garbage collector cannot reach these hooks.
                 hook = functools.partial(_reduced, weakref.ref(self), name)
                 self._shards[name].param.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def send(self, name: str, grad: torch.Tensor) -> None:
-        """Let a gradient travel to the host; one that was sent before it in the same step is old."""
+        """Start the copy of a gradient to the host, which replaces an earlier copy of the same step."""
         self._parts[name].forget()
         self._parts[name].send(grad.reshape(-1))
 
     def forget(self) -> None:
-        """A new step: what was sent is old."""
+        """Mark all copies as outdated for a new step."""
         for part in self._parts.values():
             part.forget()
 
@@ -148,7 +148,7 @@ class HostedShards:
                 part.scale(factor)
 
     def take_full(self, name: str, mine: bool) -> nn.Parameter | None:
-        """The optimizer must see this one whole: what it gets on the rank that updates it."""
+        """Replace a shard by the full parameter. Return the optimizer's parameter on the rank that updates it."""
         self._parts.pop(name).release()
         del self.params[name], self._versions[name]
         if not mine:
@@ -158,7 +158,7 @@ class HostedShards:
         return nn.Parameter(part.master.view(shard.param.shape))
 
     def send_full(self, name: str, param: nn.Parameter, weight: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """A whole weight and its gradient are on the host."""
+        """Copy a full weight and its gradient to the host."""
         part = self._parts[name]
         part.arrive()
         part.master.copy_(weight.reshape(-1))
@@ -168,13 +168,13 @@ class HostedShards:
         param.grad = None if grad is None else part.grad.view(param.shape)
 
     def bring_full(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """The new weight, in a tensor of the device."""
+        """Copy the new weight into a tensor of the device."""
         self._parts[name].bring(weight.view(-1)).wait()
         return weight
 
     @torch.no_grad()
     def before_step(self, names: Iterable[str]) -> None:
-        """Gradients are on the host, and weights that were written to."""
+        """Wait until gradients are on the host, and copy weights that were written to."""
         chosen = list(names)
         for name in chosen:
             grad = self._shards[name].local.grad
@@ -190,7 +190,7 @@ class HostedShards:
 
     @torch.no_grad()
     def after_step(self, names: Iterable[str]) -> None:
-        """The shards have the new weights."""
+        """Copy the new weights to the shards."""
         chosen = list(names)
         pending = [self._parts[name].bring(self._shards[name].local.view(-1)) for name in chosen]
         for name, copy in zip(chosen, pending, strict=True):

@@ -1,8 +1,8 @@
-"""Units of a model: the modules whose parameters are gathered, freed and reduced together.
+"""Units of a model: modules whose parameters are gathered, freed and reduced together.
 
 A unit is a repeated block (an entry of a ModuleList or Sequential), or a large layer outside the blocks, such as the
-embedding and the head. What remains (final norm, small parameters) belongs to the root, which stays gathered for a
-whole step; a large layer is therefore never left there, unless its weight is tied across units.
+embedding and the head. The rest (final norm, small parameters) belongs to the root, which stays gathered for a full
+step. A large layer is therefore never part of the root, unless its weight is tied across units.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.parallel.state.precision import Precision
 from weft.parallel.zero_sharded.hooks import return_no_views
 from weft.parallel.zero_sharded.shards import Shard
 
-#: A layer outside the blocks becomes a unit from this share of all parameters on.
+#: Smallest fraction of all parameters that makes a layer outside the blocks a unit.
 LARGE_SHARE = 1 / 64
 
 
@@ -47,13 +47,13 @@ class Unit:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Units below the root, in the order in which the model lists them. No unit lies inside another.
+    """Find the units below the root, in the model's order. Units are not nested.
 
-    A module that is registered at several places, and called from each, is one unit. A module that shares a
-    parameter with one outside of it is none: a tied embedding and head stay with the root, gathered together. Neither
-    is a module whose weights are read outside of its calls, such as a block of which another module calls a part.
+    A module that is registered and called in several modules is one unit. A module that shares a parameter with a
+    module outside of it is not a unit: a tied embedding and head stay with the root, gathered together. A module whose
+    weights are read outside of its calls is not one either, such as a block of which another module calls a part.
     """
-    owners: dict[int, set[nn.Module]] = {}  # of each parameter and each module, by its id
+    owners: dict[int, set[nn.Module]] = {}  # parents of each parameter and module, by id
     for module in model.modules():
         for owned in (*module.children(), *module.parameters(recurse=False)):
             owners.setdefault(id(owned), set()).add(module)
@@ -65,7 +65,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
 
     def is_closed(module: nn.Module) -> bool:
-        """Whether no parameter or module in it is also one of a module outside."""
+        """Return True if no parameter or module inside it belongs to a module outside."""
         inside = set(module.modules())
         below = (child for child in inside if child is not module and blocks.has_params(child))
         is_alone = all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
@@ -85,7 +85,7 @@ def _is_large_layer(site: blocks.Site, large: float) -> bool:
 
 
 def _is_block(site: blocks.Site) -> bool:
-    """An entry of a container with a forward of its own: no list of blocks, and no backbone beside a head."""
+    """Return True for an entry of a container that has a forward: no list of blocks, no backbone with a head."""
     module = site.module
     if isinstance(module, blocks.LISTS) or not isinstance(site.parent, blocks.CONTAINERS):
         return False
@@ -98,11 +98,11 @@ def _is_block(site: blocks.Site) -> bool:
 
 
 def _num_per_class(container: nn.Module) -> Counter[type[nn.Module]]:
-    """How many of its entries that hold layers are of each class."""
+    """Count a container's entries that hold layers, by class."""
     return Counter(type(child) for child in container.children() if not blocks.is_layer(child))
 
 
-# What placements ask of zero=3: experts are units of their own, and partial sums are added up once in a step.
+# Placements under zero=3: experts are separate units, and partial sums are added once per step.
 
 _MIXED = (
     "module {0}: it holds parameters that are cut over ep and others, and zero=3 divides them over different ranks. "
@@ -111,9 +111,12 @@ _MIXED = (
 
 
 def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tuple[Unit, ...]:
-    """The units, each after those of experts inside of it. ModelError where experts share a module with others.
+    """Return the units, each after the units of experts inside of it.
 
-    A unit is divided over one axis, and experts are divided over another one than the rest.
+    A unit is sharded over one axis, and experts are sharded over another axis than the rest.
+
+    Raises:
+        ModelError: if experts share a module with other parameters.
     """
     own = {id(unit.module) for unit in units}
     names = {id(module): name for name, module in model.named_modules()}
@@ -133,7 +136,7 @@ def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tupl
 
 
 def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
-    """The parameters of each unit that no unit before it has."""
+    """Return the parameters of each unit that no earlier unit has."""
     taken: set[int] = set()
     found: list[list[nn.Parameter]] = []
     for unit in units:
@@ -143,7 +146,7 @@ def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
 
 
 def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
-    """The axes of each unit, which are those of all its parameters but for partial sums."""
+    """Return the axes of each unit. They are the axes of all its parameters, except for partial sums."""
     names = {id(param): name for name, param in units[-1].module.named_parameters()}
     found: list[Axes] = []
     for unit, rest in zip(units, own_params(units), strict=True):
@@ -155,16 +158,16 @@ def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup:
-    """The axis's group; where nothing is divided, one of this rank alone, which fully_shard asks for."""
+    """Return the axis's process group, or for size 1 a group of only this rank, which fully_shard requires."""
     return axis.group if axis.group is not None else join_group(axis.ranks, "rank")
 
 
 def finalize(
     model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers become the first rank's; what is trained, in the master's format.
+    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype.
 
-    Returns the buffers that checkpoints hold; training may move them.
+    Returns the buffers that checkpoints contain; training may update them.
     """
     for name, param in model.named_parameters():
         dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
@@ -179,7 +182,7 @@ def finalize(
 
 
 class PartialSums:
-    """Gradients that are sums over their units' ranks, and still partial over others, such as those of tp."""
+    """Gradients that are sums over their units' ranks, but still partial over other axes, such as tp."""
 
     def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
         self._axes = axes
@@ -189,7 +192,7 @@ class PartialSums:
 
     @torch.no_grad()
     def add(self, grads: Iterable[tuple[Axis, torch.Tensor]]) -> None:
-        """Add each gradient up over its axis, in place; one collective for each axis."""
+        """Sum each gradient over its axis in place, with one collective per axis."""
         groups: dict[tuple[int, ...], tuple[Axis, list[torch.Tensor]]] = {}
         for axis, grad in grads:
             if axis.size > 1:
@@ -202,9 +205,10 @@ class PartialSums:
 
     @torch.no_grad()
     def level(self, shards: Mapping[str, Shard]) -> None:
-        """Let the ranks of tp have equal gradients of what they all hold: the first one's.
+        """Make the gradients of replicated parameters equal on all tp ranks, by broadcast from the first.
 
-        What a wire rounds depends on what lies beside it in a unit, which is another part of a cut weight on each.
+        The rounding of a wire format depends on neighboring elements in a unit, and those are different shards on each
+        rank.
         """
         tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
         if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):
@@ -220,14 +224,17 @@ class PartialSums:
                 grad.copy_(part.view_as(grad))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """This rank's share of the norm's square: gradients, each with the number of ranks that count it too."""
+        """Return this rank's share of the squared norm.
+
+        grads: gradients, each with the number of ranks that count it too.
+        """
         groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for grad, number in grads:
             groups.setdefault((number, grad.device), []).append(grad)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (number, device), parts in groups.items():
             square = global_norm(parts).double().square()
-            # A number of the host goes along with the addition; as a tensor it would be a copy that blocks.
+            # A Python number from the host is an argument of the addition. A host tensor would need a blocking copy.
             total += (float(square) if device.type == "cpu" else square) / number
         return total
 
@@ -238,9 +245,9 @@ def _deepest_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-# zero=3, at the start: what torch must have, and fully_shard on each unit.
+# Setup of zero=3: requirements on torch, and fully_shard on each unit.
 
-#: What fully_shard must be able to do; torch 2.11 has all of it.
+#: Methods of fully_shard that Weft needs; torch 2.11 has all of them.
 NEEDED = (
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
@@ -262,12 +269,15 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Ranks of dp_shard, and among them the neighbours that keep second shards; None where the plan has none."""
+    """Build the mesh of dp_shard and of the neighbors that keep second shards.
+
+    Returns None if the plan has no such shards.
+    """
     if not mesh.plan.second_shards:
         return None
     whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
     rows = torch.tensor(whole.ranks).view(-1, near.size)
-    # Nothing is sent over the first dimension: any group of this rank stands for it.
+    # Nothing is sent over the first dimension, so any group of this rank will do.
     groups = [group_of(whole), group_of(near)]
     return DeviceMesh.from_group(groups, mesh.device.type, mesh=rows, mesh_dim_names=("apart", "near"))
 
@@ -282,7 +292,7 @@ def shard_units(
 ) -> tuple[list[list[str]], list[str]]:
     """Apply fully_shard to each unit over its axis, the root last.
 
-    Returns the names of each unit's parameters, and the names of those that are on the host.
+    Returns the names of each unit's parameters, and the names of the parameters on the host.
     """
     meshes = {
         axis.ranks: DeviceMesh.from_group(group_of(axis), mesh.device.type, mesh_dim_names=("dp_shard",))
@@ -303,12 +313,12 @@ def shard_units(
     reshard, second = mesh.plan.reshard.partition(":")[0], _second_mesh(mesh)
     for index, module in enumerate(unit.module for unit in units):
         members.append([names[param] for param in owned[index]])
-        materialise.make(owned[index])  # whole only until its unit is divided
-        # The backward of the last unit follows its forward, and the root is in use all along.
+        materialise.make(owned[index])  # unsharded only until its unit is sharded
+        # The backward of the last unit follows its forward, and the root is in use all the time.
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
         lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
-        lets_go = lets_go and mesh.plan.pp == 1  # else another microbatch's forward comes before the first backward
+        lets_go = lets_go and mesh.plan.pp == 1  # with pp, other forwards run before the first backward
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
         unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
