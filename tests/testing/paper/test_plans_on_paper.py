@@ -359,7 +359,7 @@ def test_stages_wait_for_each_other_and_messages_for_no_other_kind(tmp_path):
         assert (report.error, report.mismatch, report.races, report.num_syncs) == ("", "", {}, 0), report.lines()
         # The step ends for both with the norm over both, and each waits for the other: for a forward, for a backward.
         assert report.step_s == pytest.approx(done.reports[0].step_s, rel=0.05)
-        assert any("peer/messages.py" in why for why in report.idle_s), report.lines()
+        assert any("comm/peer.py" in why for why in report.idle_s), report.lines()
     first = tmp_path / "first.py"
     first.write_text(ONE_COMMUNICATOR)
     planted = plans_on_paper([plan], f"--first={first}", *options)
