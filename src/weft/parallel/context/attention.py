@@ -223,7 +223,7 @@ def replace_attention(model: Any, context: Context) -> None:
 
 
 def register_attention_operator(model: nn.Module, opaque: Opaque) -> None:
-    """Register attention over sharded sequences as an operator for compiled blocks. Calls with dropout do not use it."""
+    """Register attention over sharded sequences, without dropout, as an operator for compiled blocks."""
     for module in model.modules():
         if hasattr(module, _ATTRIBUTE) and hasattr(module, _OWN):
             setattr(module, _HANDLE, opaque.handle(_attend_hugging_face, module))

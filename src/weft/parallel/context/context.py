@@ -63,7 +63,7 @@ def apply_context(
 
     Args:
         model: the full model, or this rank's pipeline stages.
-        mesh: mesh of the plan.
+        mesh: the plan's mesh.
         why: result of `check_sequences` for the full model.
         runs: paths of the blocks of each pipeline stage on this rank. None if all blocks are here.
 

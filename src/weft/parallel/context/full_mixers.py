@@ -123,7 +123,8 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of known modules.
+    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of the modules that `mixers_of`
+    finds.
 
     Call it with the full model: a pipeline stage cannot be traced.
     """

@@ -122,8 +122,8 @@ def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def full_values(part: torch.Tensor) -> torch.Tensor | None:
-    """Return the values that `remember_full` recorded for the tensor, or None if there are none or the tensor was
-    modified.
+    """Return the values that `remember_full` recorded, or None if nothing was recorded or the tensor was modified
+    since.
     """
     values, version = getattr(part, _WHOLE, (None, 0))
     return values if values is None or version_of(part) == version else None
