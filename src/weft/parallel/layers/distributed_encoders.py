@@ -1,4 +1,4 @@
-"""Distribution of encoder items over ranks by cost. Every rank computes the same assignment, so it is not communicated."""
+"""Distribution of encoder items over ranks by cost. Every rank computes the same assignment without communication."""
 
 from __future__ import annotations
 
@@ -291,7 +291,10 @@ class Encoders:
             self._outer = before
 
     def enter(self, encoder: Encoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call of an encoder. Earlier encoders that the model has not called are called first, for other ranks."""
+        """Begin a call of an encoder.
+
+        Earlier encoders that the model has not called are called first, for the other ranks.
+        """
         for one in self._encoders[: self._encoders.index(encoder)]:
             self._stand_by(one)
         return encoder.before(args, kwargs, self._outer)
