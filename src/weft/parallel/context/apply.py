@@ -27,8 +27,7 @@ class Context:
     """State of context parallelism for one model on one rank.
 
     `in_use` is True while the model receives sharded sequences. Otherwise, as in generation, the model uses its
-    original
-    attention and each rank computes full sequences.
+    original attention and each rank computes full sequences.
 
     Args:
         plan: provides `cp_mode` and `tp`.
@@ -173,9 +172,7 @@ class Context:
 def context_attention(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Compute `attend_sharded` as one call that torch function modes can intercept, for example for
-    recompute=attention.
-    """
+    """Compute `attend_sharded` as one call that torch function modes, such as recompute=attention, can intercept."""
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
         return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)

@@ -97,9 +97,7 @@ def _noise(drop: AttentionDrop, q_BHTC: Tensor, k_BKSC: Tensor) -> Noise:
 
 
 class ContextCore(SdpaCore):
-    """Attention core that attends over a sharded sequence while the context is in use. Otherwise it is the decoder's
-    own.
-    """
+    """Attention over a sharded sequence while the context is in use, otherwise the decoder's own core."""
 
     def __init__(self, context: Context):
         super().__init__()
@@ -196,8 +194,9 @@ _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Replace the attention functions that the model looks up by name: they call `attend_sharded` while the context is
-    in use.
+    """Replace the attention functions that the model looks up by name.
+
+    The new functions call `attend_sharded` while the context is in use.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -57,7 +57,7 @@ def check_sequences(model: nn.Module, mesh: Mesh) -> str:
 def apply_context(
     model: nn.Module, mesh: Mesh, why: str = "", runs: Sequence[Sequence[str]] | None = None
 ) -> dict[str, Placement]:
-    """Prepare `model` for sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
+    """Make `model` take sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
 
     Returns the placements of changed parameters, which is empty: every cp rank stores full parameters.
 
@@ -109,7 +109,7 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
 
 
 def register_context_operators(model: nn.Module, recomputes: bool) -> None:
-    """Register attention over sharded sequences as one operator per call. Call it before blocks are compiled."""
+    """Make attention over sharded sequences one operator per call in compiled blocks. Call it before compiling."""
     if context_of(model) is not None:
         opaque = Opaque(is_attention=True, recomputes=recomputes)
         register_core_operators(model, opaque)
@@ -131,8 +131,9 @@ def shard_sequence(model: nn.Module, batch: Any) -> Any:
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Run forward and backward on a batch from `shard_sequence` inside this context. Outside, the model takes full
-    sequences.
+    """Run forward and backward on a batch from `shard_sequence` inside this context.
+
+    Outside of it, the model takes full sequences.
     """
     context = context_of(model)
     return contextlib.nullcontext() if context is None else context.use()

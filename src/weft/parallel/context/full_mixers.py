@@ -123,8 +123,7 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of the modules that `mixers_of`
-    finds.
+    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of its mixers.
 
     Call it with the full model: a pipeline stage cannot be traced.
     """
@@ -178,8 +177,7 @@ class _Hooks:
     """Base of the hook objects.
 
     Hooks are objects because copies of a module copy its hooks. A copied hook has the context None, so the copied model
-    is
-    a plain one.
+    is a plain one.
     """
 
     def __init__(self, context: FullSequenceMixers, names: tuple[str, ...]):

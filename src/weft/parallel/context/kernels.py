@@ -29,9 +29,7 @@ Shape: TypeAlias = Literal["all", "lower", "upper"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Numbers of tokens before and after itself that a token attends to. None means no limit. It always attends to
-    itself.
-    """
+    """Numbers of tokens before and after itself that a token attends to, besides itself. None means no limit."""
 
     before: int | None = None
     after: int | None = 0
@@ -45,8 +43,7 @@ class AttentionBlock(NamedTuple):
     """Queries q0..q1 that attend to keys k0..k1: to all of them, or to a triangle. Indices are within a rank's tokens.
 
     `rows` is the range of batch sequences, end exclusive; None means all. Queries and keys are divided into `tiles`
-    equal
-    tiles, and each query tile attends only to its key tile.
+    equal tiles, and each query tile attends only to its key tile.
     """
 
     rows: tuple[int, int] | None
@@ -148,8 +145,9 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterato
 
 
 def _window(start: int, end: int, before: int, after: int) -> Iterator[AttentionBlock]:
-    """Yield blocks for queries whose full window is visible: tiles as long as the window, and a shorter one for the
-    rest.
+    """Yield blocks for queries whose full window is visible.
+
+    The blocks have tiles as long as the window, and one shorter block covers the rest.
     """
     length = max(1, before + after)
     whole = (end - start) // length

@@ -49,9 +49,8 @@ def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tupl
     """Return the document borders in full sequences, from the ids of each rank's tokens. Identical on all ranks.
 
     Returns None if no sequence has an inner border. Uses host values if the batch came from the host. For ids computed
-    on
-    the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document continues
-    after another one.
+    on the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document
+    continues after another one.
     """
     known = full_values(ids_BT)
     ids_BS = (full_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
@@ -115,8 +114,7 @@ def attend_sharded(
     """Return attention over the full sequence for this rank's queries, (B, H, T, C).
 
     Values may differ in width from queries and keys (multi-head latent attention). The output has the values' width.
-    The
-    narrower tensors are padded with zeros, which change no product, so that keys and values stay one message.
+    The narrower tensors are padded with zeros, which change no product, so that keys and values stay one message.
     `sink_H` is a score per head that takes a share of the weights and has no value (attention sinks of GPT-OSS).
     """
     width = v_BKTC.shape[-1]

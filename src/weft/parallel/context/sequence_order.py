@@ -60,8 +60,9 @@ class SequenceOrder:
 
 
 def sequence_length(batch: Any) -> int | None:
-    """Return the tokens per sequence of a batch: dim 1 of its input_ids, else of its first tensor with two dims, or
-    None.
+    """Return the tokens per sequence of a batch, or None.
+
+    This is dim 1 of its input_ids, or else of its first tensor with two dims.
     """
     if isinstance(batch, torch.Tensor):
         return batch.shape[1] if batch.ndim >= 2 else None
@@ -122,8 +123,6 @@ def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def full_values(part: torch.Tensor) -> torch.Tensor | None:
-    """Return the values that `remember_full` recorded, or None if nothing was recorded or the tensor was modified
-    since.
-    """
+    """Return the values that `remember_full` recorded, or None if the tensor has no record or was modified since."""
     values, version = getattr(part, _WHOLE, (None, 0))
     return values if values is None or version_of(part) == version else None

@@ -205,8 +205,7 @@ class Encoder:
         """Gather the number of items of each data rank. A collective.
 
         Returns the calls of another rank if some ranks do not call the module, else None. `items` are this rank's; None
-        means
-        that it does not call the module.
+        means that it does not call the module.
         """
         said = b""
         if items is not None and len(items):
@@ -309,8 +308,9 @@ class Encoders:
     def prepare_text(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the encoders that the model did not call, and tie all encoder outputs to the graph, before the first
-        text block.
+        """Call the encoders that the model did not call, and tie all encoder outputs to the graph.
+
+        Runs before the first text block.
         """
         for encoder in self._encoders:
             self._stand_by(encoder)
@@ -421,10 +421,8 @@ class EncoderChoice:
     """Encoders of a full model.
 
     `shared` maps the paths of encoders whose items are distributed to True if data ranks share them too. `watched`
-    holds
-    the paths of encoders that all data ranks must call and whose items stay on their rank. `text` is the first block
-    that
-    reads encoder outputs.
+    holds the paths of encoders that all data ranks must call and whose items stay on their rank. `text` is the first
+    block that reads encoder outputs.
     """
 
     shared: Mapping[str, bool]
@@ -472,8 +470,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 
 
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
-    """Register the hooks that distribute the items of this rank's encoders. Call it after all other hooks are
-    registered.
+    """Make ranks share the items of the encoders on this rank. Call it after all other hooks are registered.
 
     Args:
         model: the full model, or a pipeline stage.

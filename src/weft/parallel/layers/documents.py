@@ -199,11 +199,10 @@ def is_told(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
-    """Restrict every mask that transformers builds over these tokens to pairs of one document, inside this context.
+    """Keep every mask that transformers builds over these tokens within documents, inside this context.
 
     Some models (OPT, gpt-oss) have positions but do not pass them when they build a mask. Others (BioGPT) pass a mask
-    of
-    ones, and then transformers ignores positions.
+    of ones, and then transformers ignores positions.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     known: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
@@ -243,9 +242,7 @@ def _is_usual(model: Any) -> bool:
 
 
 def _reads_mask(module: nn.Module) -> bool:
-    """Return True if a module takes the mask but contains no attention to pass it to, like an indexer of sparse
-    attention.
-    """
+    """Return True if a module takes the mask but contains no attention, like an indexer of sparse attention."""
     takes = "attention_mask" in inspect.signature(module.forward).parameters
     return takes and not any(hasattr(one, "is_causal") for one in module.modules())
 
@@ -325,9 +322,7 @@ def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
 
 
 def _difference(model: Any) -> float:
-    """Return the largest difference between a document's logits in a row and alone, relative to their standard
-    deviation.
-    """
+    """Return the largest difference between a document's logits in a row and alone, in standard deviations."""
     attend_in_documents(model)
     tokens = torch.randint(5, 50, (_TWICE + _BETWEEN,), generator=torch.Generator().manual_seed(1))
     twice, between = tokens[:_TWICE], tokens[_TWICE:]
@@ -363,7 +358,7 @@ _CACHES = ("past_key_values", "cache", "cache_params", "state")
 
 
 def separate_by_position_ids(model: nn.Module) -> None:
-    """Separate the documents of a transformers model if `position_ids` of a call restart within a row, in place.
+    """Keep the documents of a transformers model apart if `position_ids` of a call restart within a row, in place.
 
     Call it before any other change to the model. Other models are not changed.
     """
@@ -375,8 +370,9 @@ def separate_by_position_ids(model: nn.Module) -> None:
 
 
 class _Follower:
-    """Hooks of a model with restarting positions. The model is tested when it first gets such positions; most scripts
-    pass none.
+    """Hooks of a model that handle restarting positions.
+
+    The model is tested when it first gets such positions, since most scripts pass none.
     """
 
     def __init__(self, model: Any):

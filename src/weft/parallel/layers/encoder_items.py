@@ -226,8 +226,7 @@ class Division:
     """Assignment of one call's items to ranks.
 
     `ranks` are the sharing axes. `rows` holds the rows of each item of all data ranks, in data rank order. `homes`
-    holds
-    each item's data rank, and `dealt` the items of each rank.
+    holds each item's data rank, and `dealt` the items of each rank.
     """
 
     ranks: Ranks
@@ -273,8 +272,9 @@ class Division:
     def _exchanged(
         self, rows: Tensor, sizes: Sequence[int], sent: list[list[int]], received: list[list[int]]
     ) -> Tensor:
-        """Send rows of items that other data ranks need, and return the rows that this rank needs. `sizes` holds rows
-        per item.
+        """Send rows of items that other data ranks need, and return the rows that this rank needs.
+
+        `sizes` holds the rows of each item.
         """
         data, place = self.ranks.data, self.ranks.place
         send, receive = ([sum(sizes[item] for item in part) for part in parts] for parts in (sent, received))
@@ -364,8 +364,7 @@ class ReplicatedCalls:
     """Another rank's call of an encoder, with one item of zeros.
 
     `method` is the model's method that calls the encoder, or "". `outer` holds the method's arguments, or the encoder's
-    if
-    there is no method. `inner` holds the encoder's arguments.
+    if there is no method. `inner` holds the encoder's arguments.
     """
 
     method: str
@@ -491,8 +490,7 @@ class ItemCall:
     """State of one call between its pre-hook and its hook.
 
     `given` is the number of rows that the module got. `expected` is the number of rows that a substitute call passed
-    and
-    expects back; 0 for an ordinary call.
+    and expects back; 0 for an ordinary call.
     """
 
     division: Division

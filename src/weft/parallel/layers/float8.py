@@ -85,9 +85,7 @@ def choose_float8(
 
 
 def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
-    """Return the linear layers in blocks that can multiply in float8, by path. Layers of other sizes are added to
-    `left`.
-    """
+    """Return the linear layers in blocks that can multiply in float8, by path. Other layers are added to `left`."""
     found: dict[str, nn.Module] = {}
     for path, block in repeated_blocks(model).items():
         routers = _routers(block)

@@ -1,10 +1,8 @@
 """Range checks of indices into tables, such as token ids into embeddings, before a GPU assertion ends the process.
 
 A GPU kernel fails on an index out of range with an assertion that names neither the index nor the table. A sharded
-table
-would return zeros. The host checks the values that it sent to the device, so it never syncs for them. Of indices
-computed
-on the device it checks only the first ones, with one sync.
+table would return zeros. The host checks the values that it sent to the device, so it never syncs for them. Of indices
+computed on the device it checks only the first ones, with one sync.
 """
 
 from __future__ import annotations

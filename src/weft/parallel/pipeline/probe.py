@@ -34,9 +34,8 @@ class Returned:
     """Outputs of a call on the meta device.
 
     `value` is the return value. `set_tensors` holds the attributes with tensors that the call set, by (path in the
-    module,
-    name). `set_others` holds other attributes that it changed. If `is_guess`, the first argument substitutes the
-    output.
+    module, name). `set_others` holds other attributes that it changed. If `is_guess`, the first argument substitutes
+    the output.
     """
 
     value: Any

@@ -43,10 +43,8 @@ class RemoteTensor(torch.Tensor):
     """A tensor that another stage computes, on the meta device. See the module.
 
     `source` is the path of the module that computes it, or "" for a weight that every stage has. `value` is (call
-    number,
-    index among the call's outputs), or None for a tensor computed from such outputs. `parents` are the remote tensors
-    that
-    it depends on. `created` is its creation order.
+    number, index among the call's outputs), or None for a tensor computed from such outputs. `parents` are the remote
+    tensors that it depends on. `created` is its creation order.
     """
 
     source: str

@@ -132,8 +132,7 @@ class _Flight:
     """A microbatch on a stage, between its forward and its backward.
 
     `incoming` holds the stage's inputs, and their gradients after backward. `roots` holds the start of backward for
-    each
-    output, or None if nothing before the output is trained.
+    each output, or None if nothing before the output is trained.
     """
 
     incoming: Carried | None
@@ -145,10 +144,8 @@ class StepWork:
     """Inputs of one optimizer step.
 
     `forward_to_loss` replaces `forward` on the last stage. `scale` multiplies the loss before backward. `totals` is
-    (sum of
-    losses, number of tokens) and is added to on the last stage. `inside` returns the context of a microbatch's forward,
-    for
-    dropout.
+    (sum of losses, number of tokens) and is added to on the last stage. `inside` returns the context of a microbatch's
+    forward, for dropout.
     """
 
     microbatches: Sequence[Any]
@@ -263,9 +260,7 @@ class Pipeline:
         self._kinds = [self._boundary.kind_of(batch) for batch in batches]
 
     def _survey(self, forward: ForwardFn, batches: Sequence[Any]) -> None:
-        """Survey the tensors that cross between stages, and refuse unsupported models before any rank waits for
-        another.
-        """
+        """Find the tensors that cross between stages. Unsupported models fail here, before any rank waits."""
         stage = next(iter(self.stages.values()))
         for batch in batches:
             stage.survey(forward, batch)

@@ -48,9 +48,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class EntryCall:
-    """First call of a stage that needs earlier stages. `leaves` are the indices of the tensor arguments that it
-    receives.
-    """
+    """First call of a stage that needs earlier stages. `leaves` are the indices of its received tensor arguments."""
 
     call: int
     leaves: tuple[int, ...]
@@ -61,8 +59,7 @@ class StageRoute:
     """Tensors that cross between stages in a forward.
 
     `calls` holds the module number of each call. `entry` and `values` are keyed by the receiving stage. `last` maps
-    each
-    stage to its last call.
+    each stage to its last call.
     """
 
     calls: tuple[int, ...]
