@@ -52,7 +52,7 @@ class Activations:
         self.least_bytes = least_bytes
         self.room = max(2, room)
         self.sent_bytes = 0
-        self.last: weakref.ref[_Pass] | None = None  # the pass before, in the order of forward
+        self.last: weakref.ref[_Pass] | None = None  # the previous pass, in forward order
         self._open: list[_Pass | None] = []
 
     def watch(self, name: str, block: nn.Module) -> None:
@@ -228,7 +228,7 @@ class _Saved:
     """
 
     def __init__(self, one: _Pass, tensor: torch.Tensor):
-        self._pass = one  # keeps the pass, and so its list, until backward is through
+        self._pass = one  # keeps the pass, and so its list, alive until backward ends
         self._host = one.owner.host
         self._buffer, last = self._host.pool.take_unawaited(tensor.nbytes, _FIELD)
         # Same dim order in memory as the tensor, without gaps.
@@ -272,7 +272,7 @@ class _Saved:
         return flat.as_strided(self._like.shape, self._like.stride())
 
     def __del__(self) -> None:
-        if hasattr(self, "_copy"):  # else no buffer could be had
+        if hasattr(self, "_copy"):  # False if taking the buffer failed
             self._host.pool.give_back(self._buffer, self._copy)
 
 

@@ -130,7 +130,7 @@ class CudaLink:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             if after is not None:
-                after.wait()  # a collective's wait holds up the stream that is current, here the side stream alone
+                after.wait()  # a collective's wait blocks the current stream, here only the side stream
             start = stream.record_event()
             target.copy_(source, non_blocking=True)
             on_device.record_stream(stream)

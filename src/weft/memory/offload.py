@@ -44,7 +44,7 @@ class HostPool:
         #: Bytes of all buffers, bytes in use, and the peak of bytes in use.
         self.held_bytes = self.used_bytes = self.peak_bytes = 0
         self._pin, self._unpin = pin, unpin
-        self._free: list[tuple[torch.Tensor, Copy | None]] = []  # the longest free first
+        self._free: list[tuple[torch.Tensor, Copy | None]] = []  # longest free first
         # All buffers, by address: registered memory must not be freed before CUDA unregisters it.
         self._all: dict[int, torch.Tensor] = {}
         weakref.finalize(self, _unpin_all, self._all, unpin).atexit = False
@@ -158,7 +158,7 @@ def _register(buffer: torch.Tensor) -> None:
 
 
 def _unregister(buffer: torch.Tensor) -> None:
-    torch.cuda.synchronize()  # a copy may still be under way
+    torch.cuda.synchronize()  # a copy may still be running
     _runtime().cudaHostUnregister(buffer.data_ptr())
 
 
@@ -213,7 +213,7 @@ class HostCopies:
         return copies
 
     def _grow(self, num_bytes: int) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
         place = env.rank_env()
         free = int(psutil.virtual_memory().available * _MOST_OF_FREE) // (place.local_world_size if place else 1)
         if num_bytes > free:

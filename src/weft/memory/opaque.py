@@ -60,7 +60,7 @@ class Opaque:
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
         self._num_records = 0
         self._space = f"weft_{next(self._numbers)}"
-        self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
+        self._library: Any = torch.library.Library(self._space, "DEF")  # its methods are untyped
         name = "scaled_dot_product_attention" if is_attention else "forward"
         self._define(name, _FORWARD, _forward, _forward_shapes)
         self._define("backward", _BACKWARD, _backward, _backward_shapes)
@@ -115,7 +115,7 @@ class Opaque:
         record = np.array([self._num_records]).view(_Record)
         record.inputs, record.output = inputs, output
         self._records[self._num_records] = record
-        library: Any = torch  # whose function has no types
+        library: Any = torch  # from_numpy is untyped
         return library.from_numpy(record)
 
     def kept(self, number: Tensor) -> _Record:
@@ -206,14 +206,14 @@ def _autograd(known: weakref.ref[Opaque]) -> Callable[..., Any]:
         assert opaque is not None, _GONE
         record, *inputs = ctx.saved_tensors
         found = iter(opaque.backward(record, grad, [x for x, need in zip(inputs, ctx.needs, strict=True) if need]))
-        no_numbers: list[None] | None = None if ctx.has_numbers else []  # torch takes an empty list for one of tensors
+        no_numbers: list[None] | None = None if ctx.has_numbers else []  # torch treats an empty list as a tensor list
         return None, [next(found) if need else None for need in ctx.needs], no_numbers, None, None, None
 
     return backward
 
 
 def _backward(opaque: Opaque, number: Tensor, grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    del inputs  # their shapes are those of the results
+    del inputs  # only their shapes matter, for the fake kernel
     record = opaque.kept(number)
     wanted = [x for x in record.inputs if x.requires_grad]
     with above_autograd():

@@ -99,7 +99,7 @@ class SelectiveChoice:
             self._num_stored += 1
             self.kept.setdefault(op, []).append((order, self._num_stored))
             for one in _tensors(getattr(context, "op_output", None)):
-                self.written.pop(_storage(one), None)  # of a tensor that is gone, whose memory this one has
+                self.written.pop(_storage(one), None)  # recorded for a freed tensor whose memory this one reuses
         return CheckpointPolicy.MUST_SAVE
 
     def keep_as_autograd_does(self, storage: dict[Any, Any]) -> None:
@@ -157,10 +157,12 @@ class _Kept:
 
     def __init__(self, entry: StoredValue):
         anchor = torch.empty(0, requires_grad=True)
-        self._output = _Keep.apply(anchor, entry.get_val(False))  # torch 2.11 frees what a node saved with its output
+        self._output = _Keep.apply(
+            anchor, entry.get_val(False)
+        )  # torch 2.11 frees a node's saved tensors with its output
 
     def get_val(self, allow_cache_entry_mutation: bool) -> torch.Tensor:
-        del allow_cache_entry_mutation  # autograd looks after changes in place
+        del allow_cache_entry_mutation  # autograd checks for changes in place
         return self._output.grad_fn.saved_tensors[0]
 
 
@@ -372,7 +374,7 @@ def _cheapest(menus: Sequence[Sequence[tuple[int, float]]], budget_bytes: int) -
     """Solve the multiple-choice knapsack by dynamic programming over the steps of the budget."""
     step = max(1, -(-budget_bytes // _NUM_STEPS))
     capacity = budget_bytes // step
-    best = np.zeros(capacity + 1)  # least seconds with at most that many steps
+    best = np.zeros(capacity + 1)  # least seconds by number of steps
     picks = []
     for menu in menus:
         after = np.full(capacity + 1, np.inf)

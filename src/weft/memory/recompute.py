@@ -52,7 +52,7 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
         axis: ranks that run the same blocks, and so choose equally under a budget. None: this rank chooses alone.
 
     Raises:
-        ModelError: if a block's forward was replaced otherwise, or a full recompute would save nothing.
+        ModelError: if a block's forward was already replaced, or recompute=full is used without repeated blocks.
     """
     for module in model.modules():
         revert(module, _RecomputedModel)
@@ -129,12 +129,12 @@ class Recompute:
         self._blocks = blocks
         self._axis = axis if self.is_budget else None
         self._traces: dict[Kind, BlockTrace] = {}
-        self._calls: list[_Call] = []  # of the first forward under a budget
-        self._fixed: Storages = {}  # kept whatever is recomputed
+        self._calls: list[_Call] = []  # calls of the first forward under a budget
+        self._fixed: Storages = {}  # kept under every choice
         self._watched = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Recompute:
-        return self  # a copy of the model follows the same choice
+        return self  # a copy of the model uses the same choice
 
     @property
     def is_chosen(self) -> bool:
@@ -267,7 +267,7 @@ class Recompute:
         for path, policy in policies.items():
             self.policies[path] = policy
             block = self._blocks[path]
-            if isinstance(block, _RecomputedBlock):  # it is plain again where only a copy recomputes now
+            if isinstance(block, _RecomputedBlock):  # a plain block again if only a copy recomputes now
                 block._weft_policy = policy
 
     def _agree(self, fixed_bytes: int, menus: list[list[PolicyCost]]) -> tuple[int, list[list[tuple[int, float]]]]:

@@ -129,7 +129,7 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     with torch.random.fork_rng(devices=cuda):
         before = dict(block.named_buffers())
         with spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.no_grad():
-            forward(block, *args, **kwargs)  # the first run of a kernel is slow: choosing it, page faults
+            forward(block, *args, **kwargs)  # warm-up: kernel selection and page faults
         with (
             spare_attributes(block), spare_buffers(block, buffers), _Recording(_clock(device)) as record,
             torch.enable_grad(),
@@ -173,7 +173,7 @@ class _Recording:
         self.in_core = False
         self._kept: Storages = {}
         self._kept_around_cores: Storages = {}
-        self._needed = 0  # operations before the last tensor that was kept
+        self._needed = 0  # number of operations before the last kept tensor
         self._stack = ExitStack()
 
     def __enter__(self) -> _Recording:

@@ -98,7 +98,7 @@ def _groups(named_params: Iterable[tuple[str, nn.Parameter]], section: Optimizer
             section.name == "muon" and param.ndim == 2 and _ENDS.isdisjoint(name.split(".")),
         )
         found.setdefault(key, []).append(param)
-    if not found:  # a stage of a pipeline may have nothing to train
+    if not found:  # a pipeline stage may have nothing to train
         found[section.lr, 0.0, False] = []
     turned = [{"matrices": key[2]} if section.name == "muon" else {} for key in found]
     return [
@@ -114,7 +114,7 @@ def _group_of(name: str, section: OptimizerSection) -> OptimizerGroup | None:
 def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
     try:
         made = named_object(section.name)
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
     if not _is_optimizer(made):
         _refuse("name", f"{section.name}: it is not a subclass of torch.optim.Optimizer. Name one that is.")

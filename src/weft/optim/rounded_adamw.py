@@ -105,7 +105,7 @@ class RoundedAdamW(DecidedOptimizer):
         self.seed = seed
         self._formats = _FORMATS[states]
         self.places: dict[nn.Parameter, Placed] = {}
-        self._last: StepDecision | None = None  # of a step that was counted, and may not have been taken
+        self._last: StepDecision | None = None  # decision of a counted step, which the device may have skipped
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -138,7 +138,7 @@ class RoundedAdamW(DecidedOptimizer):
         for key, dtype in self._formats.items():
             if key not in state:
                 state[key] = torch.zeros_like(param, dtype=dtype)
-            elif state[key].dtype != dtype:  # of a checkpoint that has it in another format
+            elif state[key].dtype != dtype:  # loaded from a checkpoint with another dtype
                 state[key] = _stored(exact_moment(state[key]), HALF, dtype)
         state["step"] = state["step"].cpu() + 1
         count = int(state["step"])

@@ -48,8 +48,10 @@ def _adam(
         root_correction2 = tl.load(dials + 3).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     times = tl.load(factor).to(tl.float32)
-    known = tl.zeros([block], tl.float32) + times  # a block, since triton's interpreter joins no block with one value
-    inside = (at < numel) & (known == known)  # NaN: the step is not taken
+    known = (
+        tl.zeros([block], tl.float32) + times
+    )  # a block, because triton's interpreter cannot combine a block and a scalar
+    inside = (at < numel) & (known == known)  # NaN skips the step
     p = tl.load(master + at, mask=inside)
     g = tl.load(grad + at, mask=inside).to(tl.float32) * times
     m = tl.load(exp_avg + at, mask=inside)

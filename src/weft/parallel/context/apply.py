@@ -39,8 +39,8 @@ class Context:
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
         self.axis = axis
         self.in_use = False
-        self.num_calls = 0  # of attention since the last look
-        self.callers: set[nn.Module] = set()  # of attention, until one forward has been seen whole
+        self.num_calls = 0  # attention calls since the last check
+        self.callers: set[nn.Module] = set()  # modules that called attention, until one forward is complete
         self.has_looked = False
         #: How a Hugging Face model computes positions if the caller passes none.
         self.positions: Callable[[Context, Tensor, Tensor | None, Tensor], Tensor] | None = None
@@ -48,7 +48,7 @@ class Context:
         self._heads = (num_heads, num_kv_heads)
         self._labels_checked = False
         self._views: dict[int, View] = {}
-        self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers are given the same tensor
+        self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers get the same tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the model is a plain one

@@ -179,7 +179,7 @@ class _Places:
             )
         if given.get("positions_BT") is None:
             given["positions_BT"] = context.places(ids_BT.shape[1], ids_BT.device)[None]
-        context.divide(seq_len, given.get("document_ids_BT"))  # in front of the blocks, which may be compiled
+        context.divide(seq_len, given.get("document_ids_BT"))  # before the blocks, which may be compiled
         return (), given
 
 
@@ -188,7 +188,7 @@ class _Places:
 #: Attention functions are registered under this prefix plus the name of the function they replace.
 PREFIX = "weft_context_parallel_"
 _ATTRIBUTE, _OWN, _HANDLE = "_weft_context", "_weft_own_attention", "_weft_handle"
-_SITE = "_weft_site"  # where dropout by position put what it knows of a module
+_SITE = "_weft_site"  # attribute in which dropout by position stores a module's site
 #: Arguments of some models' attention that sharded sequences do not support yet.
 _UNKNOWN = ("position_bias", "head_mask", "indices")
 
@@ -363,9 +363,9 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     else:
         given["attention_mask"] = ids_B11T = ids_BT[:, None, None]
         remember_full(ids_B11T, full_values(ids_BT))
-        context.divide(tokens.shape[1] * context.axis.size, ids_B11T)  # in front of the blocks, which may be compiled
+        context.divide(tokens.shape[1] * context.axis.size, ids_B11T)  # before the blocks, which may be compiled
     if "use_cache" in signature.parameters:
-        given["use_cache"] = False  # it would hold keys and values that nobody asks for
+        given["use_cache"] = False  # it would hold unused keys and values
     return (), {**given, **extra}
 
 
@@ -394,7 +394,7 @@ def _document_ids(
             f"position_ids of shape {tuple(positions.shape)}: context parallelism takes (batch, sequence). Use cp=1."
         )
     # Start position of the token's document in the sequence: constant within a document, and larger in the next.
-    first = getattr(context.positions, "first", 0)  # else an id could be that of padding
+    first = getattr(context.positions, "first", 0)  # else an id could equal PADDING
     ids_BT = (places_T - positions + first).expand(batch, -1)
     if (whole := full_values(positions)) is not None:
         remember_full(ids_BT, (torch.arange(whole.shape[1]) - whole + first).expand(batch, -1))

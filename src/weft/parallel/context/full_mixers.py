@@ -53,7 +53,7 @@ class FullSequenceMixers(Context):
     def __init__(self, plan: Plan, axis: Axis, blocks: Collection[str], whole: Collection[str]):
         super().__init__(plan, axis, 1, 1)
         self._blocks, self._whole = tuple(blocks), tuple(whole)
-        self.length = 0  #: of the whole sequences whose tokens the loss counts, in this forward
+        self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
 
     def order(self, seq_len: int) -> SequenceOrder:
         """Return the order of this rank's tokens in sequences of `seq_len` tokens.
@@ -237,7 +237,7 @@ class _Ends(_Hooks):
         leaves[place] = self._own(leaves[place])
         shape = leaves[place].shape
         alike = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == shape]
-        if len(alike) > 1:  # modules that mix tokens could not tell it from a rank's part
+        if len(alike) > 1:  # mixing modules could not distinguish it from a rank's part
             raise ModelError(
                 f"cp={self._context.axis.size}: {type(module).__name__} takes a second tensor of the shape "
                 f"{tuple(shape)} that a rank's part of the tokens has. Pad the sequences to another length."

@@ -126,7 +126,7 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterato
     """Yield the blocks in which queries q0..q1 attend to keys k0..k1, all by position in the sequence."""
     before = q1 - k0 if sight.before is None else sight.before
     after = k1 - q0 if sight.after is None else sight.after
-    q0, q1 = max(q0, k0 - after), min(q1, k1 + before)  # those that see any
+    q0, q1 = max(q0, k0 - after), min(q1, k1 + before)  # queries with visible keys
     if q0 >= q1:
         return
     # From `slides` on, a query's first key moves with it. Before `stops`, its last key moves with it.
@@ -258,7 +258,7 @@ def attend_backward(
             grad_BHTC, q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT, 0.0, causal, scale=scoring.scale
         )
     if kind == "flash":
-        nothing = torch.empty(0, dtype=torch.uint64, device=q_BHTC.device)  # no dropout, so no state of it
+        nothing = torch.empty(0, dtype=torch.uint64, device=q_BHTC.device)  # no dropout, so no RNG state
         return CUDA_FLASH_BACKWARD(
             grad_BHTC, q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT.contiguous(), None, None, q_BHTC.shape[2],
             k_BKSC.shape[2], 0.0, causal, nothing, nothing, scale=scoring.scale,
@@ -347,7 +347,7 @@ def plain_gradients(
         grad_share = grad_share if factors is None else grad_share.mul_(factors)
         grad_score = grad_share.sub_((grad * out).sum(-1, keepdim=True)).mul_(share).mul_(scoring.scale)
         if (cap := scoring.softcap) is not None:
-            grad_score *= 1 - scores.clamp_(min=-cap).div_(cap).square_()  # slope of tanh; hidden scores are -inf
+            grad_score *= 1 - scores.clamp_(min=-cap).div_(cap).square_()  # slope of tanh; masked scores are -inf
         grad_q[:, :, rows] = (grad_score @ k[:, :, None]).flatten(1, 2).to(q_BHTC.dtype)
         grad_k += (grad_score.transpose(-1, -2) @ q).sum(2)
     return grad_q, grad_k.to(k_BKSC.dtype), grad_v.to(v_BKSC.dtype)

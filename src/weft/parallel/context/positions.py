@@ -61,7 +61,7 @@ class _PastPadding:
 
     def __call__(self, context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
         del mask
-        if tokens.is_floating_point():  # of embeddings nobody knows which are padding
+        if tokens.is_floating_point():  # embeddings do not show which tokens are padding
             return places_T[None] + self.first
         order = context.order(places_T.shape[0] * context.axis.size)
         return order.cut(self._count(full_sequence(tokens, context.axis, order), self._padding_idx))

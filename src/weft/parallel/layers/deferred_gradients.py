@@ -59,7 +59,7 @@ class DeferredWeightGrad:
             self._open = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeferredWeightGrad:
-        return self  # layers of a copy ask the same
+        return self  # layers of a copy share it
 
 
 class HoldingLayer(nn.Module):

@@ -63,7 +63,7 @@ def _make_small(config: Any, window: int) -> None:
     shared = kv_heads is not None and kv_heads != heads and number(config, "kv_rank") is None
     resize(config, **_SIZES, window=window, kv_heads=min(2, kv_heads or 1) if shared else _SIZES["heads"])
     for name, value in kinds.items():
-        with contextlib.suppress(AttributeError, NotImplementedError):  # worked out from others
+        with contextlib.suppress(AttributeError, NotImplementedError):  # a derived property
             setattr(config, name, value[:few])
     resize(config, layers=min(few, num_layers) or few)
     if type(getattr(config, "qk_head_dim", None)) is int:
@@ -308,9 +308,9 @@ def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
     """Return the same for a transformers class whose layers do not read borders, and its config."""
     kind = config.model_type
     try:
-        with hugging_face.quiet():  # it would speak of the small model
+        with hugging_face.quiet():  # its messages would be about the small model
             difference = _difference(small_copy(model_class, config, window=_WINDOW))
-    except Exception as error:  # other people's code, with sizes that it may not expect
+    except Exception as error:  # third-party code, with sizes that it may not support
         first = next(iter(str(error).strip().splitlines()), "")[:120].rstrip(".")
         return (
             f"Weft cannot show that documents of one row stay apart in a {kind} model, since a small one fails "
@@ -327,7 +327,7 @@ def _difference(model: Any) -> float:
     tokens = torch.randint(5, 50, (_TWICE + _BETWEEN,), generator=torch.Generator().manual_seed(1))
     twice, between = tokens[:_TWICE], tokens[_TWICE:]
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the process may go on as forks, which threads do not survive
+    torch.set_num_threads(1)  # the process may fork later, and threads do not survive a fork
     try:
         with torch.no_grad():
             alone = model(input_ids=twice[None], use_cache=False).logits
@@ -382,7 +382,7 @@ class _Follower:
         self._open: list[contextlib.ExitStack] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Follower:
-        return self  # it changes with nothing that a copy of the model does
+        return self  # its state does not depend on the copy
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": []}
@@ -395,7 +395,7 @@ class _Follower:
         ids_BT = None if is_told(module) else _document_ids(given)
         if ids_BT is None:
             return None
-        starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, which is not asked
+        starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, to avoid a sync
         if starts_BM is not None and starts_BM.shape[1] == 1:
             return None
         self._expect_separate(given["position_ids"], ids_BT)
@@ -437,9 +437,9 @@ def _document_ids(given: dict[str, Any]) -> Tensor | None:
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if not isinstance(positions, Tensor) or not isinstance(tokens, Tensor) or positions.dim() != 2:
-        return None  # positions of three axes, as of pictures, follow another rule
+        return None  # positions with three axes, as for images, follow another rule
     if any(given.get(name) is not None for name in _CACHES) or (mask is not None and mask.dim() != 2):
-        return None  # a document that goes on; a mask over pairs, which says what sees what
+        return None  # a continued document, or a mask over pairs, which is explicit
     if positions.shape[1] != tokens.shape[1] or positions.shape[1] < 2:
         return None
     on_host, mask_on_host = host_values(positions), None if mask is None else host_values(mask)

@@ -44,7 +44,7 @@ def attend_by_borders(model: nn.Module) -> None:
     configs: dict[int, Any] = {id(module.config): module.config for module in attending}
     sharing = [module for module in model.modules() if id(getattr(module, "config", None)) in configs]
     if any("attention_mask" in inspect.signature(module.forward).parameters for module in sharing):
-        return  # a part of the text has the same config, and its attention wants no borders
+        return  # a text module shares the config, and its attention takes no borders
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
     for one in configs.values():
         own = copy.copy(one)

@@ -89,7 +89,7 @@ def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | Non
     values = host_values(indices)
     if values is None or values.numel() == 0 or values.is_floating_point():
         return None
-    found: np.ndarray[Any, Any] = values.numpy()  # no operation of torch, so no mode counts it
+    found: np.ndarray[Any, Any] = values.numpy()  # numpy, so no torch mode counts it
     if found.min() >= 0 and found.max() < size:
         return None
     outside = found[(found < 0) | (found >= size)]

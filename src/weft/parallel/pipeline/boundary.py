@@ -302,7 +302,7 @@ class Relay(StandIn):
     def __init__(self, module: nn.Module, path: str, number: int, flow: Flow):
         super().__init__(module, path)
         self.__dict__["_at"] = number, flow
-        if self.is_own:  # who walks the model finds what is in it
+        if self.is_own:  # so that walks over the model find its contents
             self.__dict__.update({name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")})
 
     @property
@@ -403,7 +403,7 @@ class Boundary:
         self._lanes = lanes
         self._device = device
         self._kinds: dict[object, int] = {}
-        self._forms: dict[tuple[int, int], SentForm] = {}  # by stage that is entered, and kind
+        self._forms: dict[tuple[int, int], SentForm] = {}  # by (entered stage, kind)
         self._known: set[int] = set()
         self._arriving: dict[Key, tuple[SentForm, Message]] = {}
         self._sent: dict[Key, Message] = {}
@@ -475,7 +475,7 @@ class Boundary:
         if len(self._sent) >= _MOST_SENDS:
             self._sent.pop(next(iter(self._sent))).wait()
         key = (content or transfer.content, transfer.stage, transfer.microbatch)
-        before = self._sent.pop(key, None)  # of an evaluation, whose batches all have one number
+        before = self._sent.pop(key, None)  # from an evaluation, whose batches all have number 0
         if before is not None:
             before.wait()
         self._sent[key] = start_send(tensor, *self._lane(transfer))

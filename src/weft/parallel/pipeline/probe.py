@@ -105,7 +105,7 @@ class Probe:
                 value = _run(module, *given, on_meta=on_meta)
             except ModelError:
                 raise
-            except Exception:  # the model's own code, called without numbers
+            except Exception:  # the model's own code, called without values
                 return None
         changed = any(version_of(each) != version for each, version in versions) or _sizes(given) != sizes
         if changed or any(vars(each) != was for each, was in objects):

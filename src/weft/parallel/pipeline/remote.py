@@ -156,7 +156,7 @@ def _on_meta(
         versions = [version_of(each) for each in remote]
         try:
             made = func(*args, **kwargs)
-        except Exception as error:  # any function of torch may fail without numbers, each in its own way
+        except Exception as error:  # any torch function may fail without values, with any error
             raise refuse(remote[0], f"forward calls {name} on a value ({_first_line(error)})") from error
         if any(version_of(each) != version for each, version in metas):
             raise refuse(remote[0], f"forward writes a value into a tensor of this stage ({name})")

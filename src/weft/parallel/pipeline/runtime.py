@@ -102,7 +102,7 @@ class _HoldingConv1D(HoldingLayer):
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     if isinstance(module, AdaptedLinear):
-        return None  # its weight is frozen, and nothing of it can wait
+        return None  # its weight is frozen, so nothing can be deferred
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return _HoldingLinear
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
@@ -178,8 +178,8 @@ class Pipeline:
         self._weights: dict[tuple[int, int], list[Any]] = {}
         #: Tensors that stay on this rank between two of its stages, or are to be sent.
         self._made: dict[tuple[str, int, int], Carried] = {}
-        self._kinds: list[int] = []  # of the microbatches, by their shapes
-        self._computed = 0.0  # when the action under way had all it waited for
+        self._kinds: list[int] = []  # of the microbatches, numbered by their shapes
+        self._computed = 0.0  # time when the inputs of the current action were complete
         #: (action, start, end) of the last step's compute, in seconds since the step began, by the host's clock.
         self.events: list[tuple[Action, float, float]] = []
 

@@ -30,8 +30,8 @@ class ShardPosition:
         self.axis = axis
         self.is_open = self.is_whole = False
         self.sequences = 0
-        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
-        self.whole_paths: tuple[str, ...] = ()  # modules there, or in a cut part, that get all tokens and features
+        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has only its tokens
+        self.whole_paths: tuple[str, ...] = ()  # modules there, or in a sharded part, that get all tokens and features
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardPosition:
         return self  # a copy of the module runs on the same ranks
@@ -228,7 +228,7 @@ class SampleNumbers:
         return not self.numbers
 
     def places(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each of a tensor's `count` rows, int64 (count,), for every division of batches the same.
+        """Return a number for each of a tensor's `count` rows, int64 (count,), independent of the division of batches.
 
         If there are as many rows as samples, each row is a sample. Otherwise the rows per sample come from `rows`, or
         every sample has the same number of rows. A row's number combines the sample's number and the row's index in the

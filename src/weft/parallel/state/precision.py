@@ -149,7 +149,7 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(precision.master))
-        if precision.master == torch.float64:  # pictures and sound come in float32
+        if precision.master == torch.float64:  # images and audio are loaded in float32
             model.register_forward_pre_hook(functools.partial(_cast_inputs, precision.master), with_kwargs=True)
         if not any(param.dtype in _HALVES for param in model.parameters()):
             return

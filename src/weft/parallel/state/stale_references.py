@@ -36,7 +36,7 @@ _NO_VALUES = frozenset({
 })  # fmt: skip
 #: Properties that return a view.
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_DEPTH = 6  # of containers and objects that are searched for the holder of a reference
+_DEPTH = 6  # nesting of containers and objects in the search for a reference's holder
 
 
 class OriginalParameters:
@@ -45,7 +45,7 @@ class OriginalParameters:
     def __init__(self, model: nn.Module):
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad and not param.is_meta}
         self._objects = {name: weakref.ref(param) for name, param in trained.items()}
-        named = reversed(trained.items())  # the first of several in one storage stays
+        named = reversed(trained.items())  # reversed, so that the first of several in one storage remains
         self._storages = {_memory(param): (name, _address(param)) for name, param in named if _has_memory(param)}
         self._buffers = [
             (weakref.ref(module), key, self._storages[_memory(buffer)][0])
@@ -114,7 +114,7 @@ class StaleReferences:
         self._own_pass: ExitStack | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleReferences:
-        return StaleReferences(nn.Module(), {}, {}, False)  # a copy has parameters of its own
+        return StaleReferences(nn.Module(), {}, {}, False)  # a copy has separate parameters
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
