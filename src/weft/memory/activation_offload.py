@@ -83,8 +83,7 @@ class Activations:
         """Fetch `count` of the passes before the one with this output, when its backward begins.
 
         Only passes of the same microbatch: others may run forward in between. Does nothing in a recomputed forward,
-        which runs
-        inside of backward.
+        which runs inside of backward.
         """
         last = self.last() if self.last is not None else None
         if last is None or not torch.is_grad_enabled() or graph_task() != -1:
@@ -141,8 +140,7 @@ class _Pass:
         """Keep a module's parameters and buffers on the device.
 
         They are identified by address: autograd passes views of them too, and under fully_shard they are allocated just
-        before
-        the module is called.
+        before the module is called.
         """
         for tensor in (*part.parameters(), *part.buffers()):
             if type(tensor) in _PLAIN:

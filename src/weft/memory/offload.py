@@ -173,8 +173,7 @@ def _runtime() -> Any:
 _ALIGNED = 64
 #: Share of the host's free memory that copies may use.
 _MOST_OF_FREE = 0.8
-#: Bytes per host copy: from about 1 MiB on, libc bypasses the cache, which took 1.5 times as long with two ranks on
-#: two
+#: Bytes per host copy. From about 1 MiB on, libc bypasses the cache, which took 1.5 times as long with 2 ranks on 2
 #: cores.
 _AT_ONCE = 512 * 2**10
 

@@ -50,8 +50,7 @@ class Opaque:
     """
 
     #: Torch keeps parts of a removed namespace, so names are never reused. Names are counted and not random, because
-    #: caches of
-    #: compiled code contain operator names.
+    #: caches of compiled code contain operator names.
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, *, is_attention: bool = False, recomputes: bool = False) -> None:

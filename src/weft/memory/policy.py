@@ -87,8 +87,7 @@ class SelectiveChoice:
     def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not context.is_recompute and not torch.compiler.is_compiling():
             # By storage and not by version: "unsafe" splits in torch have separate versions, for example the gates of
-            # recurrent
-            # layers and, since 2.15, the output of a linear layer with three dims.
+            # recurrent layers and, since 2.15, the output of a linear layer with three dims.
             self.written.update((_storage(one), self._num_stored) for one in written_arguments(op, args, kwargs))
         if not is_heavy(op, args):
             return CheckpointPolicy.PREFER_RECOMPUTE

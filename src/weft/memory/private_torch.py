@@ -28,8 +28,7 @@ __all__ = [
 GROUPED_MM = torch.ops.aten._grouped_mm
 
 #: Entry of an operation's output in a selective checkpoint: `val`, and `version` when it was stored. No hook lets a
-#: policy
-#: choose how a value is kept, and kept values must be saved tensors that offload hooks receive.
+#: policy choose how a value is kept, and kept values must be saved tensors that offload hooks receive.
 StoredValue = _VersionWrapper
 
 

@@ -1,8 +1,7 @@
 """AdamW with moments in bf16 or one-byte floats that need no scale.
 
 Block-wise 8-bit optimizers (Dettmers et al. 2022, arXiv 2110.02861; bitsandbytes and torchao) store a scale per block
-of
-elements. Plans shard parameters through such blocks, so results would differ between plans. Here each element is
+of elements. Plans shard parameters through such blocks, so results would differ between plans. Here each element is
 encoded separately: an exponent wide enough for every moment and one mantissa bit, with stochastic rounding, which is
 unbiased over many steps. `exp_avg` is signed and ranges from 2^-48 to 2^15 (int8). `exp_avg_sq` ranges from 2^-96 to
 2^31 (uint8), so its root has the same lower limit. Smaller values become zero, larger values the largest code.

@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Triton ships no types, and is there with torch for CUDA alone.
+# Triton is untyped, and only torch for CUDA includes it.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportIndexIssue=false
 
 

@@ -93,7 +93,7 @@ def _undivided(
             None, 0, len(mine) * length, 0, len(theirs) * length, "all" if sight == BOTH_WAYS else "lower"
         )
         return
-    # Chunks ascend, so the chunks before a query's chunk are a prefix. Adjacent queries with an equal prefix share a
+    # Chunks ascend, so the chunks before a query's chunk are a prefix. Adjacent queries with equal prefixes share a
     # block.
     seen = [sum(chunk < query for chunk in theirs) for query in mine]
     start = 0

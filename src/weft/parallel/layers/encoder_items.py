@@ -150,9 +150,8 @@ def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item
     """Return the items of a call.
 
     An integer tensor can define how many rows of the first float tensor belong to each item: (N, 3) grids of frames,
-    height
-    and width, (N, 2) grids of height and width, or (N,) counts. They must add up to the number of rows. Without such a
-    tensor each row is one item.
+    height and width, (N, 2) grids of height and width, or (N,) counts. They must add up to the number of rows. Without
+    such a tensor each row is one item.
 
     Args:
         path: the module's path, for errors.

@@ -130,8 +130,7 @@ class Stage:
         return found
 
 
-# Division of a model into stages: choice of blocks, weights that two stages share, and removal of other stages'
-# tensors.
+# Division of a model into stages: blocks per stage, shared weights, and removal of other stages' tensors.
 
 
 @dataclass(frozen=True, slots=True)

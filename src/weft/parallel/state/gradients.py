@@ -132,8 +132,8 @@ class DataParallel(Protocol):
         Args:
             clip: factor by which clipping multiplied the gradients.
             follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights
-                when it is
-                called, and every method here that reads weights waits for all. Call `arrive` before reading parameters.
+                when it is called, and every method here that reads weights waits for all. Call `arrive` before reading
+                parameters.
         """
         ...
 

@@ -31,8 +31,7 @@ class Materialise:
         axes: placements of its parameters.
         seed: seed for `weft.models.initialize`. None if no parameter needs initialization.
         filled_later: values are loaded from files afterwards, so each rank only allocates its part. A and B of adapters
-            are
-            initialized from the seed, because files do not contain them.
+            are initialized from the seed, because files do not contain them.
         device: target device.
 
     Raises:
