@@ -2,7 +2,7 @@
 
 While a block's forward runs, autograd passes every tensor that it would save to `_Pass`, which starts its copy to the
 host. The device tensors are released when the block ends, so about one block's activations are on the device at a time.
-In backward, the first tensor that is needed fetches its whole block, and starts to fetch the block before.
+In backward, the first tensor that is needed fetches all tensors of its block, and starts to fetch the block before.
 
 The first blocks are offloaded, because they wait longest for their backward. The later blocks stay on the device and
 hide the copies: when the backward of one of them ends, an offloaded block is fetched into the freed memory. So copies

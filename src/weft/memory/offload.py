@@ -1,7 +1,7 @@
 """Host memory for copies from and to a device: pinned if the device needs it, bounded, and reused.
 
 Pinned memory cannot be swapped and is slow to allocate. So a run allocates it once, with a limit per rank. Ordinary
-memory is registered with CUDA in page-sized steps, because torch's pinned allocator rounds sizes up to the next power
+memory, rounded up to pages, is registered with CUDA, because torch's pinned allocator rounds sizes up to the next power
 of two.
 """
 
@@ -173,8 +173,7 @@ def _runtime() -> Any:
 _ALIGNED = 64
 #: Share of the host's free memory that copies may use.
 _MOST_OF_FREE = 0.8
-#: Bytes per host copy. From about 1 MiB on, libc bypasses the cache, which took 1.5 times as long with 2 ranks on 2
-#: cores.
+#: Bytes per host copy. Larger copies bypass the cache in libc, which took 1.5 times as long with 2 ranks on 2 cores.
 _AT_ONCE = 512 * 2**10
 
 

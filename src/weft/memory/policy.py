@@ -43,10 +43,10 @@ _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def is_heavy(op: Any, args: Sequence[Any]) -> bool:
-    """Return True if an operation's output is worth keeping.
+    """Return True if an operation's output is worth keeping: it is a product or attention.
 
-    It is worth keeping if the operation is a product or attention, and the result is not larger than the inputs.
-    Decided before the operation runs, because torch 2.11 does not pass outputs to a policy.
+    Batched products only count if the result is not larger than the inputs. Decided before the operation runs, because
+    torch 2.11 does not pass outputs to a policy.
     """
     if is_product(op):
         return True

@@ -42,7 +42,7 @@ class Context:
         self.num_calls = 0  # attention calls since the last check
         self.callers: set[nn.Module] = set()  # modules that called attention, until one forward is complete
         self.has_looked = False
-        #: How a Hugging Face model computes positions if the caller passes none.
+        #: Default positions of a Hugging Face model, used if the caller passes none.
         self.positions: Callable[[Context, Tensor, Tensor | None, Tensor], Tensor] | None = None
         self._plan = plan
         self._heads = (num_heads, num_kv_heads)

@@ -29,7 +29,10 @@ Shape: TypeAlias = Literal["all", "lower", "upper"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Numbers of tokens before and after itself that a token attends to, besides itself. None means no limit."""
+    """Numbers of tokens before and after itself that a token attends to. None means no limit.
+
+    A token always attends to itself.
+    """
 
     before: int | None = None
     after: int | None = 0

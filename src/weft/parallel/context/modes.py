@@ -49,8 +49,10 @@ def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tupl
     """Return the document borders in full sequences, from the ids of each rank's tokens. Identical on all ranks.
 
     Returns None if no sequence has an inner border. Uses host values if the batch came from the host. For ids computed
-    on the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document
-    continues after another one.
+    on the device, this is a collective over the axis, and the host waits for it.
+
+    Raises:
+        ModelError: if a document continues after another one.
     """
     known = full_values(ids_BT)
     ids_BS = (full_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()

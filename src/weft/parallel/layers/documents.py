@@ -160,7 +160,8 @@ def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor
     """Return the attention mask that encodes document borders: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
 
     Args:
-        starts_BM: start positions, padded to a fixed number. None if counting them would need a device sync.
+        starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device
+            sync.
         ids_BT: ascending document id per token, used if `starts_BM` is None.
     """
     if starts_BM is not None:

@@ -101,7 +101,11 @@ def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
 
 
 def _kept(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
-    """Return the paths of `fitting` that an entry of `keep` matches. Raises ModelError if an entry matches none."""
+    """Return the paths of `fitting` that an entry of `keep` matches.
+
+    Raises:
+        ModelError: if an entry matches none.
+    """
     kept = set[str]()
     for word in keep:
         named = {path for path in fitting if fnmatchcase(path, word)}
