@@ -1,14 +1,16 @@
-"""Activations on the host: what blocks keep for backward travels down in forward, and up again ahead of backward.
+"""Activation offload: tensors saved for backward are copied to the host in forward and back before backward.
 
-While a block's forward runs, autograd hands every tensor that it would keep to `_Pass`, which begins its copy to the
-host. The device's tensors are let go when the block ends, so the activations of about one block are on the device at a
-time. In backward, the first tensor asked for brings all of its block, and begins to bring those of the block before.
-The first blocks travel, because they wait longest for their backward. The later ones, which stay, give them time: as
-the backward of one of those ends, one that travelled is brought in its room, so copies that take longer than a block's
-backward hide behind that of several. With recompute that is what the policy keeps: of recompute=full the block's
-inputs. A compiled block hands over what its generated backward reads.
+While a block's forward runs, autograd passes every tensor that it would save to `_Pass`, which starts its copy to the
+host. The device tensors are released when the block ends, so about one block's activations are on the device at a time.
+In backward, the first tensor that is needed fetches all tensors of its block, and starts to fetch the block before.
 
-Parameters and buffers, small tensors and tensors that show the same memory at several places stay where they are.
+The first blocks are offloaded, because they wait longest for their backward. The later blocks stay on the device and
+hide the copies: when the backward of one of them ends, an offloaded block is fetched into the freed memory. So copies
+that take longer than one block's backward overlap with several. With recompute, only the tensors that the policy keeps
+are offloaded: the block's inputs under recompute=full. A compiled block passes the tensors that its generated backward
+reads.
+
+Parameters and buffers, small tensors, and tensors with overlapping memory stay on the device.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from weft.memory.policy import without_graph
 from weft.memory.private_torch import compiled_call, set_compiled_call
 from weft.private_torch import graph_task, tree_leaves, version_of
 
-#: Smaller tensors cost more in copies than they hold.
+#: Smaller tensors cost more in copies than they free.
 LEAST_BYTES = 1 << 20
 _FIELD = "offload=activations"
 
 
 class Activations:
-    """Moves what some blocks of a model keep for backward.
+    """Offloads the activations that some blocks of a model save for backward.
 
-    sent_bytes: copied to the host so far.
+    `sent_bytes` counts the bytes copied to the host.
 
     Args:
-        host: the pool, and the way to the device.
+        host: host memory pool and link.
         least_bytes: smaller tensors stay on the device.
-        room: of so many blocks the activations may be on the device in backward, as many as stay there in forward.
+        room: number of blocks whose activations may be on the device in backward, as many as stay there in forward.
     """
 
     def __init__(self, host: Host, least_bytes: int = LEAST_BYTES, room: int = 2):
@@ -50,13 +52,13 @@ class Activations:
         self.least_bytes = least_bytes
         self.room = max(2, room)
         self.sent_bytes = 0
-        self.last: weakref.ref[_Pass] | None = None  # the pass before, in the order of forward
+        self.last: weakref.ref[_Pass] | None = None  # the previous pass, in forward order
         self._open: list[_Pass | None] = []
 
     def watch(self, name: str, block: nn.Module) -> None:
-        """From here the block's activations live on the host between forward and backward."""
+        """Move the block's activations to the host between forward and backward, from now on."""
         if (call := compiled_call(block)) is not None:
-            # Hooks of the block are compiled with it, so this lies around it; copies of the block are not compiled.
+            # Hooks of the block are compiled with it, so wrap the compiled call. Copies of the block are not compiled.
             set_compiled_call(block, functools.partial(self._around, name, block, call))
             return
         block.register_forward_pre_hook(_Enter(self, name))
@@ -66,9 +68,10 @@ class Activations:
                 part.register_forward_pre_hook(_Part(self))
 
     def follow(self, block: nn.Module, staying: int) -> None:
-        """A block stays on the device: as its backward begins, those that travelled get the room of those behind it.
+        """Fetch offloaded blocks when the backward of a block that stays on the device begins.
 
-        staying: it and those before it that stay.
+        They take the memory of the later blocks, whose backward is complete. `staying` is the number of blocks up to
+        this one that stay.
         """
         count = self.room - staying
         if (call := compiled_call(block)) is not None:
@@ -77,9 +80,10 @@ class Activations:
         block.register_forward_hook(_Stays(self, count))
 
     def bring_before(self, output: Any, count: int) -> None:
-        """When the backward of what gave this output begins, begin to bring `count` of the passes before it.
+        """Fetch `count` of the passes before the one with this output, when its backward begins.
 
-        Those of the same microbatch: others may go forward in between. A recomputed forward runs inside of backward.
+        Only passes of the same microbatch: others may run forward in between. Does nothing in a recomputed forward,
+        which runs inside of backward.
         """
         last = self.last() if self.last is not None else None
         if last is None or not torch.is_grad_enabled() or graph_task() != -1:
@@ -97,8 +101,8 @@ class Activations:
             self.leave()
 
     def enter(self, name: str, compiled: nn.Module | None = None) -> None:
-        """A block's forward begins. compiled: the block, where its parts are not called one by one."""
-        # A recomputed forward runs inside of backward: what it keeps is used at once.
+        """Begin a block's forward. `compiled` is the block if its parts are not called one by one."""
+        # A recomputed forward runs inside of backward: its saved tensors are used immediately.
         wanted = torch.is_grad_enabled() and graph_task() == -1
         one = _Pass(self, name, compiled) if wanted else None
         self._open.append(one)
@@ -107,12 +111,12 @@ class Activations:
             one.open()
 
     def call(self, part: nn.Module) -> None:
-        """A part of a block is called."""
+        """Record the call of a part of a block."""
         if self._open and (one := self._open[-1]) is not None:
             one.keep(part)
 
     def leave(self) -> None:
-        """A block's forward ends, by an exception or not."""
+        """End a block's forward, also after an exception."""
         one = self._open.pop() if self._open else None
         if one is not None:
             one.close()
@@ -133,22 +137,22 @@ class _Pass:
         self._is_used = False
 
     def keep(self, part: nn.Module) -> None:
-        """Leave a module's parameters and buffers where they are.
+        """Keep a module's parameters and buffers on the device.
 
-        By address: autograd hands over views of them too, and under fully_shard they come into being just before the
-        module is called.
+        They are identified by address: autograd passes views of them too, and under fully_shard they are allocated just
+        before the module is called.
         """
         for tensor in (*part.parameters(), *part.buffers()):
             if type(tensor) in _PLAIN:
                 self._stay.add(tensor.untyped_storage().data_ptr())
 
     def open(self) -> None:
-        """The block's forward begins."""
+        """Begin the block's forward."""
         assert self.hooks is not None
         self.hooks.__enter__()
 
     def close(self) -> None:
-        """The block's forward is over: the device need not keep what the host has."""
+        """End the block's forward: release the device tensors that the host has."""
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)
         known, self._known, self.hooks, self._compiled = self._known, {}, None, None
@@ -162,7 +166,7 @@ class _Pass:
             )
 
     def bring_ahead(self, count: int) -> None:
-        """Begin to bring this pass and those before it, `count` together."""
+        """Start to fetch this pass and earlier ones, `count` in total."""
         one: _Pass | None = self
         for _ in range(count):
             if one is None:
@@ -171,7 +175,7 @@ class _Pass:
             one = one._before
 
     def bring(self) -> None:
-        """Begin to bring all that is still wanted, the last kept first: the order of backward."""
+        """Start to fetch all tensors that are still needed, last saved first, which is the order of backward."""
         for reference in reversed(self._saved):
             if (saved := reference()) is not None:
                 saved.bring()
@@ -182,7 +186,7 @@ class _Pass:
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor))
         saved = self._known.get(key)
         if saved is None:
-            # The tensor is held until the block ends, so no other can come to its address before.
+            # The tensor is kept alive until the block ends, so its address cannot be reused before.
             saved = self._known[key] = _Saved(self, tensor.detach())
             self._saved.append(weakref.ref(saved))
         return saved
@@ -205,7 +209,10 @@ class _Pass:
         )
 
     def _moves_compiled(self, tensor: torch.Tensor) -> bool:
-        """Generated code saves parameters too, wherever they lie now, and asks for strides as they were."""
+        """Return True if a tensor saved by generated code can be offloaded.
+
+        Generated code also saves parameters, at their current addresses, and expects the original strides.
+        """
         assert self._compiled is not None
         self.keep(self._compiled)
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -213,16 +220,16 @@ class _Pass:
 
 
 class _Saved:
-    """One tensor that a block keeps for backward.
+    """One tensor that a block saves for backward.
 
-    Lives as long as autograd wants it; then its buffer goes back to the pool.
+    It lives as long as autograd needs it. Then its buffer returns to the pool.
     """
 
     def __init__(self, one: _Pass, tensor: torch.Tensor):
-        self._pass = one  # keeps the pass, and so its list, until backward is through
+        self._pass = one  # keeps the pass, and so its list, alive until backward ends
         self._host = one.owner.host
         self._buffer, last = self._host.pool.take_unawaited(tensor.nbytes, _FIELD)
-        # In the order of the tensor's own memory, without its holes.
+        # Same dim order in memory as the tensor, without gaps.
         self._like = torch.empty_like(tensor, device="meta")
         self._device = tensor.device
         self._version = version_of(tensor)
@@ -237,22 +244,22 @@ class _Saved:
 
     @property
     def is_away(self) -> bool:
-        """Whether the tensor is on the host alone."""
+        """True if the tensor is only on the host."""
         return self._tensor is None
 
     def let_go(self) -> None:
         self._tensor = None
 
     def bring(self) -> None:
-        """Begin to bring the tensor back."""
+        """Start to fetch the tensor."""
         if self._tensor is None:
             self._tensor = torch.empty_like(self._like, device=self._device)
-            # It is on its way down still, perhaps: the copy waits for that, and the device goes on.
+            # Its copy to the host may still be running: the new copy waits for it, and the device continues.
             self._copy = self._host.link.up(self._there(), self._tensor, self._copy)
             self._is_down = False
 
     def value(self) -> torch.Tensor:
-        """The tensor, on the device."""
+        """Return the tensor, on the device."""
         assert self._tensor is not None
         if not self._is_down:
             self._copy.wait()
@@ -263,7 +270,7 @@ class _Saved:
         return flat.as_strided(self._like.shape, self._like.stride())
 
     def __del__(self) -> None:
-        if hasattr(self, "_copy"):  # else no buffer could be had
+        if hasattr(self, "_copy"):  # False if taking the buffer failed
             self._host.pool.give_back(self._buffer, self._copy)
 
 
@@ -271,7 +278,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class _Enter:
-    """A hook of a block; a copy of the block gets one that does nothing."""
+    """Forward pre-hook of a block. In a copy of the block it does nothing."""
 
     def __init__(self, owner: Activations | None = None, name: str = ""):
         self._owner, self._name = owner, name
@@ -297,7 +304,7 @@ class _Part:
 
 
 class _Stays:
-    """A hook of a block that stays on the device; a copy of the block gets one that does nothing."""
+    """Forward hook of a block that stays on the device. In a copy of the block it does nothing."""
 
     def __init__(self, owner: Activations | None = None, count: int = 0):
         self._owner, self._count = owner, count
@@ -338,13 +345,13 @@ class _Leave:
 def offload_activations(
     blocks: Sequence[tuple[str, nn.Module]], share: float, host: Host, least_bytes: int | None = None
 ) -> Activations:
-    """Let the first blocks, as many as make up the share but at least one, keep their activations on the host.
+    """Move the activations of the first blocks to the host: about `share` of the blocks, but at least one.
 
     Args:
-        blocks: names and modules in the order of forward; the first ones wait longest for their backward.
-        share: of the blocks, 0 to 1.
-        host: the pool, and the way to the device.
-        least_bytes: smaller tensors stay on the device; None: a usual size.
+        blocks: names and modules in forward order. The first ones wait longest for their backward.
+        share: fraction of the blocks, 0 to 1.
+        host: host memory pool and link.
+        least_bytes: smaller tensors stay on the device. None: LEAST_BYTES.
     """
     count = max(1, round(share * len(blocks)))
     least = LEAST_BYTES if least_bytes is None else least_bytes

@@ -1,4 +1,4 @@
-"""State that a block keeps in its forward: counters, caches, lists. A replay must not advance it again."""
+"""State that a block changes in its forward: counters, caches, lists. A replay must not advance it again."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 from weft.errors import ModelError
 from weft.private_torch import version_of
 
-#: Calls of a block after which it is known whether its forward changes attributes.
+#: Number of calls of a block after which the check for changed attributes ends.
 _WATCHED_CALLS = 3
 
 
 class BlockState:
     """Attributes of a block and its modules before a forward: counters, caches, lists. Tensors by identity.
 
-    A replay begins with them, and afterwards they are as they were before the replay. So state that forward keeps
-    advances once.
+    A replay starts from them, and afterwards the attributes from before the replay are restored. So state that forward
+    changes advances only once.
     """
 
     def __init__(self, block: nn.Module):
@@ -29,18 +29,18 @@ class BlockState:
 
     @classmethod
     def of(cls, block: nn.Module) -> BlockState | None:
-        """Return the state of a block whose forward changes it, or may do so; None for any other."""
+        """Return the state of a block whose forward changes it, or may do so, else None."""
         calls = getattr(block, "_weft_watched_calls", 0)
         return cls(block) if calls < _WATCHED_CALLS or getattr(block, "_weft_keeps_state", False) else None
 
     def compare(self, buffers: Sequence[str]) -> None:
-        """Look whether a forward changed something.
+        """Check for changes by a forward.
 
         Args:
-            buffers: names of those that are known to change.
+            buffers: names of buffers that may change.
 
         Raises:
-            ModelError: if another buffer changed: its value before the forward is lost.
+            ModelError: if another buffer changed, because its value before the forward is lost.
         """
         block = self._block
         block._weft_watched_calls = getattr(block, "_weft_watched_calls", 0) + 1  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue] - a number of Weft's
@@ -55,7 +55,7 @@ class BlockState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """While inside, the attributes are those of before; afterwards those of now."""
+        """Restore the recorded attributes inside this context, and the current ones afterwards."""
         if not getattr(self._block, "_weft_keeps_state", False):
             yield
             return
@@ -67,7 +67,7 @@ class BlockState:
             _set_attributes(now)
 
 
-#: By module, its attributes and the contents of its lists and dicts.
+#: Per module: its attributes, and the contents of its lists, dicts and sets.
 _Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]]
 
 
@@ -84,12 +84,12 @@ def _attributes(block: nn.Module) -> _Attributes:
     return found
 
 
-#: Dicts that every module has: parameters, buffers and hooks are looked after elsewhere.
+#: Dicts of every module: parameters, buffers and hooks are handled elsewhere.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _is_same(before: _Attributes, after: _Attributes) -> bool:
-    """Return whether all attributes are the same objects with the same contents."""
+    """Return True if all attributes are the same objects with the same contents."""
     for (_, was, held), (_, now, holds) in zip(before, after, strict=True):
         if was.keys() != now.keys() or any(was[name] is not now[name] for name in was):
             return False
@@ -118,7 +118,7 @@ def _set_attributes(attributes: _Attributes) -> None:
 
 @contextlib.contextmanager
 def spare_attributes(block: nn.Module) -> Iterator[None]:
-    """Afterwards the attributes of a block and its modules are as before, and so is what their lists and dicts hold."""
+    """Restore the attributes of a block and its modules, with the contents of lists and dicts, after this context."""
     before = _attributes(block)
     try:
         yield

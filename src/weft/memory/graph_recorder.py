@@ -1,7 +1,7 @@
-"""Recording what a device is given to do: by CUDA graphs, or by whatever stands in for them.
+"""Recording of device work, by CUDA graphs or by a substitute.
 
-A recording holds kernels with the addresses and numbers that they were given. Its replay runs no code of the host, so
-what changes from one replay to the next must be read from memory that stays, and nothing in it may wait for the host.
+A recording holds kernels with their addresses and arguments. Its replay runs no host code. So values that change
+between replays must be read from persistent memory, and recorded code must not wait for the host.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Recording(Generic[T]):
-    """What was recorded.
+    """Result of a recording.
 
-    result: what the recorded function returned; its tensors hold what the last replay computed. replay: does it all
-    again, in the same memory. draws: whether random numbers of torch's generator are drawn in it.
+    `result` is the return value of the recorded function; its tensors hold the values of the last replay. `replay`
+    repeats the work in the same memory. `draws` is True if the work draws from torch's generator.
     """
 
     result: T
@@ -34,18 +34,18 @@ class Recording(Generic[T]):
 
 
 class Recorder(Protocol):
-    """Something that records."""
+    """Interface of objects that record device work."""
 
     def record(self, act: Callable[[], T], what: str, *, apart: bool = False) -> Recording[T]:
-        """Record what a function gives the device to do, and do it once.
+        """Record the device work of a function, and run it once.
 
         Args:
-            act: gives it.
-            what: it is, for errors.
-            apart: its results must survive the replays of other recordings, and so get memory of their own.
+            act: launches the work.
+            what: description for errors.
+            apart: the results must survive replays of other recordings, so they get separate memory.
 
         Raises:
-            ModelError: where it does what cannot be recorded, such as to wait for the device.
+            ModelError: if the function does something that cannot be recorded, such as waiting for the device.
         """
         ...
 
@@ -53,7 +53,7 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records CUDA graphs of one device.
 
-    Recordings that are not `apart` share the memory in which their intermediate results lie.
+    Recordings that are not `apart` share memory for intermediate results.
     """
 
     def __init__(self, device: torch.device):
@@ -62,20 +62,20 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, act: Callable[[], T], what: str, *, apart: bool = False) -> Recording[T]:
-        """Record a CUDA graph, for which the host waits for the device once.
+        """Record a CUDA graph. The host waits for the device once.
 
         Args:
-            act: gives the device what is recorded.
-            what: it is, for errors.
-            apart: its results get memory of their own.
+            act: launches the work.
+            what: description for errors.
+            apart: the results get separate memory.
 
         Raises:
-            ModelError: where it does what cannot be recorded.
+            ModelError: if the function does something that cannot be recorded.
         """
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Threads beside this one, which watch collectives or save, may ask CUDA for what a capture forbids.
+        # Other threads, which monitor collectives or save, may make CUDA calls that a capture forbids.
         options: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "thread_local"}
         if not apart:
             options["pool"] = self._pool
@@ -89,20 +89,23 @@ class CudaRecorder:
         return Recording(result, graph.replay, self._generator_offset() != before)
 
     def _generator_offset(self) -> int:
-        """How far torch's generator is, which the host knows."""
+        """Return the offset of torch's generator, which is stored on the host."""
         generators: Any = torch.cuda.default_generators
         return generators[self._device.index or 0].get_offset()
 
 
 def cannot_record(what: str, error: Exception) -> ModelError:
-    """Return the error for what cannot be recorded."""
+    """Return the error for work that cannot be recorded."""
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(f"graphs=on: {what} cannot be recorded as a CUDA graph ({why}). Use graphs=off.")
 
 
 @contextlib.contextmanager
 def without_garbage() -> Iterator[None]:
-    """While inside, Python frees no circles of objects: freeing memory or events of a device would end a recording."""
+    """Turn off Python's garbage collection inside this context.
+
+    Freeing device memory or events would end a recording.
+    """
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -113,19 +116,19 @@ def without_garbage() -> Iterator[None]:
             gc.enable()
 
 
-# Numbers that the host knows, on their way into memory that recordings read.
+# Host values that are copied into memory that recordings read.
 
 
 def send_numbers(numbers: Sequence[object] | Tensor, into: Tensor) -> None:
-    """Put numbers into a tensor, in the order of the device's work; the host does not wait.
+    """Copy host numbers into a tensor in stream order, without blocking the host.
 
     Args:
-        numbers: as many as the tensor has, nested as it is, or a tensor of the host.
-        into: of any device.
+        numbers: nested as the tensor's shape, or a host tensor.
+        into: target tensor, on any device.
     """
     given = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=into.dtype)
     if into.device.type == "cuda":
-        # torch keeps pinned memory from being given away again before the copy was made.
+        # torch does not reuse pinned memory before the copy is complete.
         into.copy_(given.pin_memory(), non_blocking=True)
     else:
         into.copy_(given)

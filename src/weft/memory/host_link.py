@@ -1,6 +1,7 @@
-"""The way between a device and the host: copies that run beside the device's work, and what waits for them.
+"""Copies between a device and the host that overlap with the device's work, and waits for them.
 
-Two streams, one for each direction, since a bus carries both at once. Nothing here knows what is copied.
+Two streams, one per direction, because a bus carries both directions simultaneously. This module does not depend on the
+copied data.
 """
 
 from __future__ import annotations
@@ -11,55 +12,55 @@ import torch
 
 
 class Waitable(Protocol):
-    """Something under way, such as a collective."""
+    """A pending operation, such as a collective."""
 
     def wait(self) -> object:
-        """Let what the device does from here on come after it."""
+        """Make the device's later work wait for it."""
         ...
 
 
 class Copy(Protocol):
-    """One copy under way."""
+    """One pending copy."""
 
     def wait(self) -> object:
-        """What the device does from here on comes after the copy."""
+        """Make the device's later work wait for the copy."""
         ...
 
     def wait_start(self) -> object:
-        """What the device does from here on comes after all that the copy itself had to wait for."""
+        """Make the device's later work wait for everything that the copy waits for, but not for the copy."""
         ...
 
     def wait_host(self) -> None:
-        """Return when the copy is done."""
+        """Wait on the host until the copy is complete."""
         ...
 
 
 class HostLink(Protocol):
     """Copies between one device and the host.
 
-    overlaps: whether copies run beside other work, so that they are better begun early.
+    `overlaps` is True if copies run in parallel with other work, so that starting them early helps.
     """
 
     @property
     def overlaps(self) -> bool: ...
 
     def down(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> Copy:
-        """Begin to copy a device's tensor to the host, after the device's work so far and after `after`.
+        """Start to copy a device tensor to the host, after the device's current work and after `after`.
 
-        The host may read `target` after `wait_host`, the device write to `source` after `wait`.
+        The host may read `target` after `wait_host`. The device may write `source` after `wait`.
         """
         ...
 
     def up(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> Copy:
-        """Begin to copy the host's tensor to a device's, after the device's work so far and after `after`.
+        """Start to copy a host tensor to the device, after the device's current work and after `after`.
 
-        The device may read `target` after `wait`, the host write to `source` after `wait_host`.
+        The device may read `target` after `wait`. The host may write `source` after `wait_host`.
         """
         ...
 
 
 class _Done:
-    """A copy that was done when it was asked for."""
+    """A copy that completed synchronously."""
 
     def wait(self) -> None: ...
 
@@ -69,7 +70,7 @@ class _Done:
 
 
 class PlainLink:
-    """For a device that is the host itself: plain copies in its memory, at once."""
+    """Link of a device that is the host itself: synchronous copies in its memory."""
 
     overlaps = False
 
@@ -103,10 +104,10 @@ class _CudaCopy:
 
 
 class CudaLink:
-    """A CUDA device's copy engines, on two side streams. Host tensors must be pinned, else copies block.
+    """Link over a CUDA device's copy engines, on two side streams. Host tensors must be pinned, else copies block.
 
-    Both sides' tensors must live until the copy is done. The device's are told to the caching allocator here; for
-    the host's it is the caller who waits before their memory goes to others.
+    Tensors on both sides must live until the copy is complete. For the device this class registers them with the
+    caching allocator. For the host the caller must wait before it reuses their memory.
     """
 
     overlaps = True
@@ -129,7 +130,7 @@ class CudaLink:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             if after is not None:
-                after.wait()  # a collective's wait holds up the stream that is current, here the side stream alone
+                after.wait()  # a collective's wait blocks the current stream, here only the side stream
             start = stream.record_event()
             target.copy_(source, non_blocking=True)
             on_device.record_stream(stream)
@@ -137,5 +138,5 @@ class CudaLink:
 
 
 def link_to(device: torch.device) -> HostLink:
-    """The way between the host and `device`."""
+    """Return the link between the host and `device`."""
     return CudaLink(device) if device.type == "cuda" else PlainLink()

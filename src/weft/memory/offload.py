@@ -1,7 +1,8 @@
-"""Host memory that a device copies to and from: pinned where the device needs it, bounded, and used again.
+"""Host memory for copies from and to a device: pinned if the device needs it, bounded, and reused.
 
-Pinned memory cannot be swapped and is slow to get, so a run takes it once, and a limit holds for each rank. Ordinary
-memory is registered with CUDA page by page: torch's own pinned allocator rounds sizes up to the next power of two.
+Pinned memory cannot be swapped and is slow to allocate. So a run allocates it once, with a limit per rank. Ordinary
+memory, rounded up to pages, is registered with CUDA, because torch's pinned allocator rounds sizes up to the next power
+of two.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from weft.errors import CheckpointError, LaunchError
 from weft.memory.host_link import Copy, HostLink, Waitable, link_to
 from weft.units import format_bytes, parse_bytes
 
-#: Of the machine's memory, what all ranks on it may pin together; the rest is for states, data and the system.
+#: Share of the machine's memory that all its ranks may pin together. The rest is for states, data and the system.
 MOST_OF_HOST = "60%"
-#: A free buffer serves requests from this share of its size on.
+#: A free buffer serves requests of at least this share of its size.
 LEAST_USED = 0.75
 _GRAIN = 4096
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -33,25 +34,28 @@ Pin = Callable[[torch.Tensor], None]
 
 
 class HostPool:
-    """Buffers of host memory, at most `limit_bytes` of them together.
+    """Buffers of host memory, at most `limit_bytes` in total.
 
-    pin, unpin: what makes a new buffer fit for a device's copies, and undoes it before the buffer goes.
+    `pin` prepares a new buffer for device copies, and `unpin` undoes it before the buffer is freed.
     """
 
     def __init__(self, limit_bytes: int, pin: Pin | None = None, unpin: Pin | None = None):
         self.limit_bytes = limit_bytes
-        #: Bytes of all buffers, those in use, and the most that were ever in use at once.
+        #: Bytes of all buffers, bytes in use, and the peak of bytes in use.
         self.held_bytes = self.used_bytes = self.peak_bytes = 0
         self._pin, self._unpin = pin, unpin
-        self._free: list[tuple[torch.Tensor, Copy | None]] = []  # the longest free first
-        # All buffers, by address: registered memory must not go to others while CUDA still knows it.
+        self._free: list[tuple[torch.Tensor, Copy | None]] = []  # longest free first
+        # All buffers, by address: registered memory must not be freed before CUDA unregisters it.
         self._all: dict[int, torch.Tensor] = {}
         weakref.finalize(self, _unpin_all, self._all, unpin).atexit = False
 
     def take(self, num_bytes: int, field: str) -> torch.Tensor:
-        """A flat uint8 buffer of at least `num_bytes`, whose contents may be anything; the host may write to it.
+        """Return an uninitialized flat uint8 buffer, (numel,), of at least `num_bytes` that the host may write to.
 
-        field: the plan's word that it is for, for the error. Raises LaunchError where the limit would be passed.
+        `field` is the plan field for the error message.
+
+        Raises:
+            LaunchError: if the pool's limit would be exceeded.
         """
         buffer, last = self.take_unawaited(num_bytes, field)
         if last is not None:
@@ -59,7 +63,10 @@ class HostPool:
         return buffer
 
     def take_unawaited(self, num_bytes: int, field: str) -> tuple[torch.Tensor, Copy | None]:
-        """The same for who lets a device copy to it, after the copy that is given: the host need not wait for that."""
+        """Take a buffer like `take`, without waiting for its last copy, which is also returned.
+
+        Use it if a device copy writes the buffer after that copy: then the host need not wait.
+        """
         size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
         fitting = [index for index, (one, _) in enumerate(self._free) if size <= one.nbytes <= size / LEAST_USED]
         last: Copy | None = None
@@ -72,17 +79,17 @@ class HostPool:
         return buffer, last
 
     def give_back(self, buffer: torch.Tensor, last: Copy | None = None) -> None:
-        """Let others have a buffer that `take` gave. last: the copy from or to it that may still be under way."""
+        """Give a uint8 buffer of shape (numel,) back to the pool. `last` is a pending copy from or to it."""
         self.used_bytes -= buffer.nbytes
         self._free.append((buffer, last))
 
     def release(self) -> None:
-        """Give all buffers that nobody uses back to the system."""
+        """Give all unused buffers back to the system."""
         while self._free:
             self._drop(*self._free.pop())
 
     def _make(self, size: int, field: str) -> torch.Tensor:
-        # What is free does not fit: the largest goes first, as few as needed.
+        # No free buffer fits: drop the largest ones first, as few as needed.
         while self._free and self.held_bytes + size > self.limit_bytes:
             largest = max(range(len(self._free)), key=lambda index: self._free[index][0].nbytes)
             self._drop(*self._free.pop(largest))
@@ -115,10 +122,12 @@ def _unpin_all(buffers: dict[int, torch.Tensor], unpin: Pin | None) -> None:
 
 
 def host_limit(setting: str = MOST_OF_HOST) -> int:
-    """Bytes of host memory that this rank may take: its part of what all ranks of the machine may.
+    """Return the bytes of host memory that this rank may use: its share of the machine's limit.
 
-    setting: a size ("64GiB"), or a share of what the machine or container has ("60%"). Raises LaunchError for a size
-    that is not there.
+    `setting` is a size ("64GiB"), or a share of the memory of the machine or container ("60%").
+
+    Raises:
+        LaunchError: if the size exceeds the memory.
     """
     total = psutil.virtual_memory().total
     if _CGROUP_LIMIT.exists() and (text := _CGROUP_LIMIT.read_text().strip()).isdigit():
@@ -134,7 +143,7 @@ def host_limit(setting: str = MOST_OF_HOST) -> int:
 
 
 def pool_for(device: torch.device, pinned_limit: str = MOST_OF_HOST) -> HostPool:
-    """The pool of a rank: pinned for a CUDA device, ordinary memory for all others. pinned_limit: as `host_limit`."""
+    """Return a rank's pool: pinned for a CUDA device, ordinary memory otherwise. See `host_limit` for the limit."""
     limit = host_limit(pinned_limit)
     return HostPool(limit, _register, _unregister) if device.type == "cuda" else HostPool(limit)
 
@@ -149,38 +158,37 @@ def _register(buffer: torch.Tensor) -> None:
 
 
 def _unregister(buffer: torch.Tensor) -> None:
-    torch.cuda.synchronize()  # a copy may still be under way
+    torch.cuda.synchronize()  # a copy may still be running
     _runtime().cudaHostUnregister(buffer.data_ptr())
 
 
 def _runtime() -> Any:
-    """CUDA's own library, whose functions torch gives no types."""
+    """Return CUDA's runtime library, whose functions are untyped in torch."""
     return torch.cuda.cudart()
 
 
-# Copies of tensors in host memory that is taken once and used again: what a checkpoint is written from meanwhile.
+# Copies of tensors in reused host memory, from which a checkpoint is written in the background.
 
-#: Every copy begins at a multiple of so many bytes.
+#: Alignment of copies in bytes.
 _ALIGNED = 64
-#: Of the host's free memory, what copies may take.
+#: Share of the host's free memory that copies may use.
 _MOST_OF_FREE = 0.8
-#: Bytes that the host copies at once: more than a MiB or so libc writes past the cache, which took 1.5 times as long
-#: with two ranks on two cores.
+#: Bytes per host copy. Larger copies bypass the cache in libc, which took 1.5 times as long with 2 ranks on 2 cores.
 _AT_ONCE = 512 * 2**10
 
 
 class HostCopies:
-    """One buffer of a rank, as large as the largest set of tensors that it took: pinned where the device needs it."""
+    """One host buffer of a rank, as large as the largest set of copied tensors. Pinned if the device needs it."""
 
     def __init__(self, device: torch.device):
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors' values as they are now, in memory that the next call writes over.
+        """Return copies of the tensors' current values, in memory that the next call overwrites.
 
         Raises:
-            CheckpointError: where the host has no room for them.
+            CheckpointError: if the host has too little free memory.
         """
         places, end = [], 0
         for tensor in tensors:
@@ -195,7 +203,7 @@ class HostCopies:
         if self._stream is None:
             _copy(copies, tensors)
         else:
-            # Beside what the device computes; the host waits for the copies alone.
+            # In parallel with the device's compute. The host waits only for the copies.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 _copy(copies, tensors)
@@ -203,7 +211,7 @@ class HostCopies:
         return copies
 
     def _grow(self, num_bytes: int) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
         place = env.rank_env()
         free = int(psutil.virtual_memory().available * _MOST_OF_FREE) // (place.local_world_size if place else 1)
         if num_bytes > free:
@@ -227,31 +235,31 @@ def _copy(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> No
 
 # Optimizer states and parameters on the host.
 
-#: torch's optimizers whose fused kernels run on a CPU too: one pass over memory where others take several.
+#: torch optimizers whose fused kernels also run on a CPU: one pass over memory instead of several.
 FUSED_ON_CPU = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Host:
-    """The host as one rank's device sees it: its memory, and the way there."""
+    """Host memory pool and link of one rank's device."""
 
     link: HostLink
     pool: HostPool
 
 
 def open_host(plan: Plan, device: torch.device, pinned_limit: str = MOST_OF_HOST) -> Host | None:
-    """Return the host, where the plan puts something there; None where it does not.
+    """Return the host pool and link if the plan offloads something, else None.
 
     Args:
-        plan: its `offload`.
-        device: of this rank.
-        pinned_limit: of all ranks of the machine: "64GiB" or "60%".
+        plan: provides `offload`.
+        device: this rank's device.
+        pinned_limit: limit for all ranks of the machine: "64GiB" or "60%".
     """
     return Host(link_to(device), pool_for(device, pinned_limit)) if plan.offload else None
 
 
 def offload_lines(plan: Plan, device: torch.device) -> list[str]:
-    """Return what the plan puts on the host, one line each, for the start of a run; says where it saves nothing."""
+    """Return one log line per offloaded kind, for the start of a run, and a note if offload saves no memory."""
     what = {
         "optimizer": "unrounded weights, optimizer states and the optimizer's step",
         "params": "parameters, with their gradients, states and the optimizer's step",
@@ -268,9 +276,9 @@ def offload_lines(plan: Plan, device: torch.device) -> list[str]:
 
 
 def choose(sizes: Sequence[tuple[str, int]], share: float) -> frozenset[str]:
-    """Return the names that together have about this share of all sizes, the first ones by preference.
+    """Return the names whose sizes add up to about this share of the total, first names preferred.
 
-    What is chosen misses the share by no more than half of the largest size.
+    The result misses the share by at most half of the largest size.
     """
     wanted = share * sum(size for _, size in sizes)
     chosen: set[str] = set()
@@ -283,15 +291,15 @@ def choose(sizes: Sequence[tuple[str, int]], share: float) -> frozenset[str]:
 
 
 class HostPart:
-    """One flat part of weights whose masters are on the host.
+    """One flat part of weights with masters on the host.
 
-    master: unrounded weights; grad: their gradient, after `arrive`. Both (length,) of `dtype`.
+    `master` holds the unrounded weights, and `grad` their gradient after `arrive`. Both are (length,) of `dtype`.
 
     Args:
-        host: the pool, and the way to the device.
-        length: elements.
-        dtype: of the masters.
-        field: the plan's field, for errors.
+        host: host memory pool and link.
+        length: number of elements.
+        dtype: dtype of the masters.
+        field: plan field for errors.
     """
 
     def __init__(self, host: Host, length: int, dtype: torch.dtype, field: str = "offload=optimizer"):
@@ -303,18 +311,18 @@ class HostPart:
 
     @property
     def is_early(self) -> bool:
-        """Whether it pays to send gradients while the device works."""
+        """True if sending gradients while the device works saves time."""
         return self._host.link.overlaps
 
     @property
     def is_sent(self) -> bool:
-        """Whether gradients were sent since `forget`."""
+        """True if gradients were sent since `forget`."""
         return self._sent is not None
 
     def send(self, grad: torch.Tensor, after: Waitable | None = None) -> Waitable:
-        """Let a gradient travel to the host.
+        """Start to copy a gradient to the host.
 
-        after: what it must wait for; the caller waits for what this returns in its place.
+        The copy waits for `after`. The caller must wait for the returned object instead of `after`.
         """
         sent = self._sent = self._host.link.down(grad, self.grad, after)
         return _Started(sent)
@@ -328,21 +336,21 @@ class HostPart:
         self._brought = None
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradient here."""
+        """Multiply the gradient on the host."""
         self.arrive()
         self.grad.mul_(factor)
 
     def forget(self) -> None:
-        """Begin a new step: the device may overwrite what was sent."""
+        """Begin a new step: the device may overwrite the sent tensors."""
         if self._sent is not None:
             self._sent.wait()
         self._sent = None
 
     @torch.no_grad()
     def bring(self, weights: torch.Tensor) -> Copy:
-        """Let the masters travel to the device, rounded to the format of `weights`.
+        """Start to copy the masters to the device, rounded to the dtype of `weights`.
 
-        Uses `grad` up where it rounds. The device must wait for what this returns before it sends the next gradient.
+        Rounding overwrites `grad`. The device must wait for the returned copy before it sends the next gradient.
         """
         self.arrive()
         source = self.master
@@ -353,7 +361,7 @@ class HostPart:
         return self._brought
 
     def release(self) -> None:
-        """Give the memory back to the pool; `master` and `grad` are not to be used any more."""
+        """Give the memory back to the pool. `master` and `grad` must not be used afterwards."""
         self.arrive()
         for buffer in self._buffers:
             self._host.pool.give_back(buffer)
@@ -361,7 +369,7 @@ class HostPart:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """Waits for what a copy waited for, not for the copy."""
+    """Waits for the dependencies of a copy, not for the copy."""
 
     copy: Copy
 
@@ -370,9 +378,9 @@ class _Started:
 
 
 def step_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer with parameters on the host use torch's fused kernels, where nobody said otherwise.
+    """Make an optimizer with parameters on the host use torch's fused kernels, unless the user chose others.
 
-    Left alone, torch takes its slowest path as soon as one parameter is not on a GPU.
+    By default torch takes its slowest path if one parameter is not on a GPU.
     """
     if type(optimizer) not in FUSED_ON_CPU:
         return
@@ -384,18 +392,18 @@ def step_on_host(optimizer: torch.optim.Optimizer) -> None:
 
 
 def shard_offload(plan: Plan, device: torch.device, is_chosen: bool = True) -> dict[str, object]:
-    """Return the keyword arguments for fully_shard, for a unit whose parameters are among those on the host or not.
+    """Return the keyword arguments for fully_shard of a unit, with an offload policy if its parameters are on the host.
 
-    The unit's shards, their gradients and so the optimizer's states and step are then on the host; each gather brings
-    the shards to the device.
+    The unit's shards, their gradients, and the optimizer's states and step are then on the host. Each gather copies the
+    shards to the device.
 
     Args:
-        plan: its `offload`.
-        device: of this rank.
-        is_chosen: whether the unit is among those on the host.
+        plan: provides `offload`.
+        device: this rank's device.
+        is_chosen: the unit's parameters are on the host.
 
     Raises:
-        LaunchError: where torch lacks it.
+        LaunchError: if torch lacks CPUOffloadPolicy.
     """
     if not plan.offload_share("params") or not is_chosen:
         return {}

@@ -1,11 +1,11 @@
-"""Code that a compiled graph holds as one operator, and that runs as it stands.
+"""Code that a compiled graph contains as one operator and runs unchanged.
 
-torch.compile breaks a graph where the host must look at values: which rows go to which expert, what part of a sequence
-a rank attends to; and a recomputed block with a break stays uncompiled as a whole. As an operator the code is one node
-of the graph. Its forward records a graph of autograd's own, which the operator's backward goes back through.
+torch.compile breaks a graph if the host must read values, for example the expert of each row, or the part of a sequence
+that a rank attends to. A recomputed block with a graph break is not compiled at all. As an operator, the code is one
+node of the graph. Its forward records a separate autograd graph, which the operator's backward traverses.
 
-What a forward records lives as long as the memory of the operator's second result. A graph that computes the operator
-anew in backward drops the first result at once, so recompute frees what it is meant to free.
+The recorded graph lives as long as the memory of the operator's second result. A compiled graph that recomputes the
+operator in backward drops the first result immediately, so recompute frees the intended memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.memory.private_torch import above_autograd
 
-#: An operator's code: whose it is, tensors and numbers in, one new tensor out.
+#: Code of an operator: (owner, tensors, numbers) -> one new tensor.
 _Code = Callable[[Any, Sequence[Tensor], Sequence[float]], Tensor]
 
 _FORWARD = (
@@ -35,22 +35,22 @@ _GONE = "the model is gone, and so is what was compiled for it"
 
 
 class _Record(np.ndarray[Any, Any]):
-    """Memory of a tensor with one number, and what one forward recorded."""
+    """Memory of a one-element tensor, with the record of one forward."""
 
     inputs: list[Tensor]
     output: Tensor
 
 
 class Opaque:
-    """The operators of one model, in a name space of torch's that goes when this goes.
+    """The operators of one model, in a torch namespace that is removed with this object.
 
-    is_attention: says so to recompute, whose policies keep or drop attention.
-    recomputes: blocks are checkpoints. They would count what a forward records, and find less in a replay that has kept
-    the result, so they do not see it. Hooks that bring activations to the host see it where blocks are none.
+    `is_attention` marks the operator for recompute policies that keep or drop attention. `recomputes` means that blocks
+    are checkpoints. A checkpoint would count the tensors that a forward records and find fewer in a replay that kept
+    the result, so saved-tensor hooks are hidden from it. Otherwise, hooks for activation offload receive the tensors.
     """
 
-    #: Torch keeps something of a name space that is gone, so none has the name of an earlier one. Counted, not drawn:
-    #: caches of compiled code know operators by name.
+    #: Torch keeps parts of a removed namespace, so names are never reused. Names are counted and not random, because
+    #: caches of compiled code contain operator names.
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, *, is_attention: bool = False, recomputes: bool = False) -> None:
@@ -59,7 +59,7 @@ class Opaque:
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
         self._num_records = 0
         self._space = f"weft_{next(self._numbers)}"
-        self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
+        self._library: Any = torch.library.Library(self._space, "DEF")  # its methods are untyped
         name = "scaled_dot_product_attention" if is_attention else "forward"
         self._define(name, _FORWARD, _forward, _forward_shapes)
         self._define("backward", _BACKWARD, _backward, _backward_shapes)
@@ -87,19 +87,19 @@ class Opaque:
         library.register_fake(f"{self._space}::{name}", shapes, lib=self._library)
 
     def handle(self, code: _Code, owner: object) -> Handle:
-        """Return what `owner` calls while it is compiled.
+        """Return a handle that `owner` calls while it is compiled.
 
-        `code` is given the owner, which is not kept alive, and its inputs; it reads no other tensors that need a
-        gradient.
+        `code` is called with the owner, of which only a weak reference is kept, and its inputs. It must not read other
+        tensors that need a gradient.
         """
         self._codes.append((code, weakref.ref(owner)))
         return Handle(self, torch.tensor(len(self._codes) - 1))
 
     def run(self, number: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-        """Run the code that a graph has by this number.
+        """Run the code with this number.
 
         Args:
-            number: 0-d, of the `Handle`.
+            number: 0-d, from the `Handle`.
             inputs: tensors for the code.
             numbers: Python numbers for the code.
         """
@@ -109,28 +109,28 @@ class Opaque:
         return code(owner, inputs, numbers)
 
     def keep(self, inputs: list[Tensor], output: Tensor) -> Tensor:
-        """Keep what a forward recorded until the tensor that is returned is gone."""
+        """Keep the record of a forward as long as the returned tensor's memory lives."""
         self._num_records += 1
         record = np.array([self._num_records]).view(_Record)
         record.inputs, record.output = inputs, output
         self._records[self._num_records] = record
-        library: Any = torch  # whose function has no types
+        library: Any = torch  # from_numpy is untyped
         return library.from_numpy(record)
 
     def kept(self, number: Tensor) -> _Record:
-        """Return the record of a forward by what `keep` returned."""
+        """Return the record of a forward from the tensor that `keep` returned."""
         return self._records[int(number)]
 
     @property
     def num_kept(self) -> int:
-        """Forwards whose backward may still come."""
+        """Number of forwards whose backward may still run."""
         return len(self._records)
 
 
 class Handle:
-    """One module's code. A graph is given its number as a tensor, so that all blocks of one class share a graph.
+    """Code of one module. A graph gets its number as a tensor, so that all blocks of one class share a graph.
 
-    A copy, of a module that was copied, is closed: the copy's code would be the original's.
+    The handle in a copied module is closed, because the original's code would run.
     """
 
     def __init__(self, opaque: Opaque | None = None, number: Tensor | None = None):
@@ -144,13 +144,13 @@ class Handle:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be called."""
+        """True if it can be called."""
         return self._opaque is not None
 
     def __call__(
         self, shape: Sequence[int], dtype: torch.dtype, inputs: Sequence[Tensor], numbers: Sequence[float] = ()
     ) -> Tensor:
-        """Run the code as one operation. shape, dtype: of what it gives, which is on the device of the first input."""
+        """Run the code as one operation. The output has this shape and dtype, and the device of the first input."""
         assert self._opaque is not None
         assert self._number is not None
         records = torch.is_grad_enabled()
@@ -205,14 +205,14 @@ def _autograd(known: weakref.ref[Opaque]) -> Callable[..., Any]:
         assert opaque is not None, _GONE
         record, *inputs = ctx.saved_tensors
         found = iter(opaque.backward(record, grad, [x for x, need in zip(inputs, ctx.needs, strict=True) if need]))
-        no_numbers: list[None] | None = None if ctx.has_numbers else []  # torch takes an empty list for one of tensors
+        no_numbers: list[None] | None = None if ctx.has_numbers else []  # torch treats an empty list as a tensor list
         return None, [next(found) if need else None for need in ctx.needs], no_numbers, None, None, None
 
     return backward
 
 
 def _backward(opaque: Opaque, number: Tensor, grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    del inputs  # their shapes are those of the results
+    del inputs  # only their shapes matter, for the fake kernel
     record = opaque.kept(number)
     wanted = [x for x in record.inputs if x.requires_grad]
     with above_autograd():

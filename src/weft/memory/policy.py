@@ -1,8 +1,8 @@
-"""Selective recompute of one run of a block: which products it keeps for backward, and how.
+"""Recompute policies of blocks: kept and recomputed operations, and the choice of policies by a budget.
 
-torch's selective checkpoint stores what the policy names and computes the rest again. Two things are added: what is
-stored becomes a saved tensor of autograd, so that offload's hooks see it; and a product that forward changed in place
-afterwards is computed again, which the version that torch compares does not always tell.
+Selective recompute uses torch's selective checkpoint, which stores the outputs that a policy names and recomputes the
+rest. Two things are added. Stored outputs become saved tensors of autograd, so that offload hooks receive them. A
+product that forward later changed in place is recomputed; torch's version check does not always detect such changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.models.inspect import hugging_face
 from weft.models.inspect.kernel_recorder import is_worth_saving
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
 
-#: Since 2.15 torch asks whether it shall show hooks on saved tensors what it stores: `keep_as_autograd_does` does that.
+#: Since 2.15 torch can pass stored outputs to saved-tensor hooks itself. `keep_as_autograd_does` does that instead.
 OWN_HOOKS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
 )
@@ -43,9 +43,10 @@ _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def is_heavy(op: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation is worth keeping: it is a product or attention, and its result is not the larger side.
+    """Return True if an operation's output is worth keeping: it is a product or attention.
 
-    Asked before the operation runs: torch 2.11 does not show a policy what an operation gave.
+    Batched products only count if the result is not larger than the inputs. Decided before the operation runs, because
+    torch 2.11 does not pass outputs to a policy.
     """
     if is_product(op):
         return True
@@ -60,15 +61,16 @@ def is_heavy(op: Any, args: Sequence[Any]) -> bool:
 
 
 def selective_contexts(saved: frozenset[int]) -> tuple[Any, Any]:
-    """torch's pair of contexts, one for forward and one for its replay, for code that torch.compile traces."""
+    """Return torch's pair of contexts, for forward and replay, for code that torch.compile traces."""
     return SelectiveChoice(saved).contexts()
 
 
 class SelectiveChoice:
-    """What one run of a block under "selective" keeps, and what its replay computes again.
+    """Kept and recomputed operations of one run of a block under "selective".
 
-    saved: by order among heavy operations. written: the storages that forward has changed in place, each with how many
-    products had been stored. kept: the orders of what was stored, and how many had been stored, by operation.
+    `saved` holds the kept operations by their order among heavy operations. `written` maps each storage that forward
+    changed in place to the number of products stored before. `kept` holds, per operation, (order, number of stored
+    products).
     """
 
     def __init__(self, saved: frozenset[int]) -> None:
@@ -76,7 +78,7 @@ class SelectiveChoice:
         self.written: dict[int, int] = {}
         self.kept: dict[Any, list[tuple[int, int]]] = {}
         self._num_stored = 0
-        # Torch 2.11 asks again when it replays, later ones do not.
+        # Torch 2.11 calls the policy again at replay, later versions do not.
         self._forward, self._replay = itertools.count(), itertools.count()
 
     def contexts(self) -> tuple[Any, Any]:
@@ -84,8 +86,8 @@ class SelectiveChoice:
 
     def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not context.is_recompute and not torch.compiler.is_compiling():
-            # By storage, not by version: what torch cuts "unsafely" has versions of its own, such as the gates of
-            # its recurrent layers and, since 2.15, the output of a linear layer with three dimensions.
+            # By storage and not by version: "unsafe" splits in torch have separate versions, for example the gates of
+            # recurrent layers and, since 2.15, the output of a linear layer with three dims.
             self.written.update((_storage(one), self._num_stored) for one in written_arguments(op, args, kwargs))
         if not is_heavy(op, args):
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -96,13 +98,13 @@ class SelectiveChoice:
             self._num_stored += 1
             self.kept.setdefault(op, []).append((order, self._num_stored))
             for one in _tensors(getattr(context, "op_output", None)):
-                self.written.pop(_storage(one), None)  # of a tensor that is gone, whose memory this one has
+                self.written.pop(_storage(one), None)  # recorded for a freed tensor whose memory this one reuses
         return CheckpointPolicy.MUST_SAVE
 
     def keep_as_autograd_does(self, storage: dict[Any, Any]) -> None:
-        """Let what was stored, a list or a dict for each operation, be saved tensors of autograd.
+        """Make stored outputs, a list or a dict per operation, saved tensors of autograd.
 
-        What forward changed in place after it was stored is not what the operation gave: that is computed again.
+        An output that forward changed in place after it was stored is recomputed.
         """
         for op, entries in storage.items():
             if isinstance(entries, list):
@@ -113,7 +115,7 @@ class SelectiveChoice:
                 entries[key] = recompute_word() if changed else tree_map_only(StoredValue, _as_saved, entry)
 
     def _stored_in_order(self, op: Any, entries: list[Any]) -> Iterator[Any]:
-        """For torch 2.11, which takes what was stored in turn, wherever the policy says at replay that it was."""
+        """Yield entries for torch 2.11, which consumes them in order whenever the policy names one at replay."""
         for entry, (order, num_stored) in zip(entries, self.kept[op], strict=True):
             if any(self._was_changed(one, num_stored) for one in _stored(entry)):
                 self.saved.remove(order)
@@ -121,7 +123,7 @@ class SelectiveChoice:
                 yield tree_map_only(StoredValue, _as_saved, entry)
 
     def _was_changed(self, entry: StoredValue, num_stored: int) -> bool:
-        """Whether the value is no longer what the operation gave. num_stored: earlier writes were to another tensor."""
+        """Return True if the stored value was changed. Writes before `num_stored` were to another tensor."""
         tensor = entry.val
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -141,7 +143,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves one tensor for a backward that never comes: it is asked for by hand."""
+    """Saves one tensor. Its backward never runs: the tensor is read directly from the node."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -150,14 +152,16 @@ class _Keep(torch.autograd.Function):
 
 
 class _Kept:
-    """Stands for an entry of torch's storage of selective checkpoints, and is asked by its name for the value."""
+    """Substitute for an entry in torch's storage of selective checkpoints. torch calls its `get_val`."""
 
     def __init__(self, entry: StoredValue):
         anchor = torch.empty(0, requires_grad=True)
-        self._output = _Keep.apply(anchor, entry.get_val(False))  # torch 2.11 frees what a node saved with its output
+        self._output = _Keep.apply(
+            anchor, entry.get_val(False)
+        )  # torch 2.11 frees a node's saved tensors with its output
 
     def get_val(self, allow_cache_entry_mutation: bool) -> torch.Tensor:
-        del allow_cache_entry_mutation  # autograd looks after changes in place
+        del allow_cache_entry_mutation  # autograd checks for changes in place
         return self._output.grad_fn.saved_tensors[0]
 
 
@@ -165,25 +169,25 @@ def _as_saved(entry: StoredValue) -> Any:
     return _Kept(entry) if isinstance(entry.val, torch.Tensor) else entry
 
 
-# How one block runs under a policy: what of its forward is kept for backward, and what is computed again.
+# Execution of one block under a policy: some tensors of forward are kept for backward, others computed again.
 
 Forward = Callable[..., Any]
 
-#: Calls that hold the core of attention. nn.MultiheadAttention gives no access to its core alone.
+#: Calls that contain the core of attention. nn.MultiheadAttention does not expose its core separately.
 ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
 def is_attention(func: Any) -> bool:
-    """Whether a function that a mode was shown is attention: one of torch's, or one that says so of itself."""
+    """Return True if a function is attention: one of torch's, or one marked by `is_attention`."""
     return func in ATTENTION_CALLS or getattr(func, "is_attention", False)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a block computes again in backward.
+    """Recompute policy of a block.
 
-    name: "none", "full", "attention" or "selective". saved: which heavy operations keep their output under
-    "selective", by their order in forward. buffers: names of those that forward changes.
+    `name` is "none", "full", "attention" or "selective". `saved` holds the heavy operations that keep their output
+    under "selective", by their order in forward. `buffers` holds the names of buffers that forward changes.
     """
 
     name: str
@@ -193,7 +197,7 @@ class Policy:
 
 def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call `forward(block, *args, **kwargs)` under a policy."""
-    # Under every policy: a cache that one block fills is no longer empty for the next.
+    # Under every policy: a cache that one block fills is not empty for the next.
     args, kwargs = [without_cache(value) for value in args], {k: without_cache(v) for k, v in kwargs.items()}
     if "use_cache" in kwargs:
         kwargs["use_cache"] = False
@@ -209,13 +213,13 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     keeping, replaying = choice.contexts() if selective else _no_contexts()
     around: list[Callable[[], AbstractContextManager[Any]]] = []
     if policy.buffers:
-        # Batch statistics and their like count a batch once: the replay reads and writes copies of this moment.
+        # Batch statistics and similar buffers count a batch once: the replay reads and writes copies from now.
         copies = [block.get_buffer(name).detach().clone() for name in policy.buffers]
         around.append(partial(spare_buffers, block, policy.buffers, copies))
     state = BlockState.of(block)
     if state is not None:
         around.append(state.restored)
-    # Forward reads more than its arguments, and another microbatch may have changed it before the replay.
+    # Forward also reads state, which another microbatch may change before the replay.
     draws = state_of(block)
     around.append(lambda: draws)
     replaying = _Replay(around, replaying)
@@ -230,7 +234,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
 
 
 def state_of(block: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context in which the forward that begins now can be run again with the same result.
+    """Return the context in which the current forward can be repeated later with the same result.
 
     Args:
         block: a repeated block.
@@ -240,9 +244,9 @@ def state_of(block: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same inside of torch.compile, whose tracer takes no contexts but torch's own.
+    """Run the block inside of torch.compile, which can only trace torch's own contexts.
 
-    Compiled code writes buffers once, whatever it computes twice.
+    Compiled code writes buffers once, even if it computes something twice.
     """
     if policy.name == "selective":
         return checkpoint(
@@ -252,10 +256,12 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
 
 
 def without_cache(value: Any) -> Any:
-    """None in place of an empty key-value cache: replaying a block would add to it twice.
+    """Replace an empty key-value cache by None: replaying a block would add to it twice.
 
-    Models of Hugging Face make one in every training forward unless they are told use_cache=False. Raises
-    ModelError where tokens are in it already.
+    Hugging Face models create one in every training forward unless use_cache=False is set.
+
+    Raises:
+        ModelError: if the cache already holds tokens.
     """
     if not hugging_face.is_cache(value):
         return value
@@ -268,10 +274,11 @@ def without_cache(value: Any) -> Any:
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """What a hook on saved tensors returns to keep a tensor as it is.
+    """Return a detached tensor from a saved-tensor hook that keeps a tensor.
 
-    The tensor itself would not do: the output of an operation that saves it holds that operation, which would hold it.
-    Backward breaks the ring; where none comes, block and mesh would stay for ever, and no garbage collector sees it.
+    Returning the tensor itself would create a reference cycle between an operation and its saved output. Backward
+    breaks the cycle. Without a backward, block and mesh would never be freed, because the garbage collector cannot
+    detect it.
     """
     with unobserved():
         return tensor.detach()
@@ -281,7 +288,10 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 def spare_buffers(
     module: nn.Module, names: Sequence[str], values: Sequence[torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """While inside, the named buffers are copies: what is written into them is lost. values: the copies."""
+    """Replace the named buffers by copies inside this context, so that writes to them are lost.
+
+    `values` are the copies. None means copies of the current values.
+    """
     owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names]
     originals = [getattr(owner, name) for owner, name in owners]
     copies = [tensor.clone() if tensor is not None else None for tensor in values or originals]
@@ -295,9 +305,9 @@ def spare_buffers(
 
 
 def _rng_settings() -> dict[str, bool]:
-    """Settings of a checkpoint: while a CUDA graph is recorded, the state of torch's generator cannot be asked for.
+    """Return checkpoint settings: the state of torch's generator cannot be read while a CUDA graph is recorded.
 
-    Whoever records refuses models that draw from it.
+    The recorder refuses models that draw from it.
     """
     return {"preserve_rng_state": not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())}
 
@@ -307,7 +317,7 @@ def _no_contexts() -> tuple[Any, Any]:
 
 
 class _Replay:
-    """Contexts of a replay, the last outermost. Those of `around` are made for each replay: backward may run twice."""
+    """Contexts of a replay, the last outermost. `around` is created per replay, because backward may run twice."""
 
     def __init__(self, around: Sequence[Callable[[], AbstractContextManager[Any]]], inner: AbstractContextManager[Any]):
         self._around, self._inner = around, inner
@@ -325,7 +335,7 @@ class _Replay:
 
 
 class _RecomputedAttention(TorchFunctionMode):
-    """While active, calls of fused attention keep their inputs alone."""
+    """Mode in which calls of fused attention save only their inputs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -334,17 +344,17 @@ class _RecomputedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Which policy each block gets, so that what is kept fits a budget and recompute takes the least time.
+# Choice of each block's policy, so that kept bytes fit a budget and recompute takes the least time.
 
-#: Steps that a budget is cut into. Each block's bytes are rounded up to a step, so this bounds what is given away.
+#: Steps of a budget. Each block's bytes are rounded up to a step, so this bounds the unused part of the budget.
 _NUM_STEPS = 16_384
 
 
 def cheapest_choice(menus: Sequence[Sequence[tuple[int, float]]], budget_bytes: int) -> list[int] | None:
-    """One option of each menu, with the least seconds in total and at most `budget_bytes` in total.
+    """Choose one option per menu, with the least total seconds and at most `budget_bytes` in total.
 
-    menus: for each block its options as (bytes, seconds). Returns the index of each block's option; None where even
-    the smallest options do not fit. Exact up to the rounding of bytes.
+    `menus` holds the options of each block as (bytes, seconds). Returns the index of each block's option, or None if
+    even the smallest options do not fit. Exact up to the rounding of bytes.
     """
     fastest = [min(range(len(menu)), key=lambda i, m=menu: (m[i][1], m[i][0])) for menu in menus]
     if _total(menus, fastest) <= budget_bytes:
@@ -360,10 +370,10 @@ def _total(menus: Sequence[Sequence[tuple[int, float]]], choice: Sequence[int]) 
 
 
 def _cheapest(menus: Sequence[Sequence[tuple[int, float]]], budget_bytes: int) -> list[int] | None:
-    """The knapsack with one item of each class, by dynamic programming over the steps of the budget."""
+    """Solve the multiple-choice knapsack by dynamic programming over the steps of the budget."""
     step = max(1, -(-budget_bytes // _NUM_STEPS))
     capacity = budget_bytes // step
-    best = np.zeros(capacity + 1)  # least seconds with at most that many steps
+    best = np.zeros(capacity + 1)  # least seconds by number of steps
     picks = []
     for menu in menus:
         after = np.full(capacity + 1, np.inf)

@@ -1,4 +1,4 @@
-"""Private names of torch in memory/, each with what it is for. Read in torch 2.11, 2.13 and 2.15."""
+"""Private names of torch that memory/ uses, each with its purpose. Checked in torch 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = [
     "written_arguments",
 ]
 
-#: The products of all experts in one, for which torch counts no FLOPs; `F.grouped_mm` calls it.
+#: Grouped product of all experts, for which torch counts no FLOPs. `F.grouped_mm` calls it.
 GROUPED_MM = torch.ops.aten._grouped_mm
 
-#: What selective checkpoints store of an operation's output: `val`, and `version` when it was stored. There is no hook
-#: by which a policy could say how a value is kept, and kept values must be saved tensors that offload hooks see.
+#: Entry of an operation's output in a selective checkpoint: `val`, and `version` when it was stored. No hook lets a
+#: policy choose how a value is kept, and kept values must be saved tensors that offload hooks receive.
 StoredValue = _VersionWrapper
 
 
 def recompute_word() -> Any:
-    """What, stored in the place of a value, tells a selective checkpoint of torch >= 2.12 to compute it again."""
+    """Return the marker that makes a selective checkpoint of torch >= 2.12 recompute a value."""
     return checkpoint._RECOMPUTE  # pyright: ignore[reportAttributeAccessIssue] - torch 2.11 lacks it
 
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operation that it changes in place, by its schema."""
+    """Yield the tensor arguments that an operation changes in place, according to its schema."""
     schema: Any = getattr(op, "_schema", None)
     if not getattr(schema, "is_mutable", False):
         return
@@ -49,18 +49,18 @@ def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What `module.compile()` left to be called in the place of the module's hooks and forward; else None."""
+    """Return the call that `module.compile()` stored to replace the module's hooks and forward, or None."""
     return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Lay something around the compiled module. Hooks of a module are compiled with it, so they cannot."""
+    """Set a wrapper around the compiled module. Hooks cannot wrap it, because they are compiled with it."""
     module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 
 @contextmanager
 def above_autograd() -> Generator[None]:
-    """While inside, autograd records again: torch runs an operator's own code below it."""
+    """Make autograd record inside this context: torch runs an operator's own code below autograd."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
         excluded = excluded - torch._C.DispatchKeySet(key)

@@ -1,11 +1,11 @@
-"""Recompute: activations that are not kept for backward but made again, block by block, from outside the model.
+"""Recompute (activation checkpointing) of blocks, applied from outside the model.
 
 The class of each repeated block is replaced by a subclass whose forward runs under the block's policy. Module paths,
-state_dict names and the block's other methods stay as they are; copies of the model behave alike. Hooks of the block,
-and so the gathering of its parameters, lie around the recomputed part; torch.compile of the block goes through it.
+state_dict names and the block's other methods do not change, also in copies of the model. Hooks of the block, such as
+parameter gathering, run outside the recomputed part. torch.compile traces through it.
 
-What a policy keeps is read off the first training forward, in which every block is run once more to be looked at
-(`trace_block`). Under a budget this first forward keeps least, and the policies are chosen when it ends.
+The bytes that a policy keeps are measured in the first training forward, in which every block is run once more
+(`trace_block`). Under a budget this first forward keeps the least, and the policies are chosen when it ends.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from weft.models.inspect.blocks import repeated_blocks, replace_class, revert
 from weft.private_torch import tree_leaves, uncompiled
 from weft.units import counted, format_bytes, parse_bytes
 
-#: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.
+#: Key of identical blocks: class, parameters and inputs (each by name or order, shape and dtype).
 Kind = tuple[Any, ...]
 _OF_MODEL = "_weft_recompute_of_model"
 
 
 def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> Recompute:
-    """Let the blocks of `model` recompute what `plan.recompute` asks for, in place. Compile after this, not before.
+    """Make the blocks of `model` recompute according to `plan.recompute`, in place. Compile after this, not before.
 
-    A model without repeated blocks is one block. What an earlier call did to the model, or to the one that it was
-    copied from, is undone first. Returns what `recompute_of(model)` returns from then on.
+    A model without repeated blocks is one block. An earlier call on the model, or on the one that it was copied from,
+    is undone first. Returns the object that `recompute_of(model)` then returns.
 
     Args:
-        model: whole, or a stage.
-        plan: its `recompute` and `recompute_blocks`.
-        axis: the ranks that choose alike under a budget, all those that run the same blocks; None: this one alone.
+        model: the full model, or a stage.
+        plan: provides `recompute` and `recompute_blocks`.
+        axis: ranks that run the same blocks, and so choose equally under a budget. None: this rank chooses alone.
 
     Raises:
-        ModelError: when a block's forward was replaced by other means.
+        ModelError: if a block's forward was already replaced, or recompute=full is used without repeated blocks.
     """
     for module in model.modules():
         revert(module, _RecomputedModel)
@@ -82,7 +82,7 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
 
 
 def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks; of a block that is not called itself, the parts that are called."""
+    """Return the repeated blocks. A block that is not itself called is replaced by its called parts."""
     found = repeated_blocks(model)
     is_known = hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
     order = None if is_known or not found else dry_run.call_order(model)
@@ -92,7 +92,7 @@ def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Module]:
-    """As many of this rank's blocks as the plan names, from the first: they are kept longest."""
+    """Return the first blocks of this rank, as many as the plan names: their activations are kept longest."""
     if "" in blocks:
         rule = "it counts repeated blocks, and the model has none on this rank"
         raise PlanError([Problem("recompute", f"recompute={plan.recompute}: {rule}. Use {plan.recompute_policy}.")])
@@ -100,21 +100,22 @@ def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Modu
 
 
 def recompute_of(model: nn.Module) -> Recompute | None:
-    """Return what `apply_recompute` made for this model, or None."""
+    """Return the result of `apply_recompute` for this model, or None."""
     return getattr(model, _OF_MODEL, None)
 
 
 class Recompute:
-    """Which block recomputes what.
+    """Recompute policies of a model's blocks.
 
-    policies: of each block by path, as soon as it is chosen. kept_bytes: under a budget, what one forward of this
-    rank keeps for backward with these policies; full_bytes: what it would keep without recompute. Both count each
-    storage once, parameters not, and end where the model's output does: what the loss keeps is not in them.
+    `policies` maps block paths to policies, as soon as they are chosen. Under a budget, `kept_bytes` are the bytes that
+    one forward on this rank keeps for backward with these policies, and `full_bytes` the bytes without recompute. Both
+    count each storage once, without parameters, and up to the model's output: bytes that the loss keeps are not
+    included.
 
     Args:
         setting: the plan's `recompute`.
-        blocks: by path; "" is the whole model.
-        axis: the ranks that choose alike under a budget; None: this one alone.
+        blocks: blocks by path. "" is the full model.
+        axis: ranks that choose equally under a budget. None: this rank chooses alone.
     """
 
     def __init__(self, setting: str, blocks: dict[str, nn.Module], axis: Axis | None):
@@ -128,22 +129,22 @@ class Recompute:
         self._blocks = blocks
         self._axis = axis if self.is_budget else None
         self._traces: dict[Kind, BlockTrace] = {}
-        self._calls: list[_Call] = []  # of the first forward under a budget
-        self._fixed: Storages = {}  # kept whatever is recomputed
+        self._calls: list[_Call] = []  # calls of the first forward under a budget
+        self._fixed: Storages = {}  # kept under every choice
         self._watched = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Recompute:
-        return self  # a copy of the model follows the same choice
+        return self  # a copy of the model uses the same choice
 
     @property
     def is_chosen(self) -> bool:
-        """Whether every block has its policy. False until the first training forward."""
+        """True if every block has a policy. False until the first training forward."""
         return len(self.policies) == len(self._blocks)
 
     def prepare(self, model: nn.Module, call: Callable[[], object]) -> None:
-        """Choose now, from an example forward, and not in the first step. call: runs the model on one microbatch.
+        """Choose now, from an example forward, instead of in the first step. `call` runs the model on one microbatch.
 
-        Leaves no mark on the model or on the random generators. All ranks call it together.
+        Does not change the model or the random generators. All ranks call it together.
         """
         if self.is_chosen:
             return
@@ -153,7 +154,7 @@ class Recompute:
             call()
 
     def describe(self) -> str:
-        """Return one line for a person: what is recomputed where, and under a budget what that keeps and costs."""
+        """Describe in one line the recompute of the blocks, and under a budget the kept bytes and the cost."""
         if self.setting == "none":
             return "none: every activation is kept"
         if not self.is_chosen:
@@ -170,7 +171,7 @@ class Recompute:
         )
 
     def at_once(self, block: nn.Module) -> Policy | None:
-        """Return the policy that needs no look at the block, or None."""
+        """Return the policy if it does not depend on a trace of the block, or None."""
         if self.policy != "full" or next(block.buffers(), None) is not None:
             return None
         policy = Policy("full")
@@ -178,13 +179,13 @@ class Recompute:
         return policy
 
     def first_run(self, block: _RecomputedBlock, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts.
+        """Run a block that has no policy: trace it, and choose its policy unless a budget needs all blocks.
 
         Args:
-            block: one of those that recompute.
-            forward: its own, without recompute.
-            args: of this call.
-            kwargs: of this call.
+            block: a block that recomputes.
+            forward: its original forward, without recompute.
+            args: positional arguments of this call.
+            kwargs: named arguments of this call.
         """
         path = block._weft_path
         if path in self.policies:  # a copy of a model that has chosen
@@ -199,7 +200,7 @@ class Recompute:
             self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):
-            # The blocks are run by other ways than the model's forward: what lies outside them stays unknown.
+            # The blocks are not called by the model's forward, so bytes outside of them stay unmeasured.
             self._choose_by_budget()
             return block.forward(*args, **kwargs)
         call = _Call(path, trace)
@@ -215,7 +216,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Watch the first forward of the whole model: count what is kept outside the blocks, and then choose."""
+        """Watch the first forward of the full model: count the bytes kept outside of blocks, then choose policies."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,7 +242,7 @@ class Recompute:
             )
 
     def _choose_by_budget(self) -> None:
-        """Give every block a policy: the fastest ones that fit. The ranks of the axis add up what each has seen."""
+        """Choose the fastest policies that fit. The ranks of the axis combine their measurements."""
         menus = [call.options(self._fixed) for call in self._calls]
         fixed_bytes, sizes = self._agree(num_bytes(self._fixed), menus)
         full_bytes = fixed_bytes + sum(menu[0][0] for menu in sizes)
@@ -251,7 +252,7 @@ class Recompute:
             raise PlanError([Problem("recompute", self._does_not_fit(fixed_bytes, full_bytes))])
         chosen: dict[str, Policy] = {}
         for call, menu, index in zip(self._calls, menus, choice, strict=True):
-            # A block that is called several times keeps least of what its calls were given.
+            # A block that is called several times gets the policy of its calls that keeps the least.
             if call.path not in chosen or menu[index].num_bytes == 0:
                 chosen[call.path] = menu[index].policy
         self.full_bytes = full_bytes
@@ -266,11 +267,11 @@ class Recompute:
         for path, policy in policies.items():
             self.policies[path] = policy
             block = self._blocks[path]
-            if isinstance(block, _RecomputedBlock):  # it is plain again where only a copy recomputes now
+            if isinstance(block, _RecomputedBlock):  # a plain block again if only a copy recomputes now
                 block._weft_policy = policy
 
     def _agree(self, fixed_bytes: int, menus: list[list[PolicyCost]]) -> tuple[int, list[list[tuple[int, float]]]]:
-        """(bytes, seconds) of all options as all ranks of the axis see them: the most bytes, and seconds added up."""
+        """Return (bytes, seconds) of all options over the axis: the maximum of bytes, and the sum of seconds."""
         flat_bytes = [float(fixed_bytes), *(float(option.num_bytes) for menu in menus for option in menu)]
         flat_s = [0.0, *(option.seconds for menu in menus for option in menu)]
         if self._axis is not None and self._axis.size > 1:
@@ -296,19 +297,19 @@ class Recompute:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a block in the first forward. outputs: what it returned, where backward needs that."""
+    """One call of a block in the first forward. `outputs` holds its outputs if backward needs them."""
 
     path: str
     trace: BlockTrace
     outputs: Storages = field(default_factory=dict)
 
     def options(self, kept: Storages) -> list[PolicyCost]:
-        """The block's policies. kept: storages that are alive whatever is chosen."""
+        """Return the block's policies. `kept` are storages that stay alive under every choice."""
         return self.trace.options(num_bytes({key: out for key, out in self.outputs.items() if key not in kept}))
 
 
 def _budget_bytes(setting: str, full_bytes: int) -> int:
-    """Bytes that a budget allows: "12GiB", or a share of what is kept without recompute: "50%", "0.5"."""
+    """Return the bytes of a budget: "12GiB", or a share of the bytes without recompute: "50%", "0.5"."""
     if setting.endswith("%"):
         return int(full_bytes * int(setting[:-1]) / 100)
     if setting.lstrip("0").startswith("."):
@@ -317,7 +318,7 @@ def _budget_bytes(setting: str, full_bytes: int) -> int:
 
 
 class _RecomputedBlock(nn.Module):
-    """Base of the classes of blocks that recompute. policy: None until it is chosen."""
+    """Base class of blocks that recompute. `_weft_policy` is None until it is chosen."""
 
     _weft_recompute: Recompute
     _weft_path: str
@@ -325,7 +326,7 @@ class _RecomputedBlock(nn.Module):
 
 
 class _RecomputedModel:
-    """Base of the classes of models that choose by a budget in their first forward."""
+    """Base class of models that choose by a budget in their first forward."""
 
 
 def _block_members(kind: type) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one block keeps for backward under each policy, and what making it again costs: read off one traced forward."""
+"""Trace of one block's forward: bytes kept for backward under each policy, and the cost of recomputing them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from weft.memory.policy import (
 )
 from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map
 
-#: Storages by identity. Holding the storage keeps its identity from being given to another one.
+#: Storages by identity. Holding the storage keeps its identity from being reused.
 Storages = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True, slots=True)
 class HeavyOperation:
-    """A product, convolution or attention that a replay would run. num_bytes: of its outputs."""
+    """A product, convolution or attention that a replay would run. `num_bytes` is the size of its outputs."""
 
     num_bytes: int
     seconds: float
@@ -40,7 +40,10 @@ class HeavyOperation:
 
 @dataclass(frozen=True, slots=True)
 class PolicyCost:
-    """One policy for a block. num_bytes: kept beside the block's inputs. seconds: of recompute, per call."""
+    """Cost of one policy for a block.
+
+    `num_bytes` are kept in addition to the block's inputs. `seconds` is the recompute time per call.
+    """
 
     policy: Policy
     num_bytes: int
@@ -49,14 +52,20 @@ class PolicyCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
-    """One block's forward. Bytes are of storages, each once, without parameters and the block's inputs and outputs.
+    """Trace of one block's forward.
 
-    kept_bytes: for backward without recompute; attention_bytes: with attention's core recomputed.
-    heavy: by order in forward; those after the last thing that backward needs are None, since no replay gets there.
-    light_s: of all other operations that a replay runs. core_s: of attention's core.
-    num_calls: how often that was called.
-    keeps_output: backward needs the block's own output (of a ReLU); mostly the next block's input too.
-    buffers: names of those that forward changed.
+    Bytes count each storage once, without parameters and the block's inputs and outputs.
+
+    kept_bytes: bytes kept for backward without recompute.
+    attention_bytes: bytes kept if attention's core is recomputed.
+    heavy: heavy operations in forward order. Operations after the last one that backward needs are None, since no
+    replay
+        reaches them.
+    light_s: seconds of all other operations that a replay runs.
+    core_s: seconds of attention's core.
+    num_calls: number of calls of attention's core.
+    keeps_output: backward needs the block's output (of a ReLU), which is usually the next block's input too.
+    buffers: names of the buffers that forward changed.
     """
 
     kept_bytes: int
@@ -69,18 +78,18 @@ class BlockTrace:
     buffers: tuple[str, ...]
 
     def named(self, name: str) -> Policy:
-        """The policy of that name for this block."""
+        """Return the policy of that name for this block."""
         return Policy(name, frozenset(self._needed()) if name == "selective" else frozenset(), self.buffers)
 
     def options(self, output_bytes: int = 0) -> list[PolicyCost]:
-        """From keeping all to keeping nothing: none, attention, selective with ever fewer operations kept, full.
+        """Return the policies from most to least kept: none, attention, selective with ever fewer operations, full.
 
-        output_bytes: of the block's outputs that backward needs and that nobody else keeps.
+        `output_bytes` is the size of the block's outputs that backward needs and that no other code keeps.
         """
         found = [PolicyCost(self.named("none"), self.kept_bytes + output_bytes, 0.0)]
         if self.num_calls and self.attention_bytes < self.kept_bytes:
             found.append(PolicyCost(self.named("attention"), self.attention_bytes + output_bytes, self.core_s))
-        # The operations that save the most time for their bytes are the last to be given up.
+        # Operations that save the most time per byte are dropped last.
         heavy = {order: operation for order, operation in enumerate(self.heavy) if operation is not None}
         by_worth = sorted(heavy, key=lambda order: -heavy[order].seconds / max(heavy[order].num_bytes, 1))
         for count in range(len(by_worth), 0, -1):
@@ -96,20 +105,20 @@ class BlockTrace:
 
 
 def storages_of(values: Any) -> Storages:
-    """The storages of all tensors in a tree of values."""
+    """Return the storages of all tensors in a tree of values."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return {storage_key(storage): storage for tensor in tensors for storage in [tensor.untyped_storage()]}
 
 
 def num_bytes(storages: Storages) -> int:
-    """Bytes of all storages together."""
+    """Return the total bytes of storages."""
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockTrace:
-    """Run a block on what it is about to be called with, and look at what autograd keeps.
+    """Run a block on its next inputs, and record the tensors that autograd keeps.
 
-    Random generators, counts of draws and buffers are as before. Needs the memory that the block needs in training.
+    Random generators, draw counters and buffers are restored. Needs the block's memory in training.
     """
     args, kwargs = tree_map(_leaf, ([without_cache(value) for value in args], kwargs))
     kwargs = {name: without_cache(value) for name, value in kwargs.items()}
@@ -120,7 +129,7 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     with torch.random.fork_rng(devices=cuda):
         before = dict(block.named_buffers())
         with spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.no_grad():
-            forward(block, *args, **kwargs)  # the first run of a kernel is slow: choosing it, page faults
+            forward(block, *args, **kwargs)  # warm-up: kernel selection and page faults
         with (
             spare_attributes(block), spare_buffers(block, buffers), _Recording(_clock(device)) as record,
             torch.enable_grad(),
@@ -136,7 +145,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _clock(device: torch.device | None) -> Callable[[], float]:
-    """Seconds by the host's clock, after the device has done what it was given."""
+    """Return a clock in seconds on the host. On CUDA it synchronizes the device first."""
     if device is None or device.type != "cuda":
         return time.perf_counter
 
@@ -155,7 +164,7 @@ class _Operation:
 
 
 class _Recording:
-    """While inside, notes the operations that run, and the tensors that autograd keeps, in order."""
+    """Records the operations that run inside this context, and the tensors that autograd keeps, in order."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
@@ -164,7 +173,7 @@ class _Recording:
         self.in_core = False
         self._kept: Storages = {}
         self._kept_around_cores: Storages = {}
-        self._needed = 0  # operations before the last tensor that was kept
+        self._needed = 0  # number of operations before the last kept tensor
         self._stack = ExitStack()
 
     def __enter__(self) -> _Recording:
@@ -177,20 +186,23 @@ class _Recording:
         self._stack.close()
 
     def enter_core(self, args: Any) -> None:
-        """Attention's core begins, with these arguments."""
+        """Begin attention's core with these arguments."""
         self.num_calls += 1
         self._kept_around_cores.update(storages_of(args))
         self.in_core = True
 
     def leave_core(self, seconds: float, num_seen: int) -> None:
-        """It ends, having taken so long since `num_seen` operations. What it hid from modes is one light operation."""
+        """End attention's core, which took `seconds` and began after `num_seen` operations.
+
+        Time that is hidden from dispatch modes counts as one light operation.
+        """
         self.in_core = False
         hidden = seconds - sum(operation.seconds for operation in self.operations[num_seen:])
         if hidden > seconds / 2:
             self.operations.append(_Operation(hidden, True, None))
 
     def trace(self, ignored: Storages, outputs: Storages, buffers: tuple[str, ...]) -> BlockTrace:
-        """What was seen, without the storages that are ignored. outputs: those of what the block returned."""
+        """Return the trace without the ignored storages. `outputs` are the storages of the block's outputs."""
         keeps_output = bool(outputs.keys() & self._kept.keys())
         ignored = {**ignored, **outputs}
         kept = {key: value for key, value in self._kept.items() if key not in ignored}
@@ -222,7 +234,7 @@ class _Recording:
 
 
 class _Calls(TorchFunctionMode):
-    """Sees attention's core as the call that the model makes."""
+    """Detects calls of attention's core by the model."""
 
     def __init__(self, record: _Recording):
         super().__init__()

@@ -1,4 +1,4 @@
-"""From the optimizer section of a config to a torch optimizer."""
+"""Construction of torch optimizers from a config, learning rate schedule, gradient norm and clipping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.optim.muon import Muon
 from weft.optim.rounded_adamw import RoundedAdamW
 from weft.private_torch import foreach_norm
 
-#: Parts of a decoder that look tokens up or score them: Muon leaves these matrices to AdamW.
+#: Embeddings and head of a decoder: Muon leaves these matrices to AdamW.
 _ENDS = frozenset({"embed", "pos_embed", "head"})
 
 
@@ -27,23 +27,23 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
 
-    Matrices are decayed, vectors (norms, biases) are not, and `section.groups` decides otherwise by name. Each group
-    keeps its peak rate as `initial_lr`, as torch's schedulers do. The fused kernels take one pass over memory per step
-    where the foreach ones take several; torch has them for CPU and CUDA.
+    Matrices have weight decay and vectors (norms, biases) do not, unless `section.groups` sets it by name. Each group
+    stores its peak rate as `initial_lr`, like torch's schedulers. The fused kernels, which torch has for CPU and CUDA,
+    take one pass over memory per step. The foreach kernels take several.
 
     Args:
-        named_params: of the model; frozen ones are left out.
+        named_params: the model's parameters; frozen ones are left out.
         section: the optimizer's settings.
-        seed: of states that are rounded at random.
+        seed: seed for stochastic rounding of states.
 
     Raises:
-        ConfigError: where a class of the user's cannot be imported, is no optimizer, or refuses its options.
+        ConfigError: if a user's class cannot be imported, is not an optimizer, or refuses its options.
     """
     groups = _groups(named_params, section)
     match section.name:
         case "sgd":
             momentum = 0.9 if section.momentum is None else section.momentum
-            # torch refuses Nesterov's step without momentum; the config's rule has said so before.
+            # torch refuses Nesterov without momentum. The config check has already raised an error in that case.
             return torch.optim.SGD(groups, lr=section.lr, momentum=momentum, nesterov=section.nesterov, fused=True)
         case "adamw" if section.states != "fp32":
             numbers: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
@@ -58,7 +58,7 @@ def build_optimizer(
 
 
 def freeze(model: nn.Module, section: OptimizerSection) -> None:
-    """Take the gradients from the parameters whose group has lr=0. Call it before the model is parallelized."""
+    """Set requires_grad=False on the parameters whose group has lr=0. Call it before the model is parallelized."""
     for name, param in model.named_parameters():
         own = _group_of(name, section)
         if own is not None and own.lr == 0:
@@ -66,9 +66,9 @@ def freeze(model: nn.Module, section: OptimizerSection) -> None:
 
 
 def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
-    """Raise ConfigError for a group that fits no parameter, for frozen everything, and what `build_optimizer` raises.
+    """Raise ConfigError if a group matches no parameter, all parameters are frozen, or `build_optimizer` would fail.
 
-    model: the whole model, of any device; on the meta device nothing is allocated.
+    `model` is the full model on any device. On the meta device nothing is allocated.
     """
     params = dict(model.named_parameters())
     chosen = {name: _group_of(name, section) for name in params}
@@ -85,7 +85,7 @@ def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
 
 
 def _groups(named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> list[dict[str, Any]]:
-    """Parameter groups: one for each combination of rate, decay and (for Muon) kind of update."""
+    """Return parameter groups: one for each combination of rate, decay and (for Muon) kind of update."""
     found: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, param in named_params:
         if not param.requires_grad:
@@ -98,7 +98,7 @@ def _groups(named_params: Iterable[tuple[str, nn.Parameter]], section: Optimizer
             section.name == "muon" and param.ndim == 2 and _ENDS.isdisjoint(name.split(".")),
         )
         found.setdefault(key, []).append(param)
-    if not found:  # a stage of a pipeline may have nothing to train
+    if not found:  # a pipeline stage may have nothing to train
         found[section.lr, 0.0, False] = []
     turned = [{"matrices": key[2]} if section.name == "muon" else {} for key in found]
     return [
@@ -114,7 +114,7 @@ def _group_of(name: str, section: OptimizerSection) -> OptimizerGroup | None:
 def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
     try:
         made = named_object(section.name)
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
     if not _is_optimizer(made):
         _refuse("name", f"{section.name}: it is not a subclass of torch.optim.Optimizer. Name one that is.")
@@ -129,12 +129,12 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
 
 
 def _is_optimizer(made: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]]:
-    """Whether it is a class of optimizers, which take more than torch.optim.Optimizer itself does."""
+    """Return True for a subclass of Optimizer, whose constructor may take more arguments than torch.optim.Optimizer."""
     return isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
 
 
 def options_of(optimizer: Callable[..., torch.optim.Optimizer]) -> list[str] | None:
-    """Return the arguments of an optimizer's class or factory beside the parameters; None where it takes any."""
+    """Return the arguments of an optimizer's class or factory except the parameters, or None if it takes any."""
     try:
         params = inspect.signature(optimizer).parameters.values()
     except (TypeError, ValueError):
@@ -166,19 +166,19 @@ def _refuse(key: str, rule: str) -> NoReturn:
     raise ConfigError([Problem(f"optimizer.{key}", f"optimizer.{key}{sign}{rule}")])
 
 
-# Learning rate over the steps of a run, as a pure function: nothing to save, nothing to resume.
+# Learning rate over the steps of a run as a pure function, without state to save or resume.
 
 
 def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
     """Return the factor on the peak learning rate.
 
-    Warm-up rises linearly and reaches 1 after `warmup_steps` steps. linear and cosine then fall to `final` at the
-    last step; wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly to `final`
-    over its last `decay_steps`.
+    Warm-up rises linearly and reaches 1 after `warmup_steps` steps. linear and cosine then fall to `final` at the last
+    step. wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly to `final` over its
+    last `decay_steps`.
 
     Args:
         step: from 0.
-        num_steps: of the whole run.
+        num_steps: steps of the full run.
         schedule: the schedule's settings.
     """
     start = schedule.warmup(num_steps)
@@ -190,18 +190,18 @@ def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
         start = max(start, num_steps - schedule.decay(num_steps))
         if step < start:
             return 1.0
-    # The last step, num_steps - 1, is at 1.
+    # Progress is 1 at the last step, num_steps - 1.
     progress = min(1.0, (step - start + 1) / max(1, num_steps - start))
     if schedule.kind == "cosine":
         return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * progress))
     return 1 - (1 - schedule.final) * progress
 
 
-# One gradient norm over all gradients of a rank, and the factor that clips it.
+# Norm over all gradients of a rank, and the clip factor.
 
 
 def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the euclidean norm of all tensors as one vector: 0-d, float64 for float64 gradients, else float32."""
+    """Return the Euclidean norm of all tensors as one vector: 0-d, float64 for float64 gradients, else float32."""
     if not grads:
         return torch.zeros(())
     norms = foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
@@ -209,8 +209,8 @@ def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that brings a gradient of `norm` to at most `max_norm`; 1.0 when it is within, or that is 0.
+    """Return the factor that clips a gradient of `norm` to `max_norm`, or 1.0 if it is within or `max_norm` is 0.
 
-    The same formula as torch.nn.utils.clip_grad_norm_, its small constant too: a run that moves over goes on unchanged.
+    Same formula as torch.nn.utils.clip_grad_norm_, including its epsilon, so that migrated runs continue unchanged.
     """
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0

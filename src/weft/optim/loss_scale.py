@@ -1,10 +1,10 @@
-"""Dynamic loss scaling for fp16: a scale that grows while gradients are finite and backs off when they are not."""
+"""Dynamic loss scaling for fp16: the scale grows while gradients are finite and is halved when they are not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Beyond this, fp32 sums of scaled gradients may overflow by themselves.
+#: Above this, fp32 sums of scaled gradients may overflow even if the gradients are normal.
 MAX_SCALE = 2.0**32
 MIN_SCALE = 1.0
 
@@ -13,8 +13,8 @@ MIN_SCALE = 1.0
 class LossScale:
     """Scale of the loss before backward (Micikevicius et al. 2018, arXiv 1710.03740).
 
-    The caller decides once for all ranks whether a step was finite, so every rank's scale stays equal.
-    All scales are powers of two: scaling and unscaling lose no bit.
+    The caller decides jointly for all ranks if a step was finite, so the scale is equal on all ranks. All scales are
+    powers of two, so scaling and unscaling are exact.
     """
 
     scale: float = 2.0**16
@@ -24,11 +24,11 @@ class LossScale:
     num_skipped: int = 0
 
     def factor(self) -> float:
-        """Return what the loss is multiplied by: 1.0 when scaling is off."""
+        """Return the factor of the loss: 1.0 if scaling is off."""
         return self.scale if self.enabled else 1.0
 
     def update(self, finite: bool) -> None:
-        """Account for one step: halve after a step that was not finite, double after `growth_interval` good ones."""
+        """Account for one step: halve after a non-finite step, double after `growth_interval` finite ones."""
         if not self.enabled:
             return
         if not finite:
@@ -42,11 +42,11 @@ class LossScale:
             self.good_steps = 0
 
     def state(self) -> dict[str, float | int]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
 
     def restore(self, state: dict[str, float | int]) -> None:
-        """Take back what `state` gave."""
+        """Restore the result of `state`."""
         self.scale = float(state["scale"])
         self.good_steps = int(state["good_steps"])
         self.num_skipped = int(state["num_skipped"])

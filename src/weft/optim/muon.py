@@ -1,10 +1,10 @@
 """Muon for the matrices of a network and AdamW for everything else, as one optimizer.
 
 Muon (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982) steps along the orthogonalised momentum of a
-whole matrix. It therefore needs whole matrices: under ZeRO each is dealt out whole to one rank, which alone keeps its
-momentum and orthogonalises it, and only the new weights travel. A matrix that tensor parallelism has cut keeps its
-momentum cut: the step's direction alone is joined, orthogonalised on each rank of tp, and cut again. The other
-parameters are cut anywhere.
+full matrix. It therefore needs full matrices. Under ZeRO each matrix is assigned to one rank, which stores its momentum
+and orthogonalises it, and only the new weights are communicated. A matrix sharded by tensor parallelism keeps a sharded
+momentum. Only the step's direction is gathered, orthogonalised on each tp rank, and sharded again. The other parameters
+may be sharded at any element.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.optim.adamw import adamw
 from weft.optim.step_decision import DecidedOptimizer
 from weft.private_torch import foreach_lerp_
 
-#: The quintic iteration of torch.optim.Muon: towards singular values of 1, fast and roughly.
+#: Coefficients of torch.optim.Muon's quintic iteration, which approaches singular values of 1 quickly but roughly.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
-#: Matrices of one shape are orthogonalised together; so many bytes of them, in fp32, at most, since some copies of them
-#: are there meanwhile.
+#: Matrices of one shape are orthogonalised together, up to this many bytes in fp32. Several copies of them exist
+#: temporarily.
 STACK_BYTES = 2**28
 
 
 class Join(Protocol):
-    """How the parts of a cut matrix become the whole, and the other way round."""
+    """Conversion between the parts of a sharded matrix and the full matrix."""
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """A collective: all ranks that hold parts of the matrix call it."""
+        """Return the full matrix. A collective of all ranks that hold parts of it."""
         ...
 
     def part(self, whole: torch.Tensor) -> torch.Tensor: ...
@@ -42,17 +42,17 @@ class Join(Protocol):
 class Muon(DecidedOptimizer):
     """Muon on 2-D parameters, AdamW on all others.
 
-    Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
-    joins: of those matrices that are parts of larger ones; filled by who cut them.
+    Orthogonalisation runs in bf16, as in torch, and in float64 for float64 parameters. `joins` maps sharded matrices to
+    their joins. The code that shards the parameters fills it.
 
     Args:
-        params: parameters, or groups of them; `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
+        params: parameters, or groups of them. `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
             usual for embeddings and heads.
-        lr: of matrices, in the scale of AdamW's (`match_rms_adamw` in torch), so that one learning rate serves both.
+        lr: learning rate in AdamW's scale (`match_rms_adamw` in torch), so that one rate serves both kinds.
         weight_decay: decoupled, times the learning rate.
-        momentum: of the running mean of a matrix's gradient.
-        betas: of AdamW.
-        eps: of AdamW.
+        momentum: momentum of the running mean of a matrix's gradient.
+        betas: betas of AdamW.
+        eps: eps of AdamW.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Muon(DecidedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient, and return what `closure` gives."""
+        """Update all parameters that have a gradient, and return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,7 +85,7 @@ class Muon(DecidedOptimizer):
         return loss
 
     def _turn(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Matrices whose wholes have one shape: Nesterov momentum, orthogonalised, scaled to AdamW's updates."""
+        """Update matrices of equal full shape: Nesterov momentum, orthogonalised, scaled to AdamW's updates."""
         for param in params:
             if not self.state[param]:
                 self.state[param]["momentum"] = torch.zeros_like(param)
@@ -109,14 +109,15 @@ class Muon(DecidedOptimizer):
             self._take(one, one, old)
 
     def _take(self, target: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
-        """Give `target` what is new where the step is taken, and what was there before where it is not."""
+        """Write `new` to `target` if the step is taken, else `old`."""
         if self.decision is not None:
             torch.where(self.decision.is_taken, new, old, out=target)
 
     def _stacks(self, params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Those of one shape, format and device, as many at a time as STACK_BYTES hold, in the order of their first.
+        """Yield parameters of one full shape, dtype and device, at most STACK_BYTES per list.
 
-        The shape is the whole's: ranks with parts of it must meet for the same matrices in the same order.
+        Lists are in order of first occurrence. The full shape is used because ranks with parts of a matrix must process
+        the same matrices in the same order.
         """
         found: dict[tuple[tuple[int, ...], object, object], list[nn.Parameter]] = {}
         for param in params:
@@ -149,20 +150,20 @@ class Muon(DecidedOptimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            # As torch's GradScaler has it: the kernel changes nothing, nor counts, where this is 1.
+            # As in torch's GradScaler: if this is 1, the kernel changes neither tensors nor step counts.
             found_inf=None if self.decision is None else (~self.decision.is_taken).float(),
         )
 
 
 def _working(matrix: torch.Tensor) -> torch.Tensor:
-    """In the format of the iteration."""
+    """Convert to the dtype of the iteration."""
     return matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """Near the nearest matrix whose singular values are all 1, by Newton-Schulz iteration; of each of a stack's.
+    """Compute an approximation of the nearest matrix whose singular values are all 1, by Newton-Schulz iteration.
 
-    matrix: (rows, columns), or (matrices, rows, columns): those of a stack take one product together.
+    `matrix` is (rows, columns), or (matrices, rows, columns) for a stack that is processed with batched products.
     """
     if matrix.ndim == 2:
         return orthogonalise(matrix[None])[0]
@@ -178,7 +179,7 @@ def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _by_shape(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Each group as two: its matrices, for which an optimizer must see whole parameters, and the rest."""
+    """Divide each group in two: matrices, for which an optimizer needs full parameters, and the rest."""
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]

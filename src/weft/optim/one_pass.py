@@ -1,11 +1,11 @@
-"""One step of Adam or SGD over flat memory, in one pass: what a parameter needs is read once and written once.
+"""One step of Adam or SGD over flat memory in one pass: each value is read once and written once.
 
     read     gradient, master, moments
-    written  master, moments, and the rounded weights where they are another tensor
+    written  master, moments, and the rounded weights if they are another tensor
 
-The factor that brings a gradient to the mean and clips it is applied as the gradient is read, so gradients stay as they
-are. On a GPU each call is one kernel (`triton_steps.py`). A CPU goes through the memory in tiles that stay in its
-caches, with torch's fused kernels on each: the numbers are those of scaling first and stepping after.
+The factor that averages and clips a gradient is applied when it is read, so gradients are not modified. On a GPU each
+call is one kernel (`triton_kernels.py`). A CPU processes the memory in tiles that stay in its caches, with torch's
+fused kernels on each. The results equal scaling first and stepping afterwards.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-#: Elements of a tile on a CPU: a few MiB of all that a step reads and writes.
+#: Elements per tile on a CPU: a few MiB of all data that a step reads and writes.
 TILE = 2**19
 
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
-    """What a step of Adam is besides tensors. step: the number of this one, from 1. decoupled: decay as in AdamW."""
+    """Settings of one Adam step. `step` is its number, from 1. `decoupled` means weight decay as in AdamW."""
 
     step: int
     lr: float
@@ -35,28 +35,28 @@ class AdamRule:
 
     @property
     def correction1(self) -> float:
-        """What the first mean is divided by, because it began at zero."""
+        """Bias correction of the first moment."""
         return 1 - self.beta1**self.step
 
     @property
     def correction2(self) -> float:
-        """What the second mean is divided by, because it began at zero."""
+        """Bias correction of the second moment."""
         return 1 - self.beta2**self.step
 
     @property
     def dials(self) -> list[float]:
-        """What changes from step to step: rate, number, and what the kernel makes of both."""
+        """Values that change from step to step: lr, step number, corrected step size, root of the second correction."""
         return [self.lr, float(self.step), self.lr / self.correction1, self.correction2**0.5]
 
     @property
     def without_dials(self) -> AdamRule:
-        """The rest of it, which a recorded step keeps."""
+        """The rule without these values, which a recorded step keeps."""
         return replace(self, lr=0.0, step=1)
 
 
 @dataclass(frozen=True, slots=True)
 class SgdRule:
-    """What a step of SGD is besides tensors; momentum of zero before the first step makes the gradient the first."""
+    """Settings of one SGD step. Momentum starts at zero, so the first step uses the gradient."""
 
     lr: float
     momentum: float
@@ -65,12 +65,12 @@ class SgdRule:
 
     @property
     def dials(self) -> list[float]:
-        """As for Adam; only the rate changes."""
+        """Values that change from step to step, as for Adam: only the rate."""
         return [self.lr, 0.0, 0.0, 0.0]
 
     @property
     def without_dials(self) -> SgdRule:
-        """As for Adam."""
+        """The rule without these values, as for Adam."""
         return replace(self, lr=0.0)
 
 
@@ -79,10 +79,10 @@ Rule = AdamRule | SgdRule
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Tensors of one step, all of one size and dense, element by element.
+    """Tensors of one step, all dense, of one size and element order.
 
-    master, states: what is updated, of one format. grad: of any floating format. weights: what gets the new master
-    rounded to its own format; None where the master is the weight.
+    `master` and `states` are updated and have one dtype. `grad` has any floating dtype. `weights` gets the new master
+    rounded to its dtype, or is None if the master is the weight.
     """
 
     master: torch.Tensor
@@ -91,7 +91,7 @@ class Lane:
     weights: torch.Tensor | None = None
 
     def tiles(self, size: int) -> Iterator[Lane]:
-        """Yield the same memory, 1-D, at most so many elements at a time."""
+        """Yield the same memory, 1-D, in tiles of at most `size` elements."""
         flat = [_line(one) for one in (self.master, self.grad, *self.states)]
         weights = None if self.weights is None else _line(self.weights)
         for start in range(0, flat[0].numel(), size):
@@ -105,10 +105,10 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch
 
     Args:
         lane: master, gradient, states and rounded weights, all dense and of one size.
-        rule: the optimizer's numbers at this step.
-        factor: what the gradient is multiplied by; a 0-d tensor of the master's device in which NaN says that the
-            step is not taken: then master and states stay as they are.
-        dials: those of the rule, (4,) float64 of the device, which a step that is recorded reads.
+        rule: settings of this step.
+        factor: factor of the gradient. A 0-d tensor on the master's device may be NaN to skip the step: then master and
+            states are not changed.
+        dials: the rule's values per step, (4,) float64 on the device, which a recorded step reads.
     """
     if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
         _launch(lane, rule, factor, dials)
@@ -132,7 +132,7 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch
 
 
 def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None, dials: torch.Tensor | None = None) -> None:
-    """skips: 0-d float32, 1 in a step that is not taken."""
+    """Take one step with torch's fused kernel. `skips` is 0-d float32, 1 to skip the step."""
     lr = rule.lr if dials is None else dials[0]
     if isinstance(rule, SgdRule):
         sgd(
@@ -216,7 +216,7 @@ def adam_kernel(
     decoupled: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """One kernel on a GPU; nothing changes where the factor is NaN. dials: where they are, lr and corrections."""
+    """Run Adam as one GPU kernel. A NaN factor changes nothing. `dials`, if given, override lr and corrections."""
     from weft.optim.triton_kernels import launch_adam
 
     tensors = (master, grad, exp_avg, exp_avg_sq, weights)
@@ -236,7 +236,7 @@ def sgd_kernel(
     nesterov: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """One kernel on a GPU; nothing changes where the factor is NaN. dials: where they are, lr."""
+    """Run SGD as one GPU kernel. A NaN factor changes nothing. `dials`, if given, override lr."""
     from weft.optim.triton_kernels import launch_sgd
 
     launch_sgd((master, grad, momentum_buffer, weights), factor, dials, (lr, momentum, weight_decay), nesterov)
@@ -260,7 +260,7 @@ def _adam_on_host(
     decoupled: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """The kernel's arithmetic, for the simulated GPU, which knows the values of small tensors."""
+    """Compute the kernel's arithmetic for the simulated GPU, which has the values of small tensors."""
     if factor.isnan():
         return
     step_size, root = (lr / correction1, correction2**0.5) if dials is None else (float(dials[2]), float(dials[3]))
@@ -290,7 +290,7 @@ def _sgd_on_host(
     nesterov: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """The kernel's arithmetic, as for Adam."""
+    """Compute the kernel's arithmetic, as for Adam."""
     if factor.isnan():
         return
     lr = lr if dials is None else float(dials[0])
@@ -310,5 +310,5 @@ def _changes_nothing_else(*args: object) -> None:
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of its memory."""
+    """Return a dense tensor's elements, (numel,), in its memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,10 +1,10 @@
-"""AdamW's running means as floats of one byte that need no scale.
+"""AdamW with moments in bf16 or one-byte floats that need no scale.
 
-Block-wise 8-bit optimizers (Dettmers et al. 2022, arXiv 2110.02861; bitsandbytes and torchao) keep a scale for each
-block of elements. Plans cut parameters through such blocks, so their numbers would differ from plan to plan. Here each
-element stands alone: an exponent wide enough for every mean and one bit of mantissa, rounded at random, which keeps
-the mean of many steps right. `exp_avg` has a sign and reaches from 2^-48 to 2^15 (int8); `exp_avg_sq` from 2^-96 to
-2^31 (uint8), whose root reaches as far down. What is smaller becomes zero, what is larger the largest.
+Block-wise 8-bit optimizers (Dettmers et al. 2022, arXiv 2110.02861; bitsandbytes and torchao) store a scale per block
+of elements. Plans shard parameters through such blocks, so results would differ between plans. Here each element is
+encoded separately: an exponent wide enough for every moment and one mantissa bit, with stochastic rounding, which is
+unbiased over many steps. `exp_avg` is signed and ranges from 2^-48 to 2^15 (int8). `exp_avg_sq` ranges from 2^-96 to
+2^31 (uint8), so its root has the same lower limit. Smaller values become zero, larger values the largest code.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from weft.optim.one_pass import AdamRule, Lane, step_lane
 from weft.optim.step_decision import DecidedOptimizer, StepDecision
 
-#: Bits of fp32 that are cut off: all of the mantissa but one.
+#: Bits of fp32 that are dropped: all mantissa bits but one.
 _CUT = 22
-#: What code 0 would be if it were no zero: exponent and mantissa bit of fp32, one below the smallest number.
+#: Exponent and mantissa bit of fp32 just below the smallest value: the value of code 0 if it were not zero.
 _ZERO = {torch.int8: (127 - 48) * 2 - 1, torch.uint8: (127 - 96) * 2 - 1}
 _MAGNITUDE = 2**31 - 1
-#: As noise, it rounds to the nearest.
+#: As noise, this rounds to nearest.
 HALF = 1 << 15
 
 
 def encode_bytes(x: Tensor, noise: Tensor | int, dtype: torch.dtype) -> Tensor:
-    """Return x as codes of its shape, rounded away from zero with the probability of what is cut off.
+    """Return x as codes of its shape, rounded stochastically: away from zero with the dropped fraction as probability.
 
     Args:
-        x: of any float format; not negative for uint8.
-        noise: 16 random bits for each element, int32, or `HALF` for all.
+        x: any float dtype; not negative for uint8.
+        noise: 16 random bits per element, int32, or `HALF` for all.
         dtype: int8 with a sign, uint8 without.
     """
     bits = x.float().view(torch.int32) & _MAGNITUDE
@@ -43,25 +43,25 @@ def encode_bytes(x: Tensor, noise: Tensor | int, dtype: torch.dtype) -> Tensor:
 
 
 def decode_bytes(code: Tensor) -> Tensor:
-    """Return the float32 numbers of int8 or uint8 codes; bf16 holds them exactly."""
+    """Return the float32 values of int8 or uint8 codes. They are exact in bf16 too."""
     magnitude = code.to(torch.int32).abs_()
     found = torch.where(magnitude > 0, (magnitude + _ZERO[code.dtype]) << _CUT, 0).view(torch.float32)
     return torch.where(code < 0, -found, found) if code.dtype == torch.int8 else found
 
 
 def exact_moment(state: Tensor) -> Tensor:
-    """Return a running mean as floats: decoded where it holds codes, else as it is."""
+    """Return a moment as floats: decoded if it holds codes, else unchanged."""
     return decode_bytes(state) if state.dtype in _ZERO else state
 
 
-# AdamW with moments in bf16 or floats of one byte, rounded at random: less memory than fp32 moments, and no drift.
+# AdamW with stochastically rounded moments in bf16 or one-byte floats: less memory than fp32 moments, without drift.
 
-#: Elements that are stepped at a time: on a CPU they stay in its caches, on a GPU they bound what is made meanwhile.
+#: Elements per tile: on a CPU tiles stay in its caches, on a GPU they bound temporary memory.
 _TILE, _GPU_TILE = 2**17, 2**24
-#: Odd constants; those above 2^31 as the negative numbers that torch takes for them.
+#: Odd constants. Constants above 2^31 are written as negative numbers, as torch stores them.
 _FIRST, _SECOND, _HIGH = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 _LOW_16 = (1 << 16) - 1
-#: Formats of the states, by the names of the setting `optimizer.states`.
+#: Dtypes of the states, by the value of `optimizer.states`.
 _FORMATS = {
     "bf16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
     "fp8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
@@ -69,23 +69,23 @@ _FORMATS = {
 
 
 class Placed(Protocol):
-    """Where what is here of a parameter lies in the whole."""
+    """Position of a local part of a parameter in the full parameter."""
 
     @property
     def name(self) -> str:
-        """The parameter's."""
+        """Name of the parameter."""
         ...
 
     def positions(self, first: int, last: int) -> Tensor:
-        """Of elements, in the order of memory: int64."""
+        """Return the int64 positions of elements first..last, in memory order."""
         ...
 
 
 class RoundedAdamW(DecidedOptimizer):
-    """AdamW whose `exp_avg` and `exp_avg_sq` are bf16, or under states="fp8" codes of `weft.optim.rounded_adamw`.
+    """AdamW whose `exp_avg` and `exp_avg_sq` are bf16, or one-byte codes under states="fp8".
 
-    places: of the parameters that are parts of larger ones, or have names; filled by who divides them. Others are whole
-    and named by their order. Each step does its arithmetic in the format of the parameter.
+    `places` maps parameters that are sharded or named to their positions in the full parameter. The code that shards
+    the parameters fills it. Other parameters are full and named by their order. Arithmetic uses the parameter's dtype.
     """
 
     elementwise = True
@@ -104,11 +104,11 @@ class RoundedAdamW(DecidedOptimizer):
         self.seed = seed
         self._formats = _FORMATS[states]
         self.places: dict[nn.Parameter, Placed] = {}
-        self._last: StepDecision | None = None  # of a step that was counted, and may not have been taken
+        self._last: StepDecision | None = None  # decision of a counted step, which the device may have skipped
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient, and return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +124,7 @@ class RoundedAdamW(DecidedOptimizer):
         return loss
 
     def finalize(self) -> None:
-        """Take the last step out of the counts where the device did not take it. Waits for its decision."""
+        """Remove the last step from the counts if the device skipped it. Waits for the device's decision."""
         last, self._last = self._last, None
         if last is not None and not last.was_taken:
             for state in self.state.values():
@@ -137,7 +137,7 @@ class RoundedAdamW(DecidedOptimizer):
         for key, dtype in self._formats.items():
             if key not in state:
                 state[key] = torch.zeros_like(param, dtype=dtype)
-            elif state[key].dtype != dtype:  # of a checkpoint that has it in another format
+            elif state[key].dtype != dtype:  # loaded from a checkpoint with another dtype
                 state[key] = _stored(exact_moment(state[key]), HALF, dtype)
         state["step"] = state["step"].cpu() + 1
         count = int(state["step"])
@@ -156,12 +156,12 @@ class RoundedAdamW(DecidedOptimizer):
             step_lane(Lane(one.master, one.grad, exact), rule, factor)
             first = index * size
             noise = noise_at(place.positions(first, first + one.master.numel()).to(param.device), key)
-            # In a step that is not taken moments come back as they were: what a format holds is not rounded again.
+            # In a skipped step moments do not change: values that are exact in a format are not rounded again.
             for state_line, moment, bits in zip(one.states, exact, (noise, noise >> 16), strict=True):
                 state_line.copy_(_stored(moment, bits & _LOW_16, state_line.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizers do; codes of one byte become bf16, exactly, so that any AdamW can load it."""
+        """Return torch's state_dict, with one-byte codes converted exactly to bf16, so that any AdamW can load it."""
         self.finalize()
         found = super().state_dict()
         found["state"] = {
@@ -175,13 +175,13 @@ class RoundedAdamW(DecidedOptimizer):
 
 
 def noise_at(positions: Tensor, key: tuple[int, int]) -> Tensor:
-    """32 random bits for each position, int32: "lowbias32" (Wellons 2018) of its two halves and of the key's."""
+    """Return 32 random bits per position, int32: "lowbias32" (Wellons 2018) of its two halves and of the key's."""
     x = _mixed(positions.to(torch.int32) ^ key[0])
     return _mixed(x ^ ((positions >> 32).to(torch.int32) * _HIGH) ^ key[1])
 
 
 def rounded(x: Tensor, noise: Tensor | int) -> Tensor:
-    """x in bf16, away from zero with the probability of what is cut off. noise: 16 random bits for each, int32."""
+    """Round x stochastically to bf16. `noise` holds 16 random bits per element, int32."""
     bits = (x.float().view(torch.int32) + noise) & ~_LOW_16
     return bits.view(torch.float32).bfloat16()
 
@@ -197,7 +197,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings in zeros."""
+    """Return a logical right shift."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
@@ -207,7 +207,7 @@ def _key_of(seed: int, step: int, name: str) -> tuple[int, int]:
 
 
 class _Whole:
-    """A parameter that nobody divided."""
+    """Position of a parameter that is not sharded."""
 
     def __init__(self, name: str, param: Tensor):
         self.name, self._device = name, param.device

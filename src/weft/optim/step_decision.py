@@ -1,7 +1,7 @@
-"""The decision of a step, made on the device: whether it is taken, and what its gradients are multiplied by.
+"""Decision of a step, made on the device: to take or skip it, and the factor of its gradients.
 
-The host launches optimizer and publication without knowing it, and reads it one step later from a small pinned copy.
-The arithmetic is that of the decision on the host, in float64, so both come to the same bits.
+The host launches optimizer and publication without waiting for it, and reads it one step later from a small pinned
+copy. The arithmetic equals the host's decision, in float64, so both are bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,66 +17,67 @@ from weft.optim.loss_scale import LossScale
 
 
 class StepDecision:
-    """What follows from a step's sums over all ranks; equal on all of them.
+    """Decision from a step's sums over all ranks. Equal on all ranks.
 
     Args:
-        numbers: 1-D float64 on the device: sum of losses, number of tokens, ..., norm of the gradient as it lies there.
-        nominal: what the loss was divided by before backward.
-        scale: the loss scale of this step.
-        max_norm: the gradient is clipped to it; 0 is no clipping.
+        numbers: 1-D float64 on the device: sum of losses, number of tokens, ..., norm of the unscaled gradient sum.
+        nominal: divisor of the loss before backward.
+        scale: loss scale of this step.
+        max_norm: clip limit of the gradient norm; 0 turns clipping off.
     """
 
     def __init__(self, numbers: torch.Tensor, nominal: float, scale: float, max_norm: float):
         num_tokens, norm = numbers[1], numbers[-1]
-        # A number over a tensor would be its reciprocal times the number, which rounds twice.
+        # torch computes number / tensor as reciprocal times number, which rounds twice.
         to_mean = torch.full_like(norm, nominal) / (num_tokens.clamp(min=1.0) * scale)
         clip: torch.Tensor | float = 1.0
         if max_norm > 0:
             clip = (torch.full_like(norm, max_norm) / (norm * to_mean + 1e-6)).clamp(max=1.0)
-        #: Whether loss and gradient are finite, which the next loss scale follows; 0-d bool.
+        #: True if loss and gradient are finite, which determines the next loss scale; 0-d bool.
         self.is_finite = (numbers * 0).sum() == 0
-        #: Whether the step is taken; 0-d bool.
+        #: True if the step is taken; 0-d bool.
         self.is_taken = self.is_finite & (num_tokens != 0)
-        #: What gradients are multiplied by; 0-d float64, NaN in a step that is not taken.
+        #: Factor of the gradients; 0-d float64, NaN in a skipped step.
         self.factor = torch.where(self.is_taken, to_mean * clip, torch.nan)
         self._in_one_sentence = LateCopy(torch.cat([numbers, self.is_taken.to(numbers).reshape(1)]))
 
     @property
     def numbers(self) -> list[float]:
-        """The numbers on the host. The first look waits until the device has made them."""
+        """The numbers on the host. The first access waits for the device."""
         return self._in_one_sentence.values[:-1]
 
     @property
     def was_taken(self) -> bool:
-        """The same as `is_taken`, on the host; waits as `numbers` do."""
+        """Value of `is_taken` on the host. Waits like `numbers`."""
         return self._in_one_sentence.values[-1] != 0
 
     def next_scale(self, scale: LossScale) -> torch.Tensor:
-        """Return the loss scale of the next step, of the two that may follow; `scale` stays as it is."""
+        """Return the loss scale of the next step, from the two possible ones. `scale` is not modified."""
         good, bad = replace(scale), replace(scale)
         good.update(True)
         bad.update(False)
         return torch.where(self.is_finite, good.scale, bad.scale)
 
     def factor_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the factor in the format that gradients of masters of `dtype` are multiplied in."""
+        """Return the factor in the dtype for gradients of masters of `dtype`."""
         return self.factor.to(torch.promote_types(dtype, torch.float32))
 
 
-# Optimizers that the device tells whether their step is taken, while the host goes on without knowing it.
+# Optimizers whose step the device can skip without the host waiting for the decision.
 
 
 class DecidedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose `step` changes nothing where the device says so.
+    """Optimizer whose `step` changes nothing if the device decides so.
 
-    decision: of the step under way, whose gradients are scaled already; None: the host has decided to take it.
+    `decision` is the decision of the current step, whose gradients are already scaled. None means that the host has
+    decided to take the step.
     """
 
     decision: StepDecision | None = None
 
     @contextmanager
     def decided(self, decision: StepDecision) -> Iterator[None]:
-        """Let the step inside follow a decision."""
+        """Make the step inside this context follow a decision."""
         self.decision = decision
         try:
             yield
@@ -84,4 +85,4 @@ class DecidedOptimizer(torch.optim.Optimizer):
             self.decision = None
 
     def finalize(self) -> None:
-        """Bring counts of steps that the host keeps in line with what the device decided of the last one."""
+        """Make the host's step counts match the device's last decision."""

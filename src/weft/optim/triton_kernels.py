@@ -1,6 +1,7 @@
-"""Steps of optimizers as kernels of Triton, which comes with torch for CUDA: one launch, one pass over memory.
+"""Optimizer steps as Triton kernels: one launch, one pass over memory.
 
-Arithmetic is fp32, whatever the formats of gradient and weights. Tests run the same code in Triton's interpreter.
+Triton comes with torch for CUDA. Arithmetic is fp32 for every dtype of gradient and weights. Tests run the same code in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Triton ships no types, and is there with torch for CUDA alone.
+# Triton is untyped, and only torch for CUDA includes it.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportIndexIssue=false
 
 
-#: Elements of one program.
+#: Elements per program.
 BLOCK = 2048
 
 
@@ -47,8 +48,10 @@ def _adam(
         root_correction2 = tl.load(dials + 3).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     times = tl.load(factor).to(tl.float32)
-    known = tl.zeros([block], tl.float32) + times  # a block, since triton's interpreter joins no block with one value
-    inside = (at < numel) & (known == known)  # NaN: the step is not taken
+    known = (
+        tl.zeros([block], tl.float32) + times
+    )  # a block, because triton's interpreter cannot combine a block and a scalar
+    inside = (at < numel) & (known == known)  # NaN skips the step
     p = tl.load(master + at, mask=inside)
     g = tl.load(grad + at, mask=inside).to(tl.float32) * times
     m = tl.load(exp_avg + at, mask=inside)
@@ -107,7 +110,15 @@ def _sgd(
 
 
 def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], decoupled: bool) -> None:
-    """tensors: master, grad, exp_avg, exp_avg_sq, weights or None. The others: as `one_pass.adam_kernel` says."""
+    """Run Adam on (master, grad, exp_avg, exp_avg_sq, weights or None), as `one_pass.adam_kernel` does.
+
+    Args:
+        tensors: the tensors in that order.
+        factor: 0-d factor of the gradient.
+        dials: values per step, or None.
+        scalars: lr, beta1, beta2, eps, weight decay, correction1, correction2.
+        decoupled: weight decay as in AdamW.
+    """
     master, grad, exp_avg, exp_avg_sq, weights = tensors
     lr, beta1, beta2, eps, decay, correction1, correction2 = scalars
     _adam[(triton.cdiv(master.numel(), BLOCK),)](
@@ -135,7 +146,15 @@ def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...
 
 
 def launch_sgd(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], nesterov: bool) -> None:
-    """tensors: master, grad, momentum or None, weights or None. scalars: lr, momentum, weight decay."""
+    """Run SGD on (master, grad, momentum or None, weights or None).
+
+    Args:
+        tensors: the tensors in that order.
+        factor: 0-d factor of the gradient.
+        dials: values per step, or None.
+        scalars: lr, momentum, weight decay.
+        nesterov: Nesterov momentum.
+    """
     master, grad, buffer, weights = tensors
     _sgd[(triton.cdiv(master.numel(), BLOCK),)](
         master,

@@ -1,6 +1,6 @@
-"""One model's context parallelism on one rank: how its batches are cut, and what its attention calls.
+"""Context parallelism of one model on one rank: sharding its batches and computing its attention.
 
-B sequences, T tokens of this rank, H query heads, K key-value heads, C width of one head.
+B sequences, T tokens of this rank, H query heads, K key-value heads, C head dim.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from weft.parallel.context.sequence_order import SequenceOrder, sequence_length,
 
 
 class Context:
-    """How one model's sequences lie over the ranks of `cp`.
+    """State of context parallelism for one model on one rank.
 
-    in_use: whether the model is being given cut sequences. Where it is not, as in generation, attention is as the
-    model has it, and each rank computes the whole of what it is given.
+    `in_use` is True while the model receives sharded sequences. Otherwise, as in generation, the model uses its
+    original attention and each rank computes full sequences.
 
     Args:
-        plan: its `cp_mode` and `tp`.
-        axis: the ranks of cp.
-        num_heads: query heads of the whole model.
-        num_kv_heads: key-value heads of the whole model.
+        plan: provides `cp_mode` and `tp`.
+        axis: cp axis.
+        num_heads: query heads of the full model.
+        num_kv_heads: key-value heads of the full model.
     """
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
         self.axis = axis
         self.in_use = False
-        self.num_calls = 0  # of attention since the last look
-        self.callers: set[nn.Module] = set()  # of attention, until one forward has been seen whole
+        self.num_calls = 0  # attention calls since the last check
+        self.callers: set[nn.Module] = set()  # modules that called attention, until one forward is complete
         self.has_looked = False
-        #: How a Hugging Face model counts its positions where it is given none.
+        #: Default positions of a Hugging Face model, used if the caller passes none.
         self.positions: Callable[[Context, Tensor, Tensor | None, Tensor], Tensor] | None = None
         self._plan = plan
         self._heads = (num_heads, num_kv_heads)
         self._labels_checked = False
         self._views: dict[int, View] = {}
-        self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers are given the same tensor
+        self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers get the same tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the model is a plain one
@@ -58,7 +58,7 @@ class Context:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Treat what the model is given inside as this rank's parts of sequences."""
+        """Treat the model's inputs inside this context as this rank's shards of sequences."""
         before, self.in_use = self.in_use, True
         try:
             yield
@@ -66,10 +66,10 @@ class Context:
             self.in_use = before
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return where this rank's tokens are in sequences of that length.
+        """Return the order of this rank's tokens in sequences of `seq_len` tokens.
 
         Raises:
-            ModelError: where tokens or heads cannot be divided evenly.
+            ModelError: if tokens or heads do not divide evenly.
         """
         cp, (heads, kv_heads) = self.axis.size, self._heads
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
@@ -86,10 +86,10 @@ class Context:
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 
     def cut(self, batch: Any) -> Any:
-        """Return this rank's part of a batch of whole sequences; see `shard_batch`.
+        """Return this rank's shard of a batch of full sequences. See `shard_batch`.
 
         Raises:
-            ModelError: where no tensor of the batch is (batch, sequence), or the sequence cannot be divided evenly.
+            ModelError: if no tensor of the batch is (batch, sequence), or the sequence does not divide evenly.
         """
         seq_len = sequence_length(batch)
         if seq_len is None:
@@ -101,25 +101,26 @@ class Context:
         return shard_batch(batch, self.order(seq_len))
 
     def places(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
+        """Return the positions of this rank's `num_tokens` tokens in the full sequence, (T,)."""
         return self.order(num_tokens * self.axis.size).places(device)
 
     def attend(
         self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None,
         sink_H: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the attention over the whole sequence; (B, H, T, C).
+        """Return the attention over the full sequence, (B, H, T, C).
 
         Args:
             q_BHTC: queries of this rank's tokens.
             k_BKTC: keys of the same tokens.
             v_BKTC: values of the same tokens.
-            scoring: scale, softcap, what each query sees, and dropout.
-            ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
-            sink_H: a score of each head beside those of the keys, without a value.
+            scoring: scale, softcap, attention window and dropout.
+            ids_BT: document ids. Tokens attend only to tokens with the same id, which must be contiguous. Pass the same
+                tensor in all layers.
+            sink_H: attention sink: one additional score per head, without a value.
 
         Raises:
-            ModelError: where there are more keys than queries, as from a cache.
+            ModelError: if there are more keys than queries, as with a cache.
         """
         self.num_calls += 1
         if q_BHTC.shape[2] != k_BKTC.shape[2]:
@@ -131,9 +132,9 @@ class Context:
         return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)
 
     def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
-        """Return how this rank sees sequences of so many tokens, divided into documents by `ids_BT`.
+        """Return this rank's view of sequences of `seq_len` tokens that `ids_BT` divides into documents.
 
-        Called before the layers are, it leaves them nothing to look for: they pass the same tensor.
+        The result is cached by tensor. If it is called before the layers, they find the cached view.
         """
         if ids_BT is None:
             if seq_len not in self._views:
@@ -145,15 +146,15 @@ class Context:
         return self._divided[ids_BT]
 
     def sees_full_sequence(self, path: str) -> bool:
-        """Return whether the module of that path works on all tokens of a sequence, though it is cut."""
+        """Return True if the module at `path` receives all tokens although the sequence is sharded."""
         del path
         return False
 
     def check_labels(self, batch: Any) -> None:
-        """Look once whether labels are the inputs, to be shifted inside of sequences.
+        """Check once that labels are not the unshifted inputs.
 
         Raises:
-            ModelError: where they are: sequences are cut here.
+            ModelError: if labels equal the inputs, since the loss cannot shift labels across ranks.
         """
         if self._labels_checked:
             return
@@ -171,12 +172,12 @@ class Context:
 def context_attention(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """`attend_sharded`, seen as one call by modes that look for attention, such as recompute=attention."""
+    """Compute `attend_sharded` as one call that torch function modes, such as recompute=attention, can intercept."""
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
         return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)
     return attend_sharded(*given, scoring, view, sink_H)
 
 
-#: What `weft.memory` looks for.
+#: Marker that `weft.memory` looks for.
 context_attention.is_attention = True

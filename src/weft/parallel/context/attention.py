@@ -1,6 +1,6 @@
-"""Attention that drops some of its weights, by position; over whole sequences, with any mask.
+"""Attention with dropout by position, and context-parallel attention of decoders and Hugging Face models.
 
-B sequences, T queries, S keys, H query heads, K key-value heads, C width of one head.
+B sequences, T queries, S keys, H query heads, K key-value heads, C head dim.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ def dropped_attention(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Tensor | None, is_causal: bool, scale: float,
     drop: AttentionDrop,
 ) -> Tensor:  # fmt: skip
-    """Attend as F.scaled_dot_product_attention does, dropping by position; (B, H, T, C).
+    """Attend as F.scaled_dot_product_attention does, with dropout by position. Returns (B, H, T, C).
 
     Args:
         q_BHTC: queries.
-        k_BKSC: keys; K divides H.
+        k_BKSC: keys. K divides H.
         v_BKSC: values.
-        mask: bool (True is seen) or added to scores, of any shape that broadcasts to (B, H, T, S); None: all is seen.
-        is_causal: each token sees those up to itself.
-        scale: of the scores.
-        drop: which elements go, by position.
+        mask: bool (True means visible) or a float added to scores, broadcastable to (B, H, T, S). None: everything is
+            visible.
+        is_causal: each token attends only to itself and earlier tokens.
+        scale: factor of the scores.
+        drop: dropout of attention weights, by position.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -60,7 +61,7 @@ def dropped_attention(
     return _Dropped.apply(*args)
 
 
-#: What `weft.memory` looks for.
+#: Marker that `weft.memory` looks for.
 dropped_attention.is_attention = True
 
 
@@ -92,11 +93,11 @@ def _noise(drop: AttentionDrop, q_BHTC: Tensor, k_BKSC: Tensor) -> Noise:
     return drop.noise(drop.lines(q_BHTC.shape[1], queries), keys)
 
 
-# Context parallelism of the project's decoders: the core of each attention is another one.
+# Context parallelism of the project's decoders: each attention gets another core.
 
 
 class ContextCore(SdpaCore):
-    """Attention over a cut sequence while that is in use, else the decoder's own."""
+    """Attention over a sharded sequence while the context is in use, otherwise the decoder's own core."""
 
     def __init__(self, context: Context):
         super().__init__()
@@ -105,7 +106,10 @@ class ContextCore(SdpaCore):
 
     @property
     def takes_ids(self) -> bool:
-        """While the sequence is cut: documents go on past this rank's tokens, so ids tell them and not places."""
+        """True while the sequence is sharded.
+
+        A document can continue past this rank's tokens, so ids mark documents instead of start positions.
+        """
         return self.context is not None and self.context.in_use
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
@@ -120,13 +124,13 @@ class ContextCore(SdpaCore):
 
     @uncompiled
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor | None = None) -> Tensor:
-        """Over the whole sequence; (B, H, T, C)."""
+        """Attend over the full sequence. Returns (B, H, T, C)."""
         assert self.context is not None
         return self.context.attend(q_BHTC, k_BKTC, v_BKTC, Scoring(q_BHTC.shape[-1] ** -0.5), ids_BT)
 
 
 def replace_cores(model: nn.Module, context: Context) -> int:
-    """Give each attention of the model a ContextCore; returns how many there were."""
+    """Replace the core of each attention of the model by a ContextCore. Returns the number of replaced cores."""
     found = [module for module in model.modules() if isinstance(module, Attention)]
     for attention in found:
         attention.core = ContextCore(context)
@@ -136,7 +140,7 @@ def replace_cores(model: nn.Module, context: Context) -> int:
 
 
 def register_core_operators(model: nn.Module, opaque: Opaque) -> None:
-    """Let compiled blocks hold attention over a cut sequence as an operator."""
+    """Register attention over sharded sequences as an operator for compiled blocks."""
     for core in [module for module in model.modules() if isinstance(module, ContextCore)]:
         core.handle = opaque.handle(_attend, core)
 
@@ -147,7 +151,7 @@ def _attend(core: ContextCore, inputs: Sequence[Tensor], numbers: Sequence[float
 
 
 class _Places:
-    """Before each forward: positions that were not given are places in the whole sequence."""
+    """Forward pre-hook that fills in missing positions with positions in the full sequence."""
 
     def __init__(self, context: Context, model: Decoder):
         self._context: Context | None = context
@@ -175,22 +179,25 @@ class _Places:
             )
         if given.get("positions_BT") is None:
             given["positions_BT"] = context.places(ids_BT.shape[1], ids_BT.device)[None]
-        context.divide(seq_len, given.get("document_ids_BT"))  # in front of the blocks, which may be compiled
+        context.divide(seq_len, given.get("document_ids_BT"))  # before the blocks, which may be compiled
         return (), given
 
 
 # Context parallelism of Hugging Face models, through their own registry of attention functions.
 
-#: Our attention functions are registered under this and the name of the one whose place they take.
+#: Attention functions are registered under this prefix plus the name of the function they replace.
 PREFIX = "weft_context_parallel_"
 _ATTRIBUTE, _OWN, _HANDLE = "_weft_context", "_weft_own_attention", "_weft_handle"
-_SITE = "_weft_site"  # where dropout by position put what it knows of a module
-#: What some models ask of attention and a cut sequence does not have yet.
+_SITE = "_weft_site"  # attribute in which dropout by position stores a module's site
+#: Arguments of some models' attention that sharded sequences do not support yet.
 _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Let the model's attention, which it looks up by name, call `attend_sharded` while the context is in use."""
+    """Replace the attention functions that the model looks up by name.
+
+    The new functions call `attend_sharded` while the context is in use.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -201,7 +208,7 @@ def replace_attention(model: Any, context: Context) -> None:
         if own is None:
             continue
         if id(config) not in copies:
-            # Pure functions under a name of our own: what other models look up is not touched.
+            # Pure functions under a separate name: other models' lookups are not affected.
             ALL_ATTENTION_FUNCTIONS.register(PREFIX + own, attend_by_name)
             if own in ALL_MASK_ATTENTION_FUNCTIONS:
                 ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
@@ -215,7 +222,7 @@ def replace_attention(model: Any, context: Context) -> None:
 
 
 def register_attention_operator(model: nn.Module, opaque: Opaque) -> None:
-    """Let compiled blocks hold attention over a cut sequence as an operator, where it drops nothing."""
+    """Register attention over sharded sequences, without dropout, as an operator for compiled blocks."""
     for module in model.modules():
         if hasattr(module, _ATTRIBUTE) and hasattr(module, _OWN):
             setattr(module, _HANDLE, opaque.handle(_attend_hugging_face, module))
@@ -242,7 +249,7 @@ def attend_by_name(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function in the manner of transformers: (B, H, T, C) in, (B, T, H, C) out."""
+    """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out."""
     context: Context | None = getattr(module, _ATTRIBUTE, None)
     if context is None or not context.in_use:
         own = hugging_face.attention_function(module, getattr(module, _OWN, "sdpa"))
@@ -280,7 +287,7 @@ def _attend_sharded(
     is_causal: bool | None,
     asked: dict[str, Any],
 ) -> Tensor:
-    """Read what the layer asks for, and attend; (B, T, H, C)."""
+    """Read the layer's attention options and attend. Returns (B, T, H, C)."""
     _refuse(module, context, dropout, asked)
     refuse_chunks(module, context, key.shape[2] * context.axis.size)
     if not context.has_looked:
@@ -296,7 +303,7 @@ def _attend_sharded(
 
 
 def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str, Any]) -> None:
-    """ModelError for what attention over a cut sequence does not do."""
+    """Raise ModelError for options that attention over a sharded sequence does not support."""
     where = f"cp={context.axis.size}: {type(module).__name__}"
     if dropout and not hasattr(module, _SITE):
         raise ModelError(
@@ -315,7 +322,7 @@ def _unknown(asked: dict[str, Any]) -> list[str]:
 
 
 def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
-    """ModelError for attention within chunks (Llama 4), which only a mask would tell."""
+    """Raise ModelError for chunked attention (Llama 4), which only a mask could express."""
     if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
         raise ModelError(
             f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a cut "
@@ -324,7 +331,7 @@ def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
 
 
 def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Before each forward of a cut sequence: positions are places in the whole one, and the mask says documents."""
+    """Forward pre-hook: pass positions in the full sequence, and pass document ids as the attention mask."""
     context: Context | None = getattr(model, _ATTRIBUTE, None)
     if context is None or not context.in_use:
         return None
@@ -356,17 +363,20 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     else:
         given["attention_mask"] = ids_B11T = ids_BT[:, None, None]
         remember_full(ids_B11T, full_values(ids_BT))
-        context.divide(tokens.shape[1] * context.axis.size, ids_B11T)  # in front of the blocks, which may be compiled
+        context.divide(tokens.shape[1] * context.axis.size, ids_B11T)  # before the blocks, which may be compiled
     if "use_cache" in signature.parameters:
-        given["use_cache"] = False  # it would hold keys and values that nobody asks for
+        given["use_cache"] = False  # it would hold unused keys and values
     return (), {**given, **extra}
 
 
 def _document_ids(
     context: Context, mask: Tensor | None, positions: Tensor | None, places_T: Tensor, batch: int
 ) -> Tensor | None:
-    """An id for each token, by the rules of transformers: a mask is padding; without one, documents are where
-    positions begin anew (in a model that fills no cache: `use_cache=False`)."""
+    """Return a document id per token, by the rules of transformers.
+
+    A mask marks padding. Without a mask, a document begins where positions restart, if the model fills no cache
+    (`use_cache=False`).
+    """
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):
             raise ModelError(
@@ -383,8 +393,8 @@ def _document_ids(
         raise ModelError(
             f"position_ids of shape {tuple(positions.shape)}: context parallelism takes (batch, sequence). Use cp=1."
         )
-    # Where a document begins in the sequence: constant in it, and larger in the next.
-    first = getattr(context.positions, "first", 0)  # else an id could be that of padding
+    # Start position of the token's document in the sequence: constant within a document, and larger in the next.
+    first = getattr(context.positions, "first", 0)  # else an id could equal PADDING
     ids_BT = (places_T - positions + first).expand(batch, -1)
     if (whole := full_values(positions)) is not None:
         remember_full(ids_BT, (torch.arange(whole.shape[1]) - whole + first).expand(batch, -1))
@@ -405,7 +415,7 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _check_blocks(model: nn.Module, context: Context) -> None:
-    """ModelError where a layer did not call attention in the first forward: something else mixes its tokens."""
+    """Raise ModelError if a layer did not call attention in the first forward: something else mixes its tokens."""
     callers, context.callers, context.has_looked = context.callers, set(), True
     for path, block in repeated_blocks(model).items():
         is_layer = next(block.children(), None) is not None

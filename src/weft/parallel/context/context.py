@@ -1,4 +1,4 @@
-"""The doors of context parallelism: prepare a model, cut a batch, say when cut sequences are in use."""
+"""Public API of context parallelism: prepare a model, shard a batch, and mark sharded sequences as in use."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _ATTRIBUTE = "_weft_context"
 
 
 def check_sequences(model: nn.Module, mesh: Mesh) -> str:
-    """Look at a whole model, before it is divided, for what `apply_context` must know: why attention needs all tokens.
+    """Check a full model before it is sharded, and return the reason why its attention needs all tokens.
 
-    Returns "" where attention itself can be cut.
+    Returns "" if attention itself can be sharded. Pass the result to `apply_context`.
 
     Raises:
-        ModelError: where attention can neither be replaced nor be given all tokens.
-        LayoutError: where a block mixes tokens outside of the modules that would get all.
+        ModelError: if attention can neither be replaced nor get all tokens.
+        LayoutError: if a block mixes tokens outside of the modules that would get all tokens.
     """
     if mesh["cp"].size == 1 or not hugging_face.is_hugging_face(model):
         return ""
@@ -57,18 +57,18 @@ def check_sequences(model: nn.Module, mesh: Mesh) -> str:
 def apply_context(
     model: nn.Module, mesh: Mesh, why: str = "", runs: Sequence[Sequence[str]] | None = None
 ) -> dict[str, Placement]:
-    """Let `model` take sequences that are cut over `mesh["cp"]`, in place. Nothing happens where cp is 1.
+    """Make `model` take sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
 
-    Returns the placements of the parameters it changed: none, since every rank of cp keeps them whole.
+    Returns the placements of changed parameters, which is empty: every cp rank stores full parameters.
 
     Args:
-        model: whole, or this rank's stages of it.
-        mesh: of the plan.
-        why: what `check_sequences` said of the whole model.
-        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
+        model: the full model, or this rank's pipeline stages.
+        mesh: the plan's mesh.
+        why: result of `check_sequences` for the full model.
+        runs: paths of the blocks of each pipeline stage on this rank. None if all blocks are here.
 
     Raises:
-        ModelError: for a model whose attention cannot be replaced from outside.
+        ModelError: if the model's attention cannot be replaced from outside.
     """
     if mesh["cp"].size == 1:
         return {}
@@ -109,7 +109,7 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
 
 
 def register_context_operators(model: nn.Module, recomputes: bool) -> None:
-    """Let compiled blocks hold attention over cut sequences as one operator each. Call it before they are compiled."""
+    """Make attention over sharded sequences one operator per call in compiled blocks. Call it before compiling."""
     if context_of(model) is not None:
         opaque = Opaque(is_attention=True, recomputes=recomputes)
         register_core_operators(model, opaque)
@@ -117,20 +117,23 @@ def register_context_operators(model: nn.Module, recomputes: bool) -> None:
 
 
 def context_of(model: nn.Module) -> Context | None:
-    """Return what `apply_context` made for this model; None where its sequences are whole."""
+    """Return the context that `apply_context` attached to this model, or None if its sequences are not sharded."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def shard_sequence(model: nn.Module, batch: Any) -> Any:
-    """Return this rank's part of a batch of whole sequences: of each tensor whose dim 1 is the sequence, its tokens.
+    """Return this rank's shard of a batch of full sequences: its tokens of each tensor whose dim 1 is the sequence.
 
-    The batch itself where the model's sequences are whole. Labels must be shifted already.
+    Returns the batch unchanged if the model's sequences are not sharded. Labels must already be shifted.
     """
     context = context_of(model)
     return batch if context is None else context.cut(batch)
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Surround forward and backward of what `shard_sequence` gave. Outside of it the model takes whole sequences."""
+    """Run forward and backward on a batch from `shard_sequence` inside this context.
+
+    Outside of it, the model takes full sequences.
+    """
     context = context_of(model)
     return contextlib.nullcontext() if context is None else context.use()

@@ -1,14 +1,15 @@
-"""Context parallelism of models whose attention cannot be replaced from outside: it gets all tokens on every rank.
+"""Context parallelism for models whose attention cannot be replaced from outside: it gets all tokens on every rank.
 
-Outside of its blocks the model works on whole sequences, so masks, positions and biases are what its own code makes of
-them. From the first block to the last each rank has its stretch of the tokens: norms, dropout, feed-forward layers and
-the residual stream shrink with cp. For a module that mixes tokens, all ranks bring their tokens together, each computes
-it for all, and keeps its own; so attention costs each rank what it costs one process. The head sees own tokens again.
+Outside of its blocks the model works on full sequences, so its own code computes masks, positions and biases. From the
+first block to the last, each rank holds a contiguous range of tokens: the memory of norms, dropout, feed-forward layers
+and the residual stream shrinks with cp. Before a module that mixes tokens, ranks all-gather the tokens. Each rank
+computes the module for all tokens and keeps its own. So attention costs each rank as much as in one process. The head
+gets only this rank's tokens.
 
-Every tensor that crosses ranks has the transposed collective in backward, and each rank's loss is that of its own
-tokens: so gradients are parts of a sum over cp, as they are where attention itself is cut.
+Every collective has its transpose in backward, and each rank's loss covers its own tokens. Gradients are therefore
+partial sums over cp, as with sharded attention.
 
-B sequences, T tokens of this rank, S of the whole sequence, D features.
+B sequences, T tokens of this rank, S tokens of the full sequence, D features.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from weft.parallel.context.modes import full_sequence
 from weft.parallel.context.sequence_order import SequenceOrder, shard_tensor
 from weft.private_torch import tree_flatten, tree_unflatten
 
-#: Inputs that are no tokens: every rank reads them whole.
+#: Inputs that are not tokens: every rank reads them in full.
 BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
-#: What arguments that an encoder made are called: they have all of its tokens.
+#: Prefixes of arguments that an encoder computed: they hold all of its tokens.
 _OF_ENCODER = ("encoder_", "key_value_states")
 _TOKEN_DIM = 1
 _Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class FullSequenceMixers(Context):
-    """How sequences lie over cp where mixing modules get all tokens: in one stretch each, whatever `cp_mode` says.
+    """Context in which mixing modules get all tokens. Each rank holds one contiguous range, independent of `cp_mode`.
 
     Args:
-        plan: of the run.
-        axis: the ranks of cp.
-        blocks: paths of the blocks, within which tokens are cut.
-        whole: paths of the modules in them that get all tokens.
+        plan: the run's plan.
+        axis: cp axis.
+        blocks: paths of the blocks within which tokens are sharded.
+        whole: paths of the modules in these blocks that get all tokens.
     """
 
     def __init__(self, plan: Plan, axis: Axis, blocks: Collection[str], whole: Collection[str]):
         super().__init__(plan, axis, 1, 1)
         self._blocks, self._whole = tuple(blocks), tuple(whole)
-        self.length = 0  #: of the whole sequences whose tokens the loss counts, in this forward
+        self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return where this rank's tokens are in sequences of that length.
+        """Return the order of this rank's tokens in sequences of `seq_len` tokens.
 
         Raises:
-            ModelError: where tokens cannot be divided evenly, or a rank would have a single one.
+            ModelError: if tokens do not divide evenly, or a rank would get a single token.
         """
         cp = self.axis.size
         if seq_len % cp or seq_len < 2 * cp:
@@ -69,10 +70,10 @@ class FullSequenceMixers(Context):
         return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)
 
     def cut(self, batch: Any) -> Any:
-        """Return this rank's part of a batch: of an encoder's and of a decoder's tokens, each by its own length.
+        """Return this rank's shard of a batch. Encoder and decoder tokens are sharded by their own lengths.
 
         Raises:
-            ModelError: where the batch has no tokens, or they cannot be divided evenly.
+            ModelError: if the batch has no tokens, or they do not divide evenly.
         """
         if not isinstance(batch, Mapping):
             return super().cut(batch)
@@ -89,7 +90,7 @@ class FullSequenceMixers(Context):
         }
 
     def sees_full_sequence(self, path: str) -> bool:
-        """Return whether a module works on all tokens: outside of the blocks, and in what mixes tokens."""
+        """Return True if a module gets all tokens: outside of the blocks, and in modules that mix tokens."""
         return not _is_in(path, self._blocks) or _is_in(path, self._whole)
 
 
@@ -103,7 +104,7 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
 
 
 def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return paths of the blocks of each list, in order."""
+    """Return the paths of the blocks of each block list, in order."""
     found: dict[str, list[str]] = {}
     for path in repeated_blocks(model):
         found.setdefault(layers.parent_of(path), []).append(path)
@@ -111,7 +112,7 @@ def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def mixers_of(model: nn.Module) -> list[str]:
-    """Return paths of the outermost modules in blocks that mix tokens, as their classes say."""
+    """Return the paths of the outermost modules in blocks that mix tokens, judged by their classes."""
     found: list[str] = []
     for path, block in repeated_blocks(model).items():
         for name, module in block.named_modules():
@@ -122,9 +123,9 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError where the model's blocks are no chains that tokens pass, or mix tokens by something else.
+    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of its mixers.
 
-    Call it with the whole model: a stage of a pipeline cannot be traced.
+    Call it with the full model: a pipeline stage cannot be traced.
     """
     blocks, mixers = repeated_blocks(model), mixers_of(model)
     chains = {layers.parent_of(path) for path in blocks}
@@ -145,9 +146,9 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
 def gather_mixers(
     model: nn.Module, context: FullSequenceMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]
 ) -> None:
-    """Let blocks work on this rank's tokens, and `whole` modules in them on all, while the context is in use.
+    """Register hooks so that blocks get this rank's tokens and `whole` modules get all, while the context is in use.
 
-    runs: paths of the blocks of each chain, or of each stage of a pipeline, that are here.
+    `runs` holds the paths of the blocks of each chain, or of each pipeline stage, on this rank.
     """
     modules = dict(model.named_modules())
     for path in whole:
@@ -167,13 +168,17 @@ def gather_mixers(
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Of its arguments, as its own class has them: classes that are put in front of it later do not say."""
+    """Return argument names of forward. They are read before other code replaces the class, which hides the names."""
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 class _Hooks:
-    """Objects, since copies of a module copy its hooks; a copy of the context is None, and the copy a plain model."""
+    """Base of the hook objects.
+
+    Hooks are objects because copies of a module copy its hooks. A copied hook has the context None, so the copied model
+    is a plain one.
+    """
 
     def __init__(self, context: FullSequenceMixers, names: tuple[str, ...]):
         self._context, self._names = context, names
@@ -183,7 +188,7 @@ class _Hooks:
         return self._context is None or not self._context.in_use
 
     def _own(self, x: Tensor) -> Tensor:
-        """Of all tokens, this rank's."""
+        """Return this rank's tokens of a tensor with all tokens."""
         order = self._context.order(x.shape[_TOKEN_DIM])
         return x.narrow(_TOKEN_DIM, order.rank * order.chunk_len, order.chunk_len)
 
@@ -191,7 +196,10 @@ class _Hooks:
         return gather_from(x, self._context.axis, _TOKEN_DIM)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Rebuild]:
-        """Arguments by name, hidden states first and what an encoder gave left out; and how to call with them."""
+        """Return arguments by name, and a function that rebuilds args and kwargs from them.
+
+        Hidden states come before other arguments. Outputs of an encoder are left out.
+        """
         given = dict(zip(self._names, args, strict=False))
         given |= {str(place): value for place, value in enumerate(args) if place >= len(self._names)}
         given |= kwargs
@@ -206,7 +214,7 @@ class _Hooks:
         return first | mixed, rebuilt
 
     def _stream(self, leaves: list[Any], module: nn.Module) -> int:
-        """The place of the hidden states: the first tensor of (B, tokens, features)."""
+        """Return the index of the hidden states: the first float tensor of shape (B, tokens, features)."""
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim == 3:
                 return place
@@ -217,7 +225,7 @@ class _Hooks:
 
 
 class _Ends(_Hooks):
-    """Of the first and the last block of a chain."""
+    """Hooks of the first and the last block of a chain."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep this rank's tokens of the hidden states."""
@@ -229,7 +237,7 @@ class _Ends(_Hooks):
         leaves[place] = self._own(leaves[place])
         shape = leaves[place].shape
         alike = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == shape]
-        if len(alike) > 1:  # modules that mix tokens could not tell it from a rank's part
+        if len(alike) > 1:  # mixing modules could not distinguish it from a rank's part
             raise ModelError(
                 f"cp={self._context.axis.size}: {type(module).__name__} takes a second tensor of the shape "
                 f"{tuple(shape)} that a rank's part of the tokens has. Pad the sequences to another length."
@@ -237,7 +245,7 @@ class _Ends(_Hooks):
         return rebuilt(tree_unflatten(leaves, tree))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """All tokens again, of which each rank goes on with its own loss."""
+        """Gather all tokens. Each rank continues with its own loss."""
         del args
         if self._is_idle:
             return None
@@ -248,10 +256,10 @@ class _Ends(_Hooks):
 
 
 class _Mixer(_Hooks):
-    """Of a module that gets all tokens."""
+    """Hooks of a module that gets all tokens."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All tokens of the hidden states, and of what else has their shape, such as a residual."""
+        """Gather all tokens of the hidden states and of other tensors of their shape, such as a residual."""
         if self._is_idle:
             return None
         given, rebuilt = self._split(args, kwargs)
@@ -266,7 +274,7 @@ class _Mixer(_Hooks):
         return rebuilt(tree_unflatten(leaves, tree))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """This rank's tokens."""
+        """Keep this rank's tokens."""
         del args
         if self._is_idle:
             return None
@@ -277,10 +285,10 @@ class _Mixer(_Hooks):
 
 
 class _Outer(_Hooks):
-    """Of the model and its head."""
+    """Hooks of the model and its head."""
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Whole sequences in place of this rank's part of them."""
+        """Replace this rank's shards by full sequences."""
         if self._is_idle:
             return None
         signature = inspect.signature(model.forward)
@@ -307,14 +315,14 @@ class _Outer(_Hooks):
         return (), given
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
-        """This rank's tokens of the hidden states."""
+        """Keep this rank's tokens of the hidden states."""
         del head
         if self._is_idle or not args or args[0].ndim != 3 or args[0].shape[1] != self._context.length:
             return None
         return (self._own(args[0]), *args[1:])
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Of what the model gives for each token, this rank's part."""
+        """Keep this rank's part of outputs that have an entry per token."""
         del model, args
         if self._is_idle:
             return None

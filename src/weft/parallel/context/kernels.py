@@ -1,10 +1,11 @@
-"""Attention of a cut sequence as a list of pieces that need no mask.
+"""Attention over a sharded sequence as a list of blocks that need no mask.
 
-Queries and keys are chunks of one sequence. What a query may see is a band around its own place, and documents are
-intervals; so what is seen between two chunks is made of whole rectangles, lower triangles (a query sees the keys up to
-its number) and upper ones (from its number on), which are lower ones read backwards. Of a window that is shorter than
-a chunk there are many equal triangles one after another: tiles, which are one piece.
-Nothing of size (queries x keys) is ever made, and what windows and documents keep apart is never computed.
+Queries and keys are chunks of one sequence. A query attends to a band around its own position, and documents are
+intervals. So the visible part between two chunks consists of full rectangles, lower triangles (query i attends to keys
+up to i) and upper triangles (from key i on), which are lower triangles read backwards. A window shorter than a chunk
+gives many equal triangles in sequence. These tiles form one block.
+
+No tensor of size (queries x keys) is allocated. Pairs that windows or documents separate are never computed.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from torch import Tensor
 from weft.parallel.private_torch import CPU_FLASH, CPU_FLASH_BACKWARD, CUDA_FLASH, CUDA_FLASH_BACKWARD
 from weft.parallel.random.streams import keeps, lines_of
 
-#: First tokens of the documents in one sequence, ascending from 0, and behind them the length of the sequence.
+#: First tokens of the documents in one sequence, ascending from 0, followed by the sequence length.
 Borders = tuple[int, ...]
-#: What of a piece is seen: all, keys up to the query's number in the piece, or keys from that number on.
+#: Visible part of a block: all keys, keys up to the query's index in the block, or keys from that index on.
 Shape: TypeAlias = Literal["all", "lower", "upper"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """How far a token sees: so many tokens before itself and so many after; None: to the end. Itself it always sees."""
+    """Numbers of tokens before and after itself that a token attends to. None means no limit.
+
+    A token always attends to itself.
+    """
 
     before: int | None = None
     after: int | None = 0
@@ -39,10 +43,10 @@ BOTH_WAYS = AttentionWindow(None, None)
 
 
 class AttentionBlock(NamedTuple):
-    """Queries q0..q1 see keys k0..k1, all of them or those of a triangle. Places in the parts.
+    """Queries q0..q1 that attend to keys k0..k1: to all of them, or to a triangle. Indices are within a rank's tokens.
 
-    rows: sequences of the batch, first and behind the last; None is all. tiles: queries and keys are cut into so many
-    equal tiles, and each tile of queries meets its tile of keys alone.
+    `rows` is the range of batch sequences, end exclusive; None means all. Queries and keys are divided into `tiles`
+    equal tiles, and each query tile attends only to its key tile.
     """
 
     rows: tuple[int, int] | None
@@ -54,7 +58,7 @@ class AttentionBlock(NamedTuple):
     tiles: int = 1
 
     def moved(self, rows: tuple[int, int] | None, q: int, k: int) -> AttentionBlock:
-        """The same piece of other rows, with its queries and keys at other places."""
+        """Return the same block for other rows, with query and key indices shifted."""
         return AttentionBlock(rows, self.q0 + q, self.q1 + q, self.k0 + k, self.k1 + k, self.shape, self.tiles)
 
 
@@ -65,10 +69,10 @@ def pieces(
     borders: Sequence[Borders] | None = None,
     sight: AttentionWindow = CAUSAL,
 ) -> list[AttentionBlock]:
-    """What queries of the chunks `mine` see of keys of the chunks `theirs`; none where nothing is seen.
+    """Return the blocks in which queries of the chunks `mine` attend to keys of the chunks `theirs`. May be empty.
 
-    Chunks ascend, have `length` tokens each, and are equal or disjoint as sets. borders: documents of each sequence
-    of the batch; None: each sequence is one document.
+    Chunks ascend, have `length` tokens each, and are equal or disjoint as sets. `borders` holds the documents of each
+    sequence of the batch. None means that each sequence is one document.
     """
     if borders is None:
         if sight in (CAUSAL, BOTH_WAYS):
@@ -87,12 +91,13 @@ def _undivided(
     mine: tuple[int, ...], theirs: tuple[int, ...], length: int, sight: AttentionWindow
 ) -> Iterator[AttentionBlock]:
     if mine == theirs or sight == BOTH_WAYS:
-        # Both ascend: their own order is that of the sequence.
+        # Both ascend, so their order is the order of the sequence.
         yield AttentionBlock(
             None, 0, len(mine) * length, 0, len(theirs) * length, "all" if sight == BOTH_WAYS else "lower"
         )
         return
-    # Of ascending chunks, those before a query's chunk are the first few; neighbours that see the same go together.
+    # Chunks ascend, so the chunks before a query's chunk are a prefix. Adjacent queries with equal prefixes share a
+    # block.
     seen = [sum(chunk < query for chunk in theirs) for query in mine]
     start = 0
     for count, group in groupby(seen):
@@ -121,13 +126,13 @@ def _divided(
 
 
 def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterator[AttentionBlock]:
-    """What queries q0..q1 see of keys k0..k1, all by their places in the sequence."""
+    """Yield the blocks in which queries q0..q1 attend to keys k0..k1, all by position in the sequence."""
     before = q1 - k0 if sight.before is None else sight.before
     after = k1 - q0 if sight.after is None else sight.after
-    q0, q1 = max(q0, k0 - after), min(q1, k1 + before)  # those that see any
+    q0, q1 = max(q0, k0 - after), min(q1, k1 + before)  # queries with visible keys
     if q0 >= q1:
         return
-    # From `slides` on a query's first key moves with it, and up to `stops` its last one does.
+    # From `slides` on, a query's first key moves with it. Before `stops`, its last key moves with it.
     slides, stops = (min(max(place, q0), q1) for place in (k0 + before, k1 - after))
     for start, end in pairwise(sorted({q0, slides, stops, q1})):
         if start >= slides and end <= stops:
@@ -143,7 +148,10 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterato
 
 
 def _window(start: int, end: int, before: int, after: int) -> Iterator[AttentionBlock]:
-    """Queries that each see a whole window: in tiles as long as the window, and one shorter one for the rest."""
+    """Yield blocks for queries whose full window is visible.
+
+    The blocks have tiles as long as the window, and one shorter block covers the rest.
+    """
     length = max(1, before + after)
     whole = (end - start) // length
     for q0, q1, tiles in ((start, start + whole * length, whole), (start + whole * length, end, 1)):
@@ -161,22 +169,22 @@ def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[AttentionBlock]:
         yield AttentionBlock(None, q0, q1, k0, k1)
 
 
-# Attention of one piece with its log-sum-exp, and its gradients when that of the whole is known.
+# Attention of one block with its log-sum-exp, and its gradients given the log-sum-exp over all keys.
 
-#: Scores that plain arithmetic holds at a time, where no fused kernel gives the log-sum-exp.
+#: Maximum number of scores in memory if no fused kernel returns the log-sum-exp.
 _SCORES = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Which weights are dropped: each with probability `rate`, by numbers of queries (B, H, T) and keys (B, 1, S)."""
+    """Dropout of weights with probability `rate`, by query numbers (B, H, T) and key numbers (B, 1, S)."""
 
     rate: float
     lines_BHT: Tensor
     columns_B1S: Tensor
 
     def factors(self, rows: slice, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """What weights of some queries are multiplied with, (B, K, G, T, S): 0, or one over the share that stays."""
+        """Return the factors of some queries' weights, (B, K, G, T, S): 0, or 1 / (1 - rate)."""
         lines = self.lines_BHT[:, :, rows].unflatten(1, (kv_heads, -1))
         kept = keeps(lines[..., None], self.columns_B1S[:, :, None, None], self.rate)
         return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
@@ -184,9 +192,9 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class AttentionDrop:
-    """What one call of attention drops: each weight with probability `rate`, by (sample, head, query, key).
+    """Dropout of one attention call: each weight with probability `rate`, by (sample, head, query, key).
 
-    samples: numbers of this call's in the whole, int64 (B,). first_head: of this rank's.
+    `samples` holds the global sample numbers of this call, int64 (B,). `first_head` is this rank's first head.
     """
 
     rate: float
@@ -195,21 +203,21 @@ class AttentionDrop:
     first_head: int
 
     def lines(self, heads: int, places_T: Tensor) -> Tensor:
-        """Numbers of queries, (B, H, T)."""
+        """Return the dropout numbers of queries, (B, H, T)."""
         heads_H = torch.arange(self.first_head, self.first_head + heads, device=places_T.device)
         return lines_of(self.key, [self.samples.to(places_T.device), heads_H, places_T])
 
     def noise(self, lines_BHT: Tensor, places_S: Tensor) -> Noise:
-        """For queries of these numbers and keys at these places."""
+        """Return the dropout for queries with these numbers and keys at these positions."""
         columns = lines_of(~self.key, [places_S])
         return Noise(self.rate, lines_BHT, columns.expand(lines_BHT.shape[0], 1, -1))
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How one call of attention scores queries and keys: products times `scale`, then softcap * tanh(score / softcap).
+    """Scores of one attention call: products times `scale`, then softcap * tanh(score / softcap).
 
-    sight: which keys a query sees, which is a matter of pieces and not of kernels. drop: what is dropped of the
+    `sight` is the attention window, which the blocks implement and kernels ignore. `drop` is the dropout of the
     weights.
     """
 
@@ -220,19 +228,19 @@ class Scoring:
 
     @property
     def is_usual(self) -> bool:
-        """Whether one call of torch's attention over whole sequences gives it."""
+        """True if one call of torch's attention over full sequences computes this scoring."""
         return self.softcap is None and self.drop is None and self.sight in (CAUSAL, BOTH_WAYS)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The format in which parts are added up: float32, or float64 for float64."""
+    """Return the accumulation dtype: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attend(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool, scoring: Scoring, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, T, C) and log-sum-exp (B, H, T), the latter in `sum_dtype`. causal: T = S, each up to itself."""
+    """Return output (B, H, T, C) and log-sum-exp (B, H, T), the latter in `sum_dtype`. If `causal`, T equals S."""
     kind = _kind(q_BHTC, scoring, noise)
     if kind == "cpu":
         return CPU_FLASH(q_BHTC, k_BKSC, v_BKSC, 0.0, causal, scale=scoring.scale)
@@ -246,14 +254,14 @@ def attend_backward(
     grad_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, causal: bool,
     scoring: Scoring, noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values. out, lse: of these queries over all keys, not those of this piece."""
+    """Return gradients of queries, keys and values. `out` and `lse` are over all keys, not only this block's."""
     kind = _kind(q_BHTC, scoring, noise)
     if kind == "cpu":
         return CPU_FLASH_BACKWARD(
             grad_BHTC, q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT, 0.0, causal, scale=scoring.scale
         )
     if kind == "flash":
-        nothing = torch.empty(0, dtype=torch.uint64, device=q_BHTC.device)  # no dropout, so no state of it
+        nothing = torch.empty(0, dtype=torch.uint64, device=q_BHTC.device)  # no dropout, so no RNG state
         return CUDA_FLASH_BACKWARD(
             grad_BHTC, q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT.contiguous(), None, None, q_BHTC.shape[2],
             k_BKSC.shape[2], 0.0, causal, nothing, nothing, scale=scoring.scale,
@@ -262,7 +270,7 @@ def attend_backward(
 
 
 def _kind(q_BHTC: Tensor, scoring: Scoring, noise: Noise | None) -> str:
-    """Which kernel takes these: torch's for the CPU, flash attention, or plain arithmetic."""
+    """Return the kernel for these inputs: torch's CPU kernel, flash attention, or plain arithmetic."""
     if scoring.softcap is not None or noise is not None:
         return "plain"
     if q_BHTC.device.type == "cpu":
@@ -274,7 +282,7 @@ def _kind(q_BHTC: Tensor, scoring: Scoring, noise: Noise | None) -> str:
 
 
 def _scores(q_BHTC: Tensor, k_BKSC: Tensor, start: int, causal: bool, scoring: Scoring, mask: Tensor | None) -> Tensor:
-    """Scores (B, K, G, T, S) of some queries, the first of which is number `start`."""
+    """Return scores (B, K, G, T, S) of some queries, beginning with query `start`."""
     batch, heads, num, width = q_BHTC.shape
     kv_heads = k_BKSC.shape[1]
     q_BKGTC = q_BHTC.reshape(batch, kv_heads, heads // kv_heads, num, width)
@@ -293,7 +301,7 @@ def _scores(q_BHTC: Tensor, k_BKSC: Tensor, start: int, causal: bool, scoring: S
 
 
 def _rows(q_BHTC: Tensor, k_BKSC: Tensor) -> int:
-    """Queries at a time, so that no more than `_SCORES` scores are held."""
+    """Return the number of queries per iteration that keeps at most `_SCORES` scores in memory."""
     return max(1, _SCORES // (q_BHTC.shape[0] * q_BHTC.shape[1] * k_BKSC.shape[2]))
 
 
@@ -301,9 +309,9 @@ def attend_plainly(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool, scoring: Scoring, noise: Noise | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attend` in plain arithmetic, some queries at a time; a query that sees nothing gets zeros.
+    """Compute `attend` in plain arithmetic, some queries per iteration. A query without visible keys gets zeros.
 
-    mask: bool (True is seen) or added to scores, of four dims that expand to (B, H, T, S).
+    `mask` is bool (True means visible) or a float added to scores, of four dims that expand to (B, H, T, S).
     """
     dtype = sum_dtype(q_BHTC.dtype)
     k_BKSC, v_BKSC = k_BKSC.to(dtype), v_BKSC.to(dtype)
@@ -325,7 +333,7 @@ def plain_gradients(
     grad_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, causal: bool,
     scoring: Scoring, noise: Noise | None = None, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`attend_backward` in plain arithmetic. mask: as in `attend_plainly`."""
+    """Compute `attend_backward` in plain arithmetic. `mask` is as in `attend_plainly`."""
     dtype = sum_dtype(q_BHTC.dtype)
     k, v = k_BKSC.to(dtype), v_BKSC.to(dtype)
     grad_q, grad_k, grad_v = torch.empty_like(q_BHTC), torch.zeros_like(k), torch.zeros_like(v)
@@ -342,35 +350,35 @@ def plain_gradients(
         grad_share = grad_share if factors is None else grad_share.mul_(factors)
         grad_score = grad_share.sub_((grad * out).sum(-1, keepdim=True)).mul_(share).mul_(scoring.scale)
         if (cap := scoring.softcap) is not None:
-            grad_score *= 1 - scores.clamp_(min=-cap).div_(cap).square_()  # slope of tanh; hidden scores are -inf
+            grad_score *= 1 - scores.clamp_(min=-cap).div_(cap).square_()  # slope of tanh; masked scores are -inf
         grad_q[:, :, rows] = (grad_score @ k[:, :, None]).flatten(1, 2).to(q_BHTC.dtype)
         grad_k += (grad_score.transpose(-1, -2) @ q).sum(2)
     return grad_q, grad_k.to(k_BKSC.dtype), grad_v.to(v_BKSC.dtype)
 
 
-# Attention gathered piece by piece: what this rank's queries have seen so far, and the gradients of it.
+# Attention accumulated block by block, and its gradients.
 
 #: Keys and values, each (B, K, S, C): a pair, or one tensor (2, B, K, S, C).
 KeysValues: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class PartialAttention:
-    """Output and log-sum-exp of queries over the keys met so far: of a query that has met none, zero and -inf.
+    """Output and log-sum-exp of queries over the keys added up to now. Initially zero and -inf.
 
-    places_T: of the queries in the sequence.
+    `places_T` holds the queries' positions in the sequence.
     """
 
     def __init__(self, q_BHTC: Tensor, scoring: Scoring, places_T: Tensor):
         self._q, self._scoring = q_BHTC, scoring
         self._lines = _lines(q_BHTC, scoring, places_T)
         dtype = sum_dtype(q_BHTC.dtype)
-        # Memory order of (B, T, H, C): models flatten the heads of each token, which then is no copy.
+        # Memory order (B, T, H, C): models flatten the heads of each token, which then needs no copy.
         batch, heads, num, width = q_BHTC.shape
         self._out = q_BHTC.new_zeros((batch, num, heads, width), dtype=dtype).transpose(1, 2)
         self._lse = q_BHTC.new_full((batch, heads, num), -torch.inf, dtype=dtype)
 
     def meet(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor) -> None:
-        """Take in keys and values. places_S: of the keys in the sequence."""
+        """Add keys and values. `places_S` holds the keys' positions in the sequence."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
             q = _taken(self._q, piece, piece.q0, piece.q1)
@@ -384,9 +392,9 @@ class PartialAttention:
             whole_lse.copy_(total)
 
     def result(self, sink_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Output (B, H, T, C) in the queries' format, and log-sum-exp (B, H, T).
+        """Return output (B, H, T, C) in the queries' dtype, and log-sum-exp (B, H, T).
 
-        sink_H: a score of each head beside those of the keys, which takes its share of the weights and adds nothing.
+        `sink_H` is an additional score per head that takes its share of the weights and has no value.
         """
         if sink_H is not None:
             total = torch.logaddexp(self._lse, sink_H.to(self._lse.dtype)[:, None])
@@ -396,7 +404,7 @@ class PartialAttention:
 
 
 def sink_gradient(grad_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, sink_H: Tensor | None) -> Tensor | None:
-    """Gradient of the sinks from that of the output; out, lse: with the sinks among the scores."""
+    """Return the gradient of the sinks from the output's gradient. `out` and `lse` include the sinks."""
     if sink_H is None:
         return None
     share_BHT = (sink_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp_()
@@ -405,7 +413,7 @@ def sink_gradient(grad_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, sink_H: 
 
 
 class Gradients:
-    """Gradients of queries, summed here, and of each lot of keys and values, given to who asks."""
+    """Gradients of queries, accumulated here, and of each set of keys and values, added to the caller's buffer."""
 
     def __init__(
         self, grad_BHTC: Tensor, q_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, scoring: Scoring, places_T: Tensor
@@ -415,7 +423,7 @@ class Gradients:
         self.q_BHTC = torch.zeros_like(q_BHTC, dtype=sum_dtype(q_BHTC.dtype))
 
     def meet(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor, grad_kv: KeysValues) -> None:
-        """Add this lot's part to the queries' gradient, and to `grad_kv` that of its keys and values."""
+        """Add the gradients for one set of keys and values, to the queries' gradient and to `grad_kv`."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
             queries, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
@@ -429,7 +437,7 @@ class Gradients:
 
 
 def _lines(q_BHTC: Tensor, scoring: Scoring, places_T: Tensor) -> Tensor | None:
-    """Numbers of the queries for dropout, (B, H, T)."""
+    """Return the dropout numbers of the queries, (B, H, T)."""
     return scoring.drop.lines(q_BHTC.shape[1], places_T) if scoring.drop else None
 
 
@@ -438,7 +446,7 @@ def _noise(lines_BHT: Tensor | None, scoring: Scoring, places_S: Tensor) -> Nois
 
 
 def _noise_of(noise: Noise | None, piece: AttentionBlock) -> Noise | None:
-    """Of the piece's pairs alone."""
+    """Return the dropout of the block's queries and keys."""
     if noise is None:
         return None
     lines = _taken(noise.lines_BHT, piece, piece.q0, piece.q1)
@@ -446,14 +454,14 @@ def _noise_of(noise: Noise | None, piece: AttentionBlock) -> Noise | None:
 
 
 def _part(x: Tensor, piece: AttentionBlock, start: int, end: int) -> Tensor:
-    """The piece's sequences, and some tokens in dim 2; the tensor itself where that is all."""
+    """Return the block's sequences and tokens start..end in dim 2, or the tensor itself if that is everything."""
     if piece.rows is not None and piece.rows != (0, x.shape[0]):
         x = x[piece.rows[0] : piece.rows[1]]
     return x if (start, end) == (0, x.shape[2]) else x[:, :, start:end]
 
 
 def _taken(x: Tensor, piece: AttentionBlock, start: int, end: int) -> Tensor:
-    """`_part` with each tile as a sequence of its own, backwards where the piece is an upper triangle."""
+    """Return `_part` with each tile as a separate sequence, reversed if the block is an upper triangle."""
     x = _part(x, piece, start, end)
     if piece.tiles > 1:
         x = x.unflatten(2, (piece.tiles, -1)).transpose(1, 2).flatten(0, 1)
@@ -461,6 +469,6 @@ def _taken(x: Tensor, piece: AttentionBlock, start: int, end: int) -> Tensor:
 
 
 def _merge_back(x: Tensor, piece: AttentionBlock) -> Tensor:
-    """The opposite of `_taken`: one sequence again, forwards."""
+    """Undo `_taken`: join the tiles into one sequence, in forward order."""
     x = x.flip(2) if piece.shape == "upper" else x
     return x.unflatten(0, (-1, piece.tiles)).transpose(1, 2).flatten(2, 3) if piece.tiles > 1 else x

@@ -1,6 +1,6 @@
-"""Documents of packed sequences: from an id for each token to the borders between them.
+"""Context-parallel attention modes (gather, ring, ulysses), and document borders of packed sequences.
 
-B sequences, T tokens of this rank, S of the whole sequence.
+B sequences, T tokens of this rank, S tokens of the full sequence.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ from weft.parallel.context.kernels import (
 from weft.parallel.context.sequence_order import SequenceOrder, full_values
 from weft.private_torch import without_modes
 
-#: The id of padding. Padded tokens see each other alone, and nothing that is trained sees them.
+#: Id of padding. Padding tokens attend only to each other, and no trained token attends to them.
 PADDING = -1
 
 
 def full_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch.Tensor:
-    """What all ranks have of a sequence, in its order; (B, S). A collective over the axis."""
+    """Return the full sequence of all ranks' tokens in order, (B, S). A collective over the axis."""
     x_BT = x_BT.contiguous()
     parts = all_gather(x_BT, axis, out=x_BT.new_empty((axis.size, *x_BT.shape)))
     return order.join(list(parts.unbind(0)))
 
 
 def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
-    """Borders of the documents in whole sequences, from the ids of each rank's own tokens; the same on all ranks.
+    """Return the document borders in full sequences, from the ids of each rank's tokens. Identical on all ranks.
 
-    None where no sequence has a border inside. Where the batch came from the host, its values say them; of ids that the
-    device made, this is a collective over the axis, and the host waits for it. Raises ModelError where a document goes
-    on after another.
+    Returns None if no sequence has an inner border. Uses host values if the batch came from the host. For ids computed
+    on the device, this is a collective over the axis, and the host waits for it.
+
+    Raises:
+        ModelError: if a document continues after another one.
     """
     known = full_values(ids_BT)
     ids_BS = (full_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
@@ -64,7 +66,7 @@ def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tupl
 
 
 def _check_row(row: np.ndarray) -> None:
-    """Each document is in one place; padding may be in several."""
+    """Check that each document is contiguous. Padding may be in several ranges."""
     starts = row[np.flatnonzero(np.diff(row, prepend=row[0] - 1))]
     real = starts[starts != PADDING]
     if len(np.unique(real)) != len(real):
@@ -75,12 +77,12 @@ def _check_row(row: np.ndarray) -> None:
         )
 
 
-# The three ways in which a rank's queries meet the keys of the whole sequence.
+# The three modes in which a rank's queries attend to the keys of the full sequence.
 
 
 @dataclass(slots=True)
 class View:
-    """What this rank's tokens may see: their order, and the documents of each sequence (None: one each)."""
+    """Visibility of keys for this rank's tokens: their order, and the documents of each sequence (None: one each)."""
 
     axis: Axis
     order: SequenceOrder
@@ -89,20 +91,20 @@ class View:
     _places: dict[int, Tensor] = field(default_factory=dict)
 
     def pieces(self, source: int, sight: AttentionWindow) -> list[AttentionBlock]:
-        """What it sees of the tokens of rank `source`; found once and kept for all layers that see alike."""
+        """Return the attention blocks for this rank's queries and the keys of rank `source`. Cached for all layers."""
         if (source, sight) not in self._pieces:
             mine, theirs, length = self.order.chunks(), self.order.chunks(source), self.order.chunk_len
             self._pieces[source, sight] = pieces(mine, theirs, length, self.borders, sight)
         return self._pieces[source, sight]
 
     def places(self, source: int, device: torch.device) -> Tensor:
-        """Places in the sequence of the tokens of rank `source`, (T,)."""
+        """Return the positions in the sequence of rank `source`'s tokens, (T,)."""
         if source not in self._places:
             self._places[source] = replace(self.order, rank=source).places(device)
         return self._places[source]
 
     def whole(self, sight: AttentionWindow) -> list[AttentionBlock]:
-        """What all tokens of the sequence see of all."""
+        """Return the attention blocks of the full sequence on one rank."""
         if (None, sight) not in self._pieces:
             self._pieces[None, sight] = pieces((0,), (0,), self.order.seq_len, self.borders, sight)
         return self._pieces[None, sight]
@@ -111,11 +113,11 @@ class View:
 def attend_sharded(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C).
+    """Return attention over the full sequence for this rank's queries, (B, H, T, C).
 
-    Values may have another width than queries and keys (multi-head latent attention); the output has that of values.
-    The narrower ones travel padded with zeros, which change no product: keys and values stay one message.
-    sink_H: a score of each head that takes a share of the weights, and has no value (attention sinks of GPT-OSS).
+    Values may differ in width from queries and keys (multi-head latent attention). The output has the values' width.
+    The narrower tensors are padded with zeros, which change no product, so that keys and values stay one message.
+    `sink_H` is a score per head that takes a share of the weights and has no value (attention sinks of GPT-OSS).
     """
     width = v_BKTC.shape[-1]
     widest = max(width, q_BHTC.shape[-1])
@@ -191,7 +193,7 @@ class _Ring(torch.autograd.Function):
             part, source = own if step == 0 else torch.zeros_like(own), (axis.rank - step) % axis.size
             grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), part)
             if step:
-                # The gradient of these keys, from the ranks that they have passed, came along behind them.
+                # The gradient of these keys, from the ranks that held them before, arrives one step behind them.
                 part = part if grad_coming is None else part.add_(grad_coming.wait())
                 grad_coming = start_shift(part, axis)
             kv = coming.wait() if coming else kv
@@ -201,7 +203,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Attention over whole sequences on one rank, where no single call of a fused kernel gives it."""
+    """Attention over full sequences on one rank that no single call of a fused kernel computes."""
 
     @staticmethod
     def forward(
@@ -232,10 +234,10 @@ def _ulysses(
 ) -> Tensor:
     axis = view.axis
     if k_BKTC.shape[1] % axis.size:
-        # Fewer heads than ranks: each goes to all ranks that hold queries of its group.
+        # Fewer heads than ranks: each head is sent to all ranks that hold queries of its group.
         times = axis.size // k_BKTC.shape[1]
         k_BKTC, v_BKTC = k_BKTC.repeat_interleave(times, 1), v_BKTC.repeat_interleave(times, 1)
-    # One message for all three: the heads of each rank side by side.
+    # One message for queries, keys and values, grouped by destination rank.
     shares = [x.unflatten(1, (axis.size, -1)) for x in (q_BHTC, k_BKTC, v_BKTC)]
     sizes = [share.shape[2] for share in shares]
     swapped = exchange_dims(torch.cat(shares, 2), axis, 1, 3).squeeze(1)
@@ -259,7 +261,7 @@ def _ulysses(
 
 
 def _gathered(kv_2BKTC: Tensor, axis: Axis) -> Tensor:
-    """Keys and values of all ranks in order of the axis; (size, 2, B, K, T, C)."""
+    """Return keys and values of all ranks in axis order, (size, 2, B, K, T, C)."""
     return all_gather(kv_2BKTC, axis, out=kv_2BKTC.new_empty((axis.size, *kv_2BKTC.shape)))
 
 

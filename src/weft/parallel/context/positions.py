@@ -1,10 +1,10 @@
-"""Positions that a Hugging Face model counts itself where it is given none, for a sequence that is cut.
+"""Default positions of Hugging Face models for a sharded sequence.
 
-Most take a token's place. RoBERTa and its kin begin after the number of their padding token and leave padding out; OPT
-and BioGPT count the tokens that their mask shows. Both need the whole sequence, so its tokens or its mask are gathered:
-a few bytes each.
+Most models use the token's index. RoBERTa and related models start after the padding token's id and skip padding. OPT
+and BioGPT count the tokens that the mask leaves visible. Both need the full sequence, so its tokens or its mask are
+gathered, at a few bytes per token.
 
-B sequences, T tokens of this rank, S of the whole sequence.
+B sequences, T tokens of this rank, S tokens of the full sequence.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from weft.parallel.context.apply import Context
 from weft.parallel.context.modes import full_sequence
 
-#: What transformers calls the counting of RoBERTa: a method of the embeddings, in earlier versions a function beside.
+#: RoBERTa's position counter in transformers: a method of the embeddings, in earlier versions a module-level function.
 _COUNTS = "create_position_ids_from_input_ids"
 
-#: From (tokens or their embeddings, mask, places) of a rank to positions, (B, T) or (1, T).
+#: Function from a rank's (tokens or their embeddings, mask, token indices) to positions, (B, T) or (1, T).
 Positions = Callable[[Context, Tensor, Tensor | None, Tensor], Tensor]
 
 
 def positions_of(model: nn.Module) -> Positions:
-    """How this model counts."""
+    """Return the function that computes this model's default positions."""
     for module in model.modules():
         count = getattr(module, _COUNTS, None) or getattr(sys.modules.get(type(module).__module__), _COUNTS, None)
         padding = getattr(module, "padding_idx", None)
@@ -53,7 +53,7 @@ def _places(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Ten
 
 
 class _PastPadding:
-    """Positions begin at padding_idx + 1; padding has padding_idx."""
+    """Positions that start at padding_idx + 1. Padding has position padding_idx."""
 
     def __init__(self, count: Callable[[Tensor, int], Any], padding_idx: int):
         self._count, self._padding_idx = count, padding_idx
@@ -61,7 +61,7 @@ class _PastPadding:
 
     def __call__(self, context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
         del mask
-        if tokens.is_floating_point():  # of embeddings nobody knows which are padding
+        if tokens.is_floating_point():  # embeddings do not show which tokens are padding
             return places_T[None] + self.first
         order = context.order(places_T.shape[0] * context.axis.size)
         return order.cut(self._count(full_sequence(tokens, context.axis, order), self._padding_idx))

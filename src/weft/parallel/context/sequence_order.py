@@ -1,6 +1,6 @@
-"""Which tokens of a sequence are a rank's own, and batches cut to them.
+"""Assignment of a sequence's tokens to ranks, and sharding of batches by it.
 
-B sequences, S tokens of a whole sequence, T of them on this rank.
+B sequences, S tokens of a full sequence, T tokens of this rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WHOLE = "_weft_whole_values"
 
 @dataclass(frozen=True, slots=True)
 class SequenceOrder:
-    """The place of one rank's tokens in the sequence. mode: "gather", "ring" or "ulysses"."""
+    """Positions of one rank's tokens in the sequence. `mode` is "gather", "ring" or "ulysses"."""
 
     mode: str
     cp: int
@@ -31,27 +31,27 @@ class SequenceOrder:
 
     @property
     def chunk_len(self) -> int:
-        """Tokens in one chunk."""
+        """Number of tokens in one chunk."""
         return self.seq_len // num_chunks(self.mode, self.cp)
 
     def chunks(self, rank: int | None = None) -> tuple[int, ...]:
-        """Numbers of the chunks of a rank (this one by default), in order of the sequence."""
+        """Return the chunk numbers of a rank (default: this one), in sequence order."""
         return chunks_of(self.mode, self.cp, self.rank if rank is None else rank)
 
     def places(self, device: torch.device) -> torch.Tensor:
-        """Place in the sequence of each of this rank's tokens, (T,)."""
+        """Return the position in the sequence of each of this rank's tokens, (T,)."""
         length = self.chunk_len
         parts = [torch.arange(chunk * length, (chunk + 1) * length, device=device) for chunk in self.chunks()]
         return torch.cat(parts)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor whose dim 1 is the sequence."""
+        """Return this rank's shard of a tensor whose dim 1 is the sequence."""
         length = self.chunk_len
         parts = [x.narrow(1, chunk * length, length) for chunk in self.chunks()]
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole sequence from all ranks' parts in order of the axis; dim 1 is the sequence."""
+        """Return the full sequence from all ranks' shards in axis order. Dim 1 is the sequence."""
         found: dict[int, torch.Tensor] = {}
         for rank, part in enumerate(parts):
             chunks = self.chunks(rank)
@@ -60,7 +60,10 @@ class SequenceOrder:
 
 
 def sequence_length(batch: Any) -> int | None:
-    """Tokens in each sequence of a batch: dim 1 of its input_ids, or else of its first tensor with two dims."""
+    """Return the tokens per sequence of a batch, or None.
+
+    This is dim 1 of its input_ids, or else of its first tensor with two dims.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.shape[1] if batch.ndim >= 2 else None
     parts = parts_of(batch) or []
@@ -73,7 +76,7 @@ def shard_batch(batch: Any, order: SequenceOrder) -> Any:
     """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
 
     Raises:
-        ModelError: for a mask over pairs of tokens, which has the sequence in two dims.
+        ModelError: if a tensor is a mask over pairs of tokens, which has the sequence in two dims.
     """
     if isinstance(batch, Mapping):
         parts = [
@@ -86,8 +89,10 @@ def shard_batch(batch: Any, order: SequenceOrder) -> Any:
 def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
     """Return this rank's tokens if dim 1 is the sequence, else the tensor.
 
+    `name` is the tensor's name in the batch, for errors.
+
     Raises:
-        ModelError: for a tensor with the sequence in its last two dims. `name` is its name in the batch.
+        ModelError: if the last two dims are both the sequence.
     """
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         shape = tuple(tensor.shape)
@@ -112,12 +117,12 @@ def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> 
 
 
 def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Say what the sequences hold, (B, S) on the host, of which a tensor is this rank's part."""
+    """Record the host values of full sequences, (B, S), for a tensor that is this rank's shard of them."""
     if values is not None and not part.is_inference():
         setattr(part, _WHOLE, (values, version_of(part)))
 
 
 def full_values(part: torch.Tensor) -> torch.Tensor | None:
-    """What `remember_full` was told of the tensor; None where nobody knows it, or the tensor was written to."""
+    """Return the values that `remember_full` recorded, or None if the tensor has no record or was modified since."""
     values, version = getattr(part, _WHOLE, (None, 0))
     return values if values is None or version_of(part) == version else None

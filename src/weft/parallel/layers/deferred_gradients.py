@@ -20,7 +20,7 @@ from weft.private_torch import Function
 
 @dataclass(slots=True)
 class DeferredProduct:
-    """The factors of one weight's gradient. is_transposed: the weight is (I, O)."""
+    """Factors of one weight's gradient. `is_transposed` means that the weight is (I, O)."""
 
     weight: nn.Parameter
     x_RI: Tensor
@@ -34,23 +34,23 @@ class DeferredProduct:
 
 
 class DeferredWeightGrad:
-    """What the backward under way holds back."""
+    """Collector of the weight gradients that the current backward defers."""
 
     def __init__(self) -> None:
         self._open: list[DeferredProduct] | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether backward shall hold back."""
+        """True if backward must defer weight gradients."""
         return self._open is not None
 
     def hold(self, product: DeferredProduct) -> None:
-        """Keep the factors of one gradient."""
+        """Keep the factors of one weight gradient."""
         assert self._open is not None
         self._open.append(product)
 
     def during(self, backward: Callable[[], None]) -> list[DeferredProduct]:
-        """Run a backward that holds back; what it held."""
+        """Run a backward that defers weight gradients. Returns their factors."""
         self._open = []
         try:
             backward()
@@ -59,13 +59,13 @@ class DeferredWeightGrad:
             self._open = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeferredWeightGrad:
-        return self  # layers of a copy ask the same
+        return self  # layers of a copy share it
 
 
 class HoldingLayer(nn.Module):
-    """A layer that asks `_weft_held`, where it is set, whether its weight's gradient shall wait.
+    """Linear layer that can defer its weight gradient: it does so if `_weft_held` is set and open.
 
-    _weft_float8: how it multiplies in float8; None: in the format of its weight.
+    `_weft_float8` sets float8 multiplication. None means the weight's dtype.
     """
 
     weight: nn.Parameter
@@ -75,7 +75,7 @@ class HoldingLayer(nn.Module):
 
 
 class _Linear(Function):
-    """x W^T + b, whose weight gradient may wait."""
+    """x W^T + b with a weight gradient that can be deferred."""
 
     @staticmethod
     def forward(
@@ -119,14 +119,14 @@ def linear(
     transposed: bool = False,
     form: Float8 | None = None,
 ) -> Tensor:
-    """Compute `torch.nn.functional.linear`; its weight gradient may wait, and float8 may multiply.
+    """Compute `torch.nn.functional.linear`, optionally in float8 and with a deferred weight gradient.
 
     Args:
         x: (..., I).
         weight: (O, I).
         bias: (O,) or None.
-        held: keeps the factors of the weight gradient while it holds back; None: nothing holds back.
+        held: stores the factors of the weight gradient while it is open. None: nothing is deferred.
         transposed: the weight is (I, O).
-        form: how float8 multiplies; None: in the format of the operands.
+        form: float8 multiplication. None: the operands' dtype.
     """
     return _Linear.apply(x, weight, bias, weight, held, transposed, form)

@@ -1,4 +1,4 @@
-"""Who computes which item, found by cost: every rank finds the same, so nothing is sent for it."""
+"""Distribution of encoder items over ranks by cost. Every rank computes the same assignment without communication."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from weft.private_torch import graph_task, tree_flatten, tree_leaves, tree_unfla
 
 @dataclass(frozen=True, slots=True)
 class ItemCost:
-    """FLOPs of an item, up to a factor: a part for each of its rows, and one for each pair that attends."""
+    """Relative FLOPs of an item: a term per row, and a term per pair of rows that attend to each other."""
 
     per_row: float
     per_pair: float
 
     @classmethod
     def of(cls, module: nn.Module) -> ItemCost:
-        """Return that of an encoder, from its weights and the width and number of its blocks."""
+        """Return the cost of an encoder's items, from its weights and the width and number of its blocks."""
         weights = sum(param.numel() for param in module.parameters() if param.dim() > 1)
         blocks = list(repeated_blocks(module).values())
         first = next((part for block in blocks for part in block.modules() if layers.is_linear(part)), None)
@@ -56,20 +56,20 @@ class ItemCost:
         """Return the cost of an item.
 
         Args:
-            rows: that it has.
-            span: how many of them attend to each other.
+            rows: rows of the item.
+            span: number of rows that attend to each other.
         """
         return rows * (self.per_row + self.per_pair * span)
 
 
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
-    """Return the items of each rank, ascending: always the most costly that is left, to the rank that has least.
+    """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
 
     Args:
-        costs: of each item.
-        homes: which data rank brought it.
-        num_ranks: that share all items.
-        ranks_per_home: ranks of each data rank, which lie together; of equally costly items a rank gets its own first.
+        costs: cost of each item.
+        homes: data rank that owns each item.
+        num_ranks: number of ranks that share all items.
+        ranks_per_home: number of consecutive ranks per data rank. Of equally costly items a rank gets its home's first.
     """
     alike: dict[float, dict[int, list[int]]] = {}
     for item in reversed(range(len(costs))):
@@ -87,28 +87,28 @@ def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, r
     return [sorted(own) for own in found]
 
 
-# Encoders whose items are divided by cost over ranks: whole on each, called once for the items that a rank is
-# dealt.
+# Encoders whose items are distributed over ranks by cost. Each rank holds the full encoder and calls it once, for its
+# assigned items.
 
-#: Methods of models of transformers that call an encoder and what follows it, such as a projector.
+#: Methods of transformers models that call an encoder and the modules after it, such as a projector.
 FEATURES = ("get_image_features", "get_audio_features")
-#: Items of a rank that does not call the encoder.
+#: Item count of a rank that does not call the encoder.
 _NOT_CALLED = -1
 
 
-#: A call of a method of the model's: its name, positional and named arguments.
+#: A call of a model's method: its name, positional and named arguments.
 Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Encoder:
-    """One module whose items are divided.
+    """One module whose items are distributed.
 
     Args:
-        path: of the module.
-        module: it.
-        mesh: of the ranks.
-        shares: whether items are divided at all, or ranks only see to it that all call the module.
-        over_data: whether over data ranks too.
+        path: the module's path.
+        module: the encoder.
+        mesh: the ranks.
+        shares: distribute items. If False, ranks only ensure that all of them call the module.
+        over_data: distribute over data ranks too.
     """
 
     def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
@@ -116,32 +116,32 @@ class Encoder:
         alone = Axis("alone", 1, 0, (mesh.rank,))
         self._over_data = over_data and mesh.data.size > 1
         self._ranks = Ranks(mesh.data if self._over_data else alone, mesh["tp"] if shares else alone)
-        #: Ranks that must call the module alike.
+        #: Ranks that must issue identical calls of the module.
         self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
         self._cost = ItemCost.of(module)
         self._call: ItemCall | None = None
         self._in_one_sentence: list[int] = []  # items of each data rank, or _NOT_CALLED
         self._stands_by = False
         self.calls = 0
-        #: What the module gave in this forward, which backward must pass through on all ranks.
+        #: Outputs of the module in this forward. Backward must pass through them on all ranks.
         self.made: list[Tensor] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
         return self  # a copy of the model runs on the same ranks
 
     def begin(self) -> None:
-        """A forward of the model begins."""
+        """Begin a forward of the model."""
         self.calls, self.made, self._call, self._stands_by = 0, [], None, False
 
     def before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Outer | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Keep this rank's items of a call.
+        """Replace the arguments of a call by this rank's items.
 
         Args:
-            args: of the call.
-            kwargs: of the call.
-            outer: the call of the model's method that it is a part of.
+            args: positional arguments of the call.
+            kwargs: named arguments of the call.
+            outer: the enclosing call of the model's method, or None.
         """
         self.calls += 1
         self._call = None
@@ -165,7 +165,10 @@ class Encoder:
         return self._divided(items, known) if max(counts) > 0 else None
 
     def _divided(self, home: Items, known: Items) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with this rank's items. home: those of its batch. known: of which one stands in for none."""
+        """Return the arguments with this rank's items.
+
+        `home` holds the items of this rank's batch. A rank without items computes the cheapest item of `known` instead.
+        """
         home = home if len(home) else known.without_any
         division = self._divide(home)
         places = (*known.by_row, *known.by_item)
@@ -182,7 +185,7 @@ class Encoder:
         return min(range(len(items)), key=lambda one: self._cost(items.rows[one], items.spans[one]))
 
     def _divide(self, home: Items) -> Division:
-        """Who computes what; where data ranks share, they tell each other the sizes of their items."""
+        """Assign items to ranks. If data ranks share items, they exchange item sizes first."""
         rows, spans, homes = home.rows, home.spans, (0,) * len(home)
         if self._over_data:
             counts = [max(count, 0) for count in self._in_one_sentence]
@@ -199,9 +202,10 @@ class Encoder:
         return Division(self._ranks, rows, homes, dealt)
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
-        """Learn how many items each data rank has; returns how others call it, where a rank needs that. A collective.
+        """Gather the number of items of each data rank. A collective.
 
-        items: of this rank; None: it does not call the module.
+        Returns the calls of another rank if some ranks do not call the module, else None. `items` are this rank's; None
+        means that it does not call the module.
         """
         said = b""
         if items is not None and len(items):
@@ -217,7 +221,7 @@ class Encoder:
         return parse_calls(text, self._device)
 
     def after(self, output: Any) -> Any:
-        """Bring the features of all items of the batch together."""
+        """Gather the features of all items of the batch."""
         call, self._call = self._call, None
         if self.alike.size > 1:
             self.keep(output)
@@ -239,11 +243,14 @@ class Encoder:
         return found
 
     def keep(self, output: Any) -> None:
-        """Note what backward must pass through on this rank, as on the others."""
+        """Record outputs that backward must pass through on this rank, as on the others."""
         self.made += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def stand_by(self, model: nn.Module) -> None:
-        """Call the module where the model did not, and other ranks' did. model: whose methods others called."""
+        """Call the module if the model did not but other ranks' models did.
+
+        If the other ranks called it through a method, the same method of `model` is called.
+        """
         others = self._ask(None)
         if others is None:
             return
@@ -254,11 +261,11 @@ class Encoder:
 
 
 class Encoders:
-    """Those of one model on one rank, in the order in which its forward calls them.
+    """Encoders of one model on one rank, in the order in which its forward calls them.
 
     Args:
-        encoders: of the model.
-        holder: whose methods call them.
+        encoders: the model's encoders.
+        holder: module whose methods call them.
     """
 
     def __init__(self, encoders: list[Encoder], holder: nn.Module):
@@ -269,13 +276,13 @@ class Encoders:
         return self  # a copy of the model runs on the same ranks
 
     def begin(self) -> None:
-        """A forward of the model begins."""
+        """Begin a forward of the model."""
         self._outer = None
         for encoder in self._encoders:
             encoder.begin()
 
     def inside(self, method: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a method of the holder's gives."""
+        """Run a method of the holder, and record it as the enclosing call of encoders. Returns its result."""
         before, self._outer = self._outer, (method, args, kwargs)
         try:
             return call(*args, **kwargs)
@@ -283,7 +290,10 @@ class Encoders:
             self._outer = before
 
     def enter(self, encoder: Encoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model calls one: those before it that it has not called stand by first."""
+        """Begin a call of an encoder.
+
+        Earlier encoders that the model has not called are called first, for the other ranks.
+        """
         for one in self._encoders[: self._encoders.index(encoder)]:
             self._stand_by(one)
         return encoder.before(args, kwargs, self._outer)
@@ -298,7 +308,10 @@ class Encoders:
     def prepare_text(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before the first block of text: who was not called stands by, and what all gave is a part of the graph."""
+        """Call the encoders that the model did not call, and tie all encoder outputs to the graph.
+
+        Runs before the first text block.
+        """
         for encoder in self._encoders:
             self._stand_by(encoder)
         made = [tensor for encoder in self._encoders for tensor in encoder.made]
@@ -314,13 +327,13 @@ class Encoders:
 
 
 class FeatureCalls(nn.Module):
-    """A model of transformers that calls its encoders in methods: they note what they are given."""
+    """Mixin for transformers models that call their encoders in methods: it records the arguments of these methods."""
 
     _weft_encoders: Encoders
 
     @staticmethod
     def members(own: type) -> dict[str, Any]:
-        """Return its methods that do."""
+        """Return wrappers of the class's feature methods, by name."""
 
         def noting(name: str) -> Any:
             @functools.wraps(getattr(own, name))
@@ -333,13 +346,13 @@ class FeatureCalls(nn.Module):
 
 
 class _Hooks:
-    """Hooks of one encoder. An object, since copies of a module copy its hooks."""
+    """Hooks of one encoder. An object, because copies of a module copy its hooks."""
 
     def __init__(self, encoders: Encoders, encoder: Encoder):
         self._encoders, self._encoder = encoders, encoder
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before its forward."""
+        """Forward pre-hook of the encoder."""
         del module
         if graph_task() != -1:
             raise ModelError(
@@ -349,36 +362,36 @@ class _Hooks:
         return self._encoders.enter(self._encoder, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Behind it."""
+        """Forward hook of the encoder."""
         del module, args
         return self._encoder.after(output)
 
 
 class _Text:
-    """Hooks of the whole model, and of its first block of text."""
+    """Hooks of the model, and of its first text block."""
 
     def __init__(self, encoders: Encoders):
         self._encoders = encoders
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Before the model's forward."""
+        """Forward pre-hook of the model."""
         del module, args
         if graph_task() == -1:
             self._encoders.begin()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the block's."""
+        """Forward pre-hook of the block."""
         del module
         return self._encoders.prepare_text(args, kwargs) if graph_task() == -1 else None
 
 
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
-    """Hang the hooks, in front of those that are there: other techniques' collectives come after.
+    """Register the hooks in front of existing ones, so that other techniques' collectives run later.
 
     Args:
-        model: whole, or a stage.
-        text: its first block that reads what encoders gave; None: it is not here, or there is none.
-        encoders: by their modules, in order.
+        model: the full model, or a pipeline stage.
+        text: first block that reads encoder outputs. None if it is not on this rank or does not exist.
+        encoders: encoders by module, in call order.
     """
     inner = getattr(model, "model", None)
     holder = inner if isinstance(inner, nn.Module) and any(hasattr(inner, name) for name in FEATURES) else model
@@ -396,19 +409,20 @@ def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn
         text.register_forward_pre_hook(uncompiled(hooks.before), with_kwargs=True, prepend=True)
 
 
-# Which modules of a model are spread: those that a layout names, and towers that must be called under zero=3.
+# Choice of the encoders: modules that a layout names, and towers that every data rank must call under zero=3.
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: What modules call the share of what they drop, where they drop by functions.
+#: Attribute names of dropout rates in modules that drop by functions.
 _RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", "layerdrop")
 
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """Modules of a whole model that are encoders.
+    """Encoders of a full model.
 
-    shared: paths of those whose items are divided, and whether over data ranks too. watched: paths of those that all
-    data ranks must call, and that stay with their rank. text: the first block that reads what they gave.
+    `shared` maps the paths of encoders whose items are distributed to True if data ranks share them too. `watched`
+    holds the paths of encoders that all data ranks must call and whose items stay on their rank. `text` is the first
+    block that reads encoder outputs.
     """
 
     shared: Mapping[str, bool]
@@ -416,24 +430,24 @@ class EncoderChoice:
     text: nn.Module | None = None
 
     def holds(self, path: str) -> bool:
-        """Return whether a module is one of those whose items are divided, or inside of one."""
+        """Return True if a module's items are distributed, or it is inside of such a module."""
         return any(path == one or path.startswith(f"{one}.") for one in self.shared)
 
     def parameters(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names of their parameters that are here: each rank's gradients are those of its items."""
+        """Return the names of their parameters on this rank. Each rank's gradients cover only its items."""
         return tuple(name for name, _ in model.named_parameters() if self.holds(name.rpartition(".")[0]))
 
 
 def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> EncoderChoice:
-    """Return the encoders of a whole model.
+    """Return the encoders of a full model.
 
     Args:
-        model: before anything is cut.
-        mesh: of the plan.
-        layout: names modules whose items are divided.
+        model: the model before it is sharded.
+        mesh: the plan's mesh.
+        layout: names the modules whose items are distributed.
 
     Raises:
-        LayoutError: for a module that cannot be spread.
+        LayoutError: if a module's items cannot be distributed.
     """
     modules = dict(model.named_modules())
     named = layout.spread(modules) if layout is not None else {}
@@ -456,12 +470,12 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 
 
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
-    """Let ranks share the items of the encoders that are here. Call it when all other hooks hang.
+    """Make ranks share the items of the encoders on this rank. Call it after all other hooks are registered.
 
     Args:
-        model: whole, or a stage.
-        mesh: of the plan.
-        choice: made of the whole model.
+        model: the full model, or a pipeline stage.
+        mesh: the plan's mesh.
+        choice: encoders of the full model.
     """
     here = {path: module for path, module in model.named_modules() if not isinstance(module, StandIn)}
     found = {
@@ -477,7 +491,7 @@ def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> 
 
 
 def _check_plan(first: str, model: nn.Module, mesh: Mesh, named: Mapping[str, bool]) -> None:
-    """LayoutError where a plan divides what must stay whole."""
+    """Raise LayoutError if the plan divides something that must stay complete."""
     if mesh.plan.cp > 1:
         raise LayoutError(
             f"{first}=spread: with cp={mesh.plan.cp} each rank has a part of the tokens, and Weft cannot tell whose "
@@ -517,7 +531,7 @@ def _rate(module: nn.Module) -> float:
 
 
 def _towers(model: nn.Module) -> tuple[str, ...]:
-    """The towers of a model that writes images over its tokens: a batch of text alone calls none of them."""
+    """Return the towers of a model that writes images over its tokens. A text-only batch calls none of them."""
     if not hugging_face.is_hugging_face(model) or not hugging_face.reads_images_as_tokens(model):
         return ()
     lists = dict.fromkeys(layers.parent_of(path) for path in repeated_blocks(model))
@@ -535,5 +549,5 @@ def _towers(model: nn.Module) -> tuple[str, ...]:
 
 
 def _meets(path: str, other: str) -> bool:
-    """Whether one of the modules is the other, or inside of it."""
+    """Return True if one module is the other or inside of it."""
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")

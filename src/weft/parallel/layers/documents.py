@@ -1,4 +1,4 @@
-"""A small model of the same family and form as one of transformers, to see how such models behave."""
+"""Document masking in transformers models, and tests of it on a small copy of the model."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from weft.errors import ModelError
 from weft.models.attention import document_attention, find_starts, ids_of
 from weft.models.inspect import hugging_face, token_flow
 
-#: Sizes of the copy. Heads times their width are the width of the model, which many configs take for granted.
+#: Sizes of the copy. Heads times head dim equals the model width, which many configs assume.
 _SIZES = {
     "vocab": 61, "hidden": 32, "heads": 4, "head_dim": 8, "rope_dim": 8, "q_rank": 8, "kv_rank": 8, "ffn": 32,
     "expert_ffn": 8, "num_experts": 4, "top_k": 2, "groups": 2, "top_groups": 1, "positions": 64, "dense_layers": 1,
     "expand": 1,
 }  # fmt: skip
-#: Beyond it are tokens of texts.
+#: Larger ids are ordinary tokens.
 _LAST_PADDING = 4
-#: A list with more values than this does not say of which kind layers are.
+#: A list with more distinct values than this does not encode layer kinds.
 _MOST_KINDS = 4
 
 
 def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.Module:
-    """A model of transformers of the same class and config, made small, with random weights in fp32.
+    """Build a small transformers model of the same class and config, with random weights in fp32.
 
-    It has as many layers as it takes for one of each kind. Raises what transformers does where sizes do not fit.
+    It has enough layers to include one of each kind. Propagates the errors of transformers if the sizes do not fit.
 
     Args:
-        model_class: of the model.
-        config: of the model; it stays as it is.
-        window: tokens of its windows and chunks, where it has some.
+        model_class: the model's class.
+        config: the model's config. It is not modified.
+        window: tokens of its windows and chunks, if it has any.
     """
     config = copy.deepcopy(config)
     for part in _parts(config):
@@ -49,7 +49,7 @@ def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.
 
 
 def _parts(config: Any) -> list[Any]:
-    """The config, and those of the models within."""
+    """Return the config and its sub-configs."""
     inner = [part for name, part in vars(config).items() if name.endswith("_config")]
     return [config, *(part for part in inner if hasattr(part, "to_dict"))]
 
@@ -59,11 +59,11 @@ def _make_small(config: Any, window: int) -> None:
     kinds = _kinds(config, num_layers)
     few = max(2, 1 + max((rows.index(kind) for rows in kinds.values() for kind in rows), default=0))
     heads, kv_heads = number(config, "heads"), number(config, "kv_heads")
-    # The latent of DeepSeek's attention gives each head keys of its own.
+    # The latent of DeepSeek's attention gives each head separate keys.
     shared = kv_heads is not None and kv_heads != heads and number(config, "kv_rank") is None
     resize(config, **_SIZES, window=window, kv_heads=min(2, kv_heads or 1) if shared else _SIZES["heads"])
     for name, value in kinds.items():
-        with contextlib.suppress(AttributeError, NotImplementedError):  # worked out from others
+        with contextlib.suppress(AttributeError, NotImplementedError):  # a derived property
             setattr(config, name, value[:few])
     resize(config, layers=min(few, num_layers) or few)
     if type(getattr(config, "qk_head_dim", None)) is int:
@@ -74,7 +74,7 @@ def _make_small(config: Any, window: int) -> None:
 
 
 def _kinds(config: Any, num_layers: int) -> dict[str, list[Any]]:
-    """Lists of a config with an entry for each layer, few of them different."""
+    """Return the config's lists that have an entry per layer and few distinct values."""
     names = {*vars(config), "layer_types", "layers_block_type"}
     found = {name: getattr(config, name, None) for name in sorted(names)}
     return {
@@ -85,7 +85,7 @@ def _kinds(config: Any, num_layers: int) -> dict[str, list[Any]]:
 
 
 def _filled(kind: type[nn.Module], config: Any) -> nn.Module:
-    """Such a model, with weights far enough from zero that tokens change each other. Random numbers elsewhere stay."""
+    """Build the model, with weights large enough that tokens affect each other. The global RNG state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with torch.device("cpu"):
@@ -101,24 +101,24 @@ def _filled(kind: type[nn.Module], config: Any) -> nn.Module:
 
 # Attention of Hugging Face models within the documents of packed sequences, without a mask over pairs of tokens.
 
-#: transformers' name for torch's fused attention, whose place is taken, and ours.
+#: transformers' name for torch's fused attention, and the name of its replacement.
 _OWN, _NAME = "sdpa", "weft_sdpa_by_documents"
 _READY = "_weft_reads_documents"
-#: What a model remembers of its positions, and of the call under way.
+#: Attributes of a model: its first position, and the flag of a call of `call_in_documents`.
 _FIRST, _TOLD = "_weft_first_position", "_weft_is_told_documents"
-#: Of borders as masks: of places where documents begin, and of ids.
+#: Dtypes of masks that hold document borders: start positions, or document ids.
 _PLACES, _IDS = torch.int64, torch.int32
-#: What some models ask of attention that reads a mask over pairs.
+#: Attention arguments of some models that need a mask over pairs.
 _BESIDE = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
 
 
 def reads_documents(model: nn.Module) -> bool:
-    """Whether `attend_in_documents` lets this model's layers read borders."""
+    """Return True if `attend_in_documents` can make this model's layers read borders."""
     return hugging_face.is_hugging_face(model) and _is_usual(model)
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Let the layers of a causal model of transformers read what `borders_of` gives, in place."""
+    """Make the layers of a causal transformers model read the output of `borders_of`, in place."""
     if not reads_documents(model):
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -139,10 +139,10 @@ def attend_in_documents(model: nn.Module) -> None:
 
 
 def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what tells a model where the documents of a batch of the loader begin, as arguments of its forward.
+    """Return the forward arguments that mark where the documents of a loader's batch begin.
 
-    Empty where the model does not read it: positions tell it then. In a batch without a border the mask is empty, so
-    that transformers does not look for some.
+    Empty if the model does not read borders: then positions mark them. If the batch has no border the mask is empty, so
+    that transformers does not search for borders.
     """
     if not reads_borders(model):
         return {}
@@ -157,11 +157,12 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor:
-    """Return the attention mask that says where documents begin: (B, 1, 1, M), or (B, 1, 1, T) of ids.
+    """Return the attention mask that encodes document borders: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
 
     Args:
-        starts_BM: the places, of a fixed number; None: the device would have to be asked how many there are.
-        ids_BT: then an id for each token, ascending.
+        starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device
+            sync.
+        ids_BT: ascending document id per token, used if `starts_BM` is None.
     """
     if starts_BM is not None:
         return starts_BM[:, None, None]
@@ -170,14 +171,15 @@ def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor
 
 
 def reads_borders(model: nn.Module) -> bool:
-    """Whether `attend_in_documents` has let this model's layers read borders."""
+    """Return True if `attend_in_documents` has made this model's layers read borders."""
     return getattr(model, _READY, False)
 
 
 def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Call a causal model of transformers on a batch of the loader: tokens see only those of their own document.
+    """Call a causal transformers model on a loader's batch. Tokens attend only within their document.
 
-    A model that does not read borders gets masks that keep to them, whether or not it tells transformers its positions.
+    A model that does not read borders gets block-diagonal masks, even if it does not pass positions to transformers'
+    masks.
     """
     if not hasattr(model, _FIRST):
         setattr(model, _FIRST, hugging_face.first_position(model))
@@ -192,16 +194,16 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def is_told(model: nn.Module) -> bool:
-    """Whether the call under way is one of `call_in_documents`, which says itself where documents begin."""
+    """Return True if the current call comes from `call_in_documents`, which marks the documents."""
     return getattr(model, _TOLD, False)
 
 
 @contextlib.contextmanager
 def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
-    """Inside, every mask that transformers makes over these tokens stays among tokens of one id.
+    """Keep every mask that transformers builds over these tokens within documents, inside this context.
 
-    Some of its models (OPT, gpt-oss) have positions, and do not tell them where they ask for a mask; others (BioGPT)
-    ask with a mask of ones, beside which it does not look at positions.
+    Some models (OPT, gpt-oss) have positions but do not pass them when they build a mask. Others (BioGPT) pass a mask
+    of ones, and then transformers ignores positions.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     known: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
@@ -224,7 +226,7 @@ def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
 
 
 def _is_usual(model: Any) -> bool:
-    """Whether all layers look up torch's fused attention, are causal, and nothing else reads the mask."""
+    """Return True if all layers look up torch's fused attention and are causal, and nothing else reads the mask."""
     takes = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     layers = [module for module in model.modules() if hasattr(module, "is_causal")]
@@ -241,7 +243,7 @@ def _is_usual(model: Any) -> bool:
 
 
 def _reads_mask(module: nn.Module) -> bool:
-    """Whether a module takes the mask, and has no attention in it to hand it to: an indexer of sparse attention."""
+    """Return True if a module takes the mask but contains no attention, like an indexer of sparse attention."""
     takes = "attention_mask" in inspect.signature(module.forward).parameters
     return takes and not any(hasattr(one, "is_causal") for one in module.modules())
 
@@ -251,9 +253,9 @@ def _attend(
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """An attention function in the manner of transformers: (B, H, T, C) in, (B, T, H, C) out.
+    """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out.
 
-    own: the one in whose place it is called. Blocks are compiled with it: a name could not be looked up there.
+    `own` is the function that this one replaces. It is bound here because compiled blocks cannot look up a name.
     """
     how = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     if attention_mask is None or attention_mask.dtype not in (_PLACES, _IDS):
@@ -274,7 +276,7 @@ def _attend(
 
 
 def _mask(starts_BM: Tensor | None, ids_BT: Tensor | None, num_tokens: int, window: int | None) -> Tensor:
-    """What each token sees, bool (B, 1, T, T)."""
+    """Return the visibility mask, bool (B, 1, T, T)."""
     if ids_BT is None:
         assert starts_BM is not None
         ids_BT = ids_of(starts_BM, num_tokens)
@@ -285,18 +287,18 @@ def _mask(starts_BM: Tensor | None, ids_BT: Tensor | None, num_tokens: int, wind
     return seen[:, None]
 
 
-# Whether documents of one row see each other in a model of transformers.
+# Test for attention across documents of one row in a transformers model.
 
-#: Tokens of the document that comes twice, and of the one between. A window is shorter than either.
+#: Lengths of the repeated document and of the one between. The window is shorter than both.
 _TWICE, _BETWEEN, _WINDOW = 11, 13, 6
-#: Of the logits' spread: rounding stays below 1e-5, and the weakest leak that was found is 8e-2.
+#: Limit relative to the logits' standard deviation: rounding is below 1e-5, and the weakest leak found is 8e-2.
 _LIMIT = 1e-3
 
 
 def why_documents_mix(model: Any) -> str:
-    """Say why packed documents do not stay apart in this model of transformers; "" where they do.
+    """Return the reason why packed documents affect each other in this transformers model, or "" if they do not.
 
-    model: on any device, before anything is done to it. It stays as it is, and so do random numbers.
+    `model` may be on any device and must be unmodified. It and the RNG state are not changed.
     """
     if not hugging_face.is_hugging_face(model) or reads_documents(model):
         return ""
@@ -304,12 +306,12 @@ def why_documents_mix(model: Any) -> str:
 
 
 def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
-    """Say the same of a class of transformers whose layers do not read borders, and a config of it."""
+    """Return the same for a transformers class whose layers do not read borders, and its config."""
     kind = config.model_type
     try:
-        with hugging_face.quiet():  # it would speak of the small model
+        with hugging_face.quiet():  # its messages would be about the small model
             difference = _difference(small_copy(model_class, config, window=_WINDOW))
-    except Exception as error:  # other people's code, with sizes that it may not expect
+    except Exception as error:  # third-party code, with sizes that it may not support
         first = next(iter(str(error).strip().splitlines()), "")[:120].rstrip(".")
         return (
             f"Weft cannot show that documents of one row stay apart in a {kind} model, since a small one fails "
@@ -321,12 +323,12 @@ def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
 
 
 def _difference(model: Any) -> float:
-    """How far logits of a document are from those of that document alone, over their spread."""
+    """Return the largest difference between a document's logits in a row and alone, in standard deviations."""
     attend_in_documents(model)
     tokens = torch.randint(5, 50, (_TWICE + _BETWEEN,), generator=torch.Generator().manual_seed(1))
     twice, between = tokens[:_TWICE], tokens[_TWICE:]
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the process may go on as forks, which threads do not survive
+    torch.set_num_threads(1)  # the process may fork later, and threads do not survive a fork
     try:
         with torch.no_grad():
             alone = model(input_ids=twice[None], use_cache=False).logits
@@ -340,7 +342,7 @@ def _difference(model: Any) -> float:
 
 
 def _packed(*documents: Tensor) -> dict[str, Tensor]:
-    """One row of documents, as the loader gives it."""
+    """Return one row of documents in the loader's format."""
     lengths = torch.tensor([len(one) for one in documents])
     return {
         "input_ids": torch.cat(documents)[None],
@@ -350,16 +352,16 @@ def _packed(*documents: Tensor) -> dict[str, Tensor]:
     }
 
 
-# Documents that a script packs into rows, and tells the model by `position_ids` that begin anew within a row.
+# Documents that a script packs into rows and marks by `position_ids` that restart within a row.
 
-#: What holds the tokens before these: a document that goes on.
+#: Arguments that hold earlier tokens: the document continues.
 _CACHES = ("past_key_values", "cache", "cache_params", "state")
 
 
 def separate_by_position_ids(model: nn.Module) -> None:
-    """Let documents of a model of transformers stay apart where `position_ids` of a call begin anew, in place.
+    """Keep the documents of a transformers model apart if `position_ids` of a call restart within a row, in place.
 
-    Call it before anything else is done to the model. Other models are left alone.
+    Call it before any other change to the model. Other models are not changed.
     """
     if not hugging_face.is_hugging_face(model):
         return
@@ -369,7 +371,10 @@ def separate_by_position_ids(model: nn.Module) -> None:
 
 
 class _Follower:
-    """What a model's hooks know of it. The model is tried when positions first need it: most scripts give none."""
+    """Hooks of a model that handle restarting positions.
+
+    The model is tested when it first gets such positions, since most scripts pass none.
+    """
 
     def __init__(self, model: Any):
         self._kind, self._config = type(model), copy.deepcopy(model.config)
@@ -378,20 +383,20 @@ class _Follower:
         self._open: list[contextlib.ExitStack] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Follower:
-        return self  # it changes with nothing that a copy of the model does
+        return self  # its state does not depend on the copy
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": []}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call begins; returns its arguments where they become others."""
+        """Begin a call. Returns new arguments if they change."""
         stack = contextlib.ExitStack()
         self._open.append(stack)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         ids_BT = None if is_told(module) else _document_ids(given)
         if ids_BT is None:
             return None
-        starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, which is not asked
+        starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, to avoid a sync
         if starts_BM is not None and starts_BM.shape[1] == 1:
             return None
         self._expect_separate(given["position_ids"], ids_BT)
@@ -405,14 +410,14 @@ class _Follower:
         return args, kwargs | {"attention_mask": borders}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The call ends, by an exception or not."""
+        """End the call, also after an exception."""
         if self._open:
             self._open.pop().close()
 
     def _expect_separate(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
-        """Refuse positions that begin anew in a model in which documents of a row see each other.
+        """Refuse restarting positions in a model in which documents of a row affect each other.
 
-        Where only the device knows, such a model waits for the answer in each call; no other one does.
+        If positions are only on the device, such a model syncs in each call. No other model does.
         """
         if self._why is None:
             self._why = why_kind_mixes(self._kind, self._config)
@@ -425,17 +430,17 @@ class _Follower:
 
 
 def _document_ids(given: dict[str, Any]) -> Tensor | None:
-    """An id for each token, int64 (B, T), ascending; None where the call says nothing of documents, or all of them.
+    """Return an ascending document id per token, int64 (B, T), or None if the call does not need separated documents.
 
-    On the host, where that knows positions and mask; else on their device. A document begins where a position does not
-    follow the one before it, and padding lies in documents of its own.
+    Computed on the host if it has the values of positions and mask, else on their device. A document begins where a
+    position is not its predecessor plus 1. Padding forms separate documents.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if not isinstance(positions, Tensor) or not isinstance(tokens, Tensor) or positions.dim() != 2:
-        return None  # positions of three axes, as of pictures, follow another rule
+        return None  # positions with three axes, as for images, follow another rule
     if any(given.get(name) is not None for name in _CACHES) or (mask is not None and mask.dim() != 2):
-        return None  # a document that goes on; a mask over pairs, which says what sees what
+        return None  # a continued document, or a mask over pairs, which is explicit
     if positions.shape[1] != tokens.shape[1] or positions.shape[1] < 2:
         return None
     on_host, mask_on_host = host_values(positions), None if mask is None else host_values(mask)
@@ -451,7 +456,7 @@ def _document_ids(given: dict[str, Any]) -> Tensor | None:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on a device; the host does not wait for the copy."""
+    """Return the tensor on a device, copied without blocking the host."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

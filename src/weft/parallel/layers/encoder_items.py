@@ -1,8 +1,8 @@
-"""Attention of encoders that take pictures one after another, in one call for all pictures of a batch.
+"""Encoder attention over all pictures of a batch in one call, and the items of an encoder call.
 
-Models of transformers with such an encoder (Qwen2-VL and its kin) call torch's fused attention once for each picture in
-each layer, and ask the device for the borders each time. Only a function whose name has "flash" in it gets the borders
-in one call; so the encoder's modules get a config of their own, with the name of one that takes them.
+Models of transformers with such an encoder (Qwen2-VL and related models) call torch's fused attention once per picture
+and layer, and read the borders from the device each time. transformers passes the borders to one call only if the
+attention function's name contains "flash". So the encoder's modules get a copy of the config with such a name.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from weft.models.attention import bordered_attention
 from weft.models.inspect import hugging_face
 from weft.private_torch import Function, tree_flatten, tree_unflatten
 
-#: transformers gives borders to functions with "flash" in their names.
+#: transformers passes borders to functions with "flash" in their names.
 _NAME = "weft_flash_by_borders"
 _BORDERS = "cu_seqlens"
 
 
 def attend_by_borders(model: nn.Module) -> None:
-    """Let the encoders of a model of transformers attend to all pictures in one call, in place."""
+    """Make the encoders of a transformers model attend to all pictures in one call, in place."""
     if not hugging_face.is_hugging_face(model):
         return
     attending = [module for module in model.modules() if _calls_by_picture(module)]
@@ -44,7 +44,7 @@ def attend_by_borders(model: nn.Module) -> None:
     configs: dict[int, Any] = {id(module.config): module.config for module in attending}
     sharing = [module for module in model.modules() if id(getattr(module, "config", None)) in configs]
     if any("attention_mask" in inspect.signature(module.forward).parameters for module in sharing):
-        return  # a part of the text has the same config, and its attention wants no borders
+        return  # a text module shares the config, and its attention takes no borders
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
     for one in configs.values():
         own = copy.copy(one)
@@ -55,7 +55,7 @@ def attend_by_borders(model: nn.Module) -> None:
 
 
 def _calls_by_picture(module: nn.Module) -> bool:
-    """Whether it attends to the rows between borders, by torch's fused attention, and drops nothing."""
+    """Return True if the module attends between borders with torch's fused attention and without dropout."""
     if hugging_face.attention_name(module) != "sdpa" or not hasattr(module, "scaling"):
         return False
     drops = getattr(module, "attention_dropout", 0.0)
@@ -67,7 +67,7 @@ def _attend(
     scaling: float | None = None, dropout: float = 0.0, cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """An attention function in the manner of transformers: (1, H, P, C) in, (1, P, H, C) out."""
+    """Compute attention with the interface of transformers: (1, H, P, C) in, (1, P, H, C) out."""
     usual = query.shape[-1] ** -0.5
     if cu_seq_lens_q is None or query.shape[1] != key.shape[1] or is_causal or dropout:
         own = hugging_face.attention_function(module, "sdpa")
@@ -81,18 +81,18 @@ def _attend(
     return bordered_attention(query, key, value, starts, longest).transpose(1, 2), None
 
 
-# The items of one call of an encoder: pictures or clips, each a row, or unlike many rows one after another.
+# Items of one encoder call: pictures or clips. Each is one row, or several consecutive rows.
 
-#: Numbers of the rows of an item: frames, height and width, or height and width.
+#: Possible lengths of a grid row: (height, width) or (frames, height, width).
 _GRIDS = (2, 3)
 
 
 @dataclass(frozen=True)
 class Items:
-    """What an encoder was called with.
+    """Arguments of one encoder call, divided into items.
 
-    rows: of each item in tensors whose rows are no items. spans: how many of them attend to each other. leaves, tree:
-    the arguments. by_row, by_item: which of the leaves have a row for each of `rows`, or for each item.
+    `rows` holds the rows per item, and `spans` how many of them attend to each other. `leaves` and `tree` are the
+    flattened arguments. `by_row` and `by_item` hold the indices of leaves with one entry per row or per item.
     """
 
     rows: tuple[int, ...]
@@ -107,22 +107,22 @@ class Items:
 
     @property
     def are_rows(self) -> bool:
-        """Whether each item is one row."""
+        """True if each item is one row."""
         return all(count == 1 for count in self.rows)
 
     def sizes(self, place: int) -> tuple[int, ...]:
-        """Return how many rows each item has in a leaf."""
+        """Return the number of rows of each item in a leaf."""
         return self.rows if place in self.by_row else (1,) * len(self.rows)
 
     @property
     def without_any(self) -> Items:
-        """The same call without an item."""
+        """The same call with zero items."""
         places = {*self.by_row, *self.by_item}
         leaves = tuple(leaf[:0] if place in places else leaf for place, leaf in enumerate(self.leaves))
         return Items((), (), leaves, self.tree, self.by_row, self.by_item)
 
     def taken(self, place: int, chosen: Sequence[int]) -> Tensor:
-        """Return the rows of some items in a leaf, one item after another."""
+        """Return the rows of the chosen items in a leaf, concatenated."""
         return take(self.leaves[place], self.sizes(place), chosen)
 
     def arguments(self, replaced: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,12 +131,12 @@ class Items:
 
 
 def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
-    """Return the rows of some items, one after another.
+    """Return the rows of the chosen items, concatenated.
 
     Args:
         tensor: (rows of all items, ...).
         sizes: rows of each item.
-        chosen: numbers of items, in the order wanted.
+        chosen: item numbers, in output order.
     """
     if list(chosen) == list(range(len(sizes))):
         return tensor
@@ -147,18 +147,19 @@ def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
 
 
 def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Items:
-    """Return the items of a call. Of the first tensor of floats each row is one, or whole numbers tell their borders.
+    """Return the items of a call.
 
-    Whole numbers tell borders where there are as many as rows: (N, 3) grids of frames, height and width, (N, 2) of
-    height and width, or (N,) counts.
+    An integer tensor can define how many rows of the first float tensor belong to each item: (N, 3) grids of frames,
+    height and width, (N, 2) grids of height and width, or (N,) counts. They must add up to the number of rows. Without
+    such a tensor each row is one item.
 
     Args:
-        path: of the module, for errors.
+        path: the module's path, for errors.
         args: positional arguments.
-        kwargs: named ones.
+        kwargs: named arguments.
 
     Raises:
-        LayoutError: where the borders of items cannot be told.
+        LayoutError: if the borders of items cannot be determined.
     """
     leaves, tree = tree_flatten((args, kwargs))
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -184,7 +185,7 @@ def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item
 
 
 def _counts(leaf: Tensor, total: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Rows of each item, and how many of them attend to each other; None where the numbers do not say that."""
+    """Return rows per item and how many of them attend to each other, or None if the numbers do not fit."""
     if leaf.dtype == torch.bool or leaf.is_meta:
         return None
     if leaf.dim() == 1 and leaf.shape[0] <= total:
@@ -198,33 +199,33 @@ def _counts(leaf: Tensor, total: int) -> tuple[tuple[int, ...], tuple[int, ...]]
     return None
 
 
-# How the items of one call lie over ranks: which are this rank's, and the ways there and home.
+# Distribution of one call's items over ranks, and their exchange.
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The axes that share items. data: of size 1 where items stay with their data rank."""
+    """Axes that share items. `data` has size 1 if items stay with their data rank."""
 
     data: Axis
     tp: Axis
 
     @property
     def per_home(self) -> int:
-        """Ranks that hold the same batch."""
+        """Number of ranks with the same batch."""
         return self.tp.size
 
     @property
     def place(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the ranks with the same batch."""
         return self.tp.rank
 
 
 @dataclass(frozen=True)
 class Division:
-    """One call's items over ranks.
+    """Assignment of one call's items to ranks.
 
-    ranks: that share. rows: of each item of all data ranks, in order of these. homes: each item's data rank. dealt: the
-    items of each rank.
+    `ranks` are the sharing axes. `rows` holds the rows of each item of all data ranks, in data rank order. `homes`
+    holds each item's data rank, and `dealt` the items of each rank.
     """
 
     ranks: Ranks
@@ -243,18 +244,18 @@ class Division:
         return sum(home < self.ranks.data.rank for home in self.homes)
 
     def _at(self, data_rank: int, place: int, home: int) -> list[int]:
-        """Items of a home that a rank computes."""
+        """Return the items of a home that a rank computes."""
         return [item for item in self.dealt[data_rank * self.ranks.per_home + place] if self.homes[item] == home]
 
     @cached_property
     def _sent(self) -> list[list[int]]:
-        """Of this data rank's items, those that each data rank computes on the rank in this one's place."""
+        """This data rank's items that each data rank computes, on the rank with this one's tp index."""
         data, place = self.ranks.data, self.ranks.place
         return [self._at(rank, place, data.rank) for rank in range(data.size)]
 
     @cached_property
     def _received(self) -> list[list[int]]:
-        """Of the items that this rank computes, those of each data rank."""
+        """Items that this rank computes, by their data rank."""
         data, place = self.ranks.data, self.ranks.place
         return [self._at(data.rank, place, home) for home in range(data.size)]
 
@@ -270,7 +271,10 @@ class Division:
     def _exchanged(
         self, rows: Tensor, sizes: Sequence[int], sent: list[list[int]], received: list[list[int]]
     ) -> Tensor:
-        """Rows of items that other data ranks need, for those that this one needs. sizes: of each item."""
+        """Send rows of items that other data ranks need, and return the rows that this rank needs.
+
+        `sizes` holds the rows of each item.
+        """
         data, place = self.ranks.data, self.ranks.place
         send, receive = ([sum(sizes[item] for item in part) for part in parts] for parts in (sent, received))
         every = (self._at(rank, place, home) for rank in range(data.size) for home in range(data.size))
@@ -278,13 +282,14 @@ class Division:
         return exchange(rows.contiguous(), data, send, receive, most)
 
     def home(self, outputs: Sequence[Tensor], given: int) -> list[Tensor]:
-        """Return the rows of all items of this data rank in outputs of the module, in order of the items.
+        """Return the rows of all items of this data rank in the module's outputs, in item order.
 
         A collective over `data`, then over tp.
 
         Args:
-            outputs: each (rows, ...), as many as the module was given, or a multiple or share of so many.
-            given: rows that the module was given: those of this rank's items, or of what stood in for them.
+            outputs: each (rows, ...). The number of rows equals the number of input rows, or a multiple or fraction of
+                it.
+            given: number of input rows, from this rank's items or from the substitute item.
         """
         scaled = [self._rows_of(output.shape[0], given) for output in outputs]
         if not self.own:
@@ -294,7 +299,7 @@ class Division:
         return [self._joined(output, rows) for output, rows in zip(outputs, scaled, strict=True)]
 
     def _rows_of(self, made: int, given: int) -> list[int]:
-        """Rows of every item in an output."""
+        """Return the rows of every item in an output."""
         if not given or any(rows * made % given for rows in self.rows):
             raise LayoutError(
                 f"spread: of {given} rows of items the module made {made}, and Weft cannot tell which are whose. "
@@ -303,7 +308,7 @@ class Division:
         return [rows * made // given for rows in self.rows]
 
     def _over_data(self, outputs: Sequence[Tensor], scaled: list[list[int]]) -> list[Tensor]:
-        """Bring all outputs of one format home in one exchange, so that it has one place in backward."""
+        """Return all outputs to their data ranks, with one exchange per dtype, so that backward has a fixed order."""
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             places = [place for place, output in enumerate(outputs) if output.dtype == dtype]
@@ -324,7 +329,7 @@ class Division:
         return [found[place] for place in range(len(outputs))]
 
     def _joined(self, output: Tensor, rows: list[int]) -> Tensor:
-        """The rows of all ranks that hold this batch, in the order of the items."""
+        """Return the rows from all ranks with this batch, in item order."""
         ranks, home = self.ranks, self.ranks.data.rank
         order = [
             [item for rank in range(ranks.data.size) for item in self._at(rank, place, home)]
@@ -347,17 +352,18 @@ class Division:
         return output.index_select(0, torch.tensor(places, dtype=torch.int64, device=output.device))
 
 
-# What a rank without items must know to call an encoder as the others do: one item of theirs, without its numbers.
+# Description of an encoder call for ranks without items: one item of another rank, without its float values.
 
-#: Whole numbers of an item that are told; of floats the shape is.
+#: Maximum number of integers that are sent with their values. For floats only the shape is sent.
 _MOST_NUMBERS = 1024
 
 
 @dataclass(frozen=True)
 class ReplicatedCalls:
-    """How others call an encoder, with one item of zeros. method: of the model's, which calls it; "": nothing does.
+    """Another rank's call of an encoder, with one item of zeros.
 
-    outer: what that method is given; where there is none, the encoder. inner: what the encoder is given.
+    `method` is the model's method that calls the encoder, or "". `outer` holds the method's arguments, or the encoder's
+    if there is no method. `inner` holds the encoder's arguments.
     """
 
     method: str
@@ -366,37 +372,37 @@ class ReplicatedCalls:
 
 
 def told(path: str, method: str, outer: Items, inner: Items, chosen: int) -> bytes:
-    """Return what `parse_calls` makes calls of.
+    """Encode a call for `parse_calls`.
 
     Args:
-        path: of the encoder, for errors.
+        path: the encoder's path, for errors.
         method: as in `ReplicatedCalls`.
-        outer: what is given to it.
-        inner: what is given to the encoder.
-        chosen: which of the items is told.
+        outer: arguments of the method.
+        inner: arguments of the encoder.
+        chosen: number of the item to include.
 
     Raises:
-        LayoutError: where a call has arguments that cannot be told.
+        LayoutError: if an argument of the call cannot be encoded.
     """
     return json.dumps([method, _recorded_call(path, outer, chosen), _recorded_call(path, inner, chosen)]).encode()
 
 
 def parse_calls(text: bytes, device: torch.device) -> ReplicatedCalls:
-    """Return the calls that another rank told."""
+    """Build the calls that another rank encoded."""
     method, outer, inner = json.loads(text)
     return ReplicatedCalls(method, _made_call(outer, device), _made_call(inner, device))
 
 
 def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
-    """The call with one of its items.
+    """Return the JSON form of the call with one of its items.
 
     Args:
-        path: of the module, for errors.
-        items: of the call.
-        chosen: which of them.
+        path: the module's path, for errors.
+        items: items of the call.
+        chosen: number of the item.
 
     Raises:
-        LayoutError: where the call has arguments that cannot be told.
+        LayoutError: if an argument of the call cannot be encoded.
     """
     args, kwargs = items.arguments({})
     if len(args) + len(kwargs) != len(items.leaves):
@@ -412,7 +418,7 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
 
 
 def _made_call(text: list[Any], device: torch.device) -> Items:
-    """A call with one item of zeros."""
+    """Build a call with one item of zeros."""
     said, named, (rows, span), by_row, by_item = text
     args = tuple(_made(one, device) for one in said)
     kwargs = {name: _made(one, device) for name, one in named.items()}
@@ -421,13 +427,13 @@ def _made_call(text: list[Any], device: torch.device) -> Items:
 
 
 def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
-    """Return what the first rank that has something says. A collective.
+    """Return the message of the first rank that has one. A collective.
 
     Args:
-        own: what this rank says; b"": nothing.
-        sizes: how many bytes each rank of the axis says.
+        own: this rank's message, or b"".
+        sizes: message size of each rank of the axis, in bytes.
         axis: the ranks.
-        device: of the tensors that travel.
+        device: device of the communicated tensors.
     """
     filled = torch.zeros(max(sizes), dtype=torch.uint8)
     filled[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else filled[:0]
@@ -461,11 +467,11 @@ def _made(said: Any, device: torch.device) -> Any:
     return torch.tensor(numbers, dtype=dtype, device=device).view(shape)
 
 
-# The way of features from an encoder to its model: those of all items brought home, at once or when they are read.
+# Return of features from encoder to model: all items are gathered immediately, or when they are read.
 
 
 class ZeroGradDependency(Function):
-    """A tensor as it is; others have a gradient of zero from it, so that their backward takes place."""
+    """Identity on the first tensor. The others get zero gradients, so that their backward runs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
@@ -480,9 +486,10 @@ class ZeroGradDependency(Function):
 
 @dataclass(frozen=True)
 class ItemCall:
-    """One call, from the hook before it to the one behind.
+    """State of one call between its pre-hook and its hook.
 
-    given: rows that the module got. expected: rows that who stands by passed to it, and waits for; 0: nobody does.
+    `given` is the number of rows that the module got. `expected` is the number of rows that a substitute call passed
+    and expects back; 0 for an ordinary call.
     """
 
     division: Division
@@ -490,7 +497,7 @@ class ItemCall:
     expected: int
 
     def home(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the rows of this data rank's items in outputs of the module; for who stands by, zeros."""
+        """Return the rows of this data rank's items in the module's outputs. A substitute call gets zeros."""
         found = self.division.home(outputs, self.given)
         if not self.expected:
             return found
@@ -500,7 +507,7 @@ class ItemCall:
 
 
 def lists_of_states(output: Any) -> dict[str, tuple[Tensor, ...]]:
-    """Of an output by name, entries with a tensor for each layer, of which models read few."""
+    """Return the entries of a dict output that hold a tensor per layer. Models read few of them."""
     if not isinstance(output, dict):
         return {}
     return {
@@ -511,7 +518,7 @@ def lists_of_states(output: Any) -> dict[str, tuple[Tensor, ...]]:
 
 
 class HomeOnDemand(tuple[Any, ...]):
-    """Tensors of which each is brought home when it is first read: all ranks that share items read the same."""
+    """Tuple of tensors, each gathered when it is first read. All ranks that share items must read the same ones."""
 
     def __new__(cls, parts: tuple[Tensor, ...], call: ItemCall) -> HomeOnDemand:
         found = super().__new__(cls, [None] * len(parts))

@@ -1,9 +1,9 @@
-"""Which linear layers multiply in float8, and how they come to it.
+"""Selection of the linear layers that multiply in float8.
 
-Linear layers inside of the repeated blocks do, in front of their norms and behind; embeddings, the head, norms, stacked
-experts, what chooses experts, and a base that is kept as bytes do not. Both sides of a layer's whole weight must be
-multiples of 16, and the user may keep more layers as they are. Both look at the model and not at the plan, so every
-plan of a model rounds the same layers.
+Selected are the linear layers inside of repeated blocks, including layers before and after their norms. Not selected
+are embeddings, the head, norms, stacked experts, routers, and frozen base weights stored as bytes. Both dims of a
+layer's full weight must be multiples of 16. The user can exclude more layers. Selection depends on the model and not
+on the plan, so every plan of a model rounds the same layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.parallel.layers.deferred_gradients import HoldingLayer, linear
 from weft.parallel.layers.float8_products import MULTIPLE, RECIPES, Float8
 from weft.parallel.private_torch import multiplies_float8
 
-#: Blocks at an end of the model.
+#: The first or last N blocks.
 _END = re.compile(r"(first|last):(\d+)")
 
 
@@ -32,7 +32,7 @@ class Float8Linear(HoldingLayer):
     """A linear layer that multiplies in float8."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Return (..., O) from (..., I)."""
         transposed = layers.is_transposed(self)
         out = linear(x, self.weight, self.bias, self._weft_held, transposed=transposed, form=self._weft_float8)
         return self.adapt(out, x) if isinstance(self, AdaptedLinear) else out
@@ -41,17 +41,17 @@ class Float8Linear(HoldingLayer):
 def choose_float8(
     model: nn.Module, device: torch.device, keep: Sequence[str] = (), recipe: str = RECIPES[0], *, speaks: bool
 ) -> None:
-    """Choose the layers that shall multiply in float8. Call it on the whole model, before any technique cuts it.
+    """Choose the layers that will multiply in float8. Call it on the full model, before any technique shards it.
 
     Args:
-        model: whole.
-        device: that it will run on.
+        model: the full model.
+        device: device that the model will run on.
         keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16.
-        recipe: how scales are chosen, one of RECIPES.
-        speaks: whether this rank warns of layers that stay, and of a device without such products.
+        recipe: scale recipe, one of RECIPES.
+        speaks: this rank warns of layers that stay in bf16, and of a device without float8 products.
 
     Raises:
-        ModelError: where no layer can, where all are kept, where nothing is what `keep` names, and for other recipes.
+        ModelError: if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
     """
     if recipe not in RECIPES:
         raise ModelError(f"fp8_recipe={recipe!r}: it is {' or '.join(RECIPES)}. Use fp8_recipe={RECIPES[0]!r}.")
@@ -85,7 +85,7 @@ def choose_float8(
 
 
 def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
-    """By path, the linear layers in blocks that can multiply in float8; those whose sides do not fit go to `left`."""
+    """Return the linear layers in blocks that can multiply in float8, by path. Other layers are added to `left`."""
     found: dict[str, nn.Module] = {}
     for path, block in repeated_blocks(model).items():
         routers = _routers(block)
@@ -101,7 +101,11 @@ def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
 
 
 def _kept(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
-    """The paths of `fitting` that one of the words names. Raises ModelError where a word names none."""
+    """Return the paths of `fitting` that an entry of `keep` matches.
+
+    Raises:
+        ModelError: if an entry matches none.
+    """
     kept = set[str]()
     for word in keep:
         named = {path for path in fitting if fnmatchcase(path, word)}
@@ -119,21 +123,21 @@ def _kept(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[st
 
 
 def use_float8(model: nn.Module) -> None:
-    """Let the marked layers that no technique has cut multiply in float8, in place."""
+    """Make the chosen layers that no technique has sharded multiply in float8, in place."""
     for module in model.modules():
         if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
             replace_class(module, Float8Linear)
 
 
 def refuse_partial(path: str, module: nn.Module) -> None:
-    """Refuse a marked layer whose output's gradient is a partial sum on each rank.
+    """Refuse a chosen layer whose output gradient is a partial sum on each rank.
 
     Args:
-        path: of the layer.
+        path: the layer's path.
         module: the layer, or any other module.
 
     Raises:
-        PlanError: rounding summands is not rounding their sum.
+        PlanError: because rounding summands is not rounding their sum.
     """
     if getattr(module, "_weft_float8", None) is not None:
         raise PlanError(
@@ -144,7 +148,7 @@ def refuse_partial(path: str, module: nn.Module) -> None:
 
 
 def _routers(block: nn.Module) -> set[int]:
-    """Linear layers beside stacked experts that choose among them."""
+    """Return the ids of linear layers next to stacked experts that choose among the experts."""
     modules, found = dict(block.named_modules()), set[int]()
     for path, experts in layers.find_experts(block):
         count, around = layers.num_experts(path, experts), modules[layers.parent_of(path)]

@@ -1,8 +1,8 @@
-"""Indices into tables, such as token ids into embeddings, held to the table before a GPU ends the process over them.
+"""Range checks of indices into tables, such as token ids into embeddings, before a GPU assertion ends the process.
 
-A GPU's kernels stop at an index that a table lacks, with an assertion that names neither, and a cut table would read
-zeros. The host looks at what it sent itself, so it waits for nobody. Of indices that are on the device from the start
-it looks at the first ones only, for which it waits once.
+A GPU kernel fails on an index out of range with an assertion that names neither the index nor the table. A sharded
+table would return zeros. The host checks the values that it sent to the device, so it never syncs for them. Of indices
+computed on the device it checks only the first ones, with one sync.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.private_torch import without_modes
 
 
 def watch_indices(model: nn.Module) -> None:
-    """Check what each embedding of a model is given, in front of its forward. Call it before tables are cut.
+    """Check the inputs of each embedding of a model before its forward. Call it before tables are sharded.
 
-    Left out are embeddings with a forward of their own: OPT's positions are shifted there before they are looked up.
+    Embeddings that override forward are skipped: OPT's shifts positions before the lookup.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
@@ -29,12 +29,12 @@ def watch_indices(model: nn.Module) -> None:
 
 
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
-    """Refuse labels that a head has no entry for, as far as the host knows them.
+    """Refuse labels outside of the head's range, if the host has their values.
 
     Args:
-        labels: whole numbers of any shape.
+        labels: integers of any shape.
         num_classes: entries of the head.
-        ignored: the label of what is not trained.
+        ignored: label of untrained positions.
 
     Raises:
         ModelError: with the label and the remedy.
@@ -50,7 +50,7 @@ def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
 
 
 class _Watch:
-    """Before one embedding's forward. rows: of the whole table."""
+    """Forward pre-hook of one embedding. `rows` is the size of the full table."""
 
     def __init__(self, name: str, rows: int):
         self._name, self._rows = name, rows
@@ -85,11 +85,11 @@ def _remedy(wrong: int) -> str:
 
 
 def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | None:
-    """The first index that is not in 0..size-1, of those that the host knows."""
+    """Return the first index outside of 0..size-1, or None. Only values on the host are checked."""
     values = host_values(indices)
     if values is None or values.numel() == 0 or values.is_floating_point():
         return None
-    found: np.ndarray[Any, Any] = values.numpy()  # no operation of torch, so no mode counts it
+    found: np.ndarray[Any, Any] = values.numpy()  # numpy, so no torch mode counts it
     if found.min() >= 0 and found.max() < size:
         return None
     outside = found[(found < 0) | (found >= size)]
@@ -97,25 +97,25 @@ def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | Non
     return int(outside.flat[0]) if outside.size else None
 
 
-# What stands in the place of a module that this rank does not hold: techniques that look at modules skip it.
+# Substitute of a module that this rank does not hold. Techniques that inspect modules skip it.
 
 
 class StandIn(nn.Module):
-    """Answers for another module: its attributes are that module's, its parameters are none. path: of that module."""
+    """Substitute for another module at `path`: it has that module's attributes and no parameters."""
 
     def __init__(self, module: nn.Module, path: str):
         super().__init__()
-        # In a tuple: a module set as an attribute would become a part of the model.
+        # In a tuple: a module set as an attribute would become a submodule.
         self.__dict__["_for"] = (module, path)
 
     @property
     def stands_for(self) -> nn.Module:
-        """The module whose place this takes."""
+        """The module that this one replaces."""
         return self.__dict__["_for"][0]
 
     @property
     def path(self) -> str:
-        """Its path in the whole model."""
+        """Path of the module in the full model."""
         return self.__dict__["_for"][1]
 
     def __getattr__(self, name: str) -> Any:

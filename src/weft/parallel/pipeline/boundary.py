@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: arguments of its first call, and other values that later stages read."""
+"""Tensors that cross stage boundaries: arguments of a stage's first call, and other values that later stages read."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local, refuse
 from weft.parallel.pipeline.survey import StageRoute, Value, ValueSurvey, kind_of, remote_attribute, remote_outputs
 from weft.private_torch import version_of
 
-#: The slot of the first argument: of what the block before returned.
+#: Slot of the first argument: the output of the previous block.
 STREAM = 0
-#: The slot of a tensor without meaning, if a stage needs nothing of the earlier ones.
+#: Slot of a placeholder tensor, if a stage needs nothing from earlier ones.
 NOTHING = -1
-#: Slots of values are below this.
+#: Slots of values are at most this.
 _VALUES = -2
-#: Where tensors of several formats lie in one message: at multiples of so many bytes.
+#: Byte alignment of tensors of several dtypes in one message.
 _ALIGNED = 16
 
 
 def slot_of(place: int, *, is_value: bool = False) -> int:
-    """Return the slot of an argument of the entered call, or of a value, by its place among these."""
+    """Return the slot of an argument of the entered call, or of a value, from its index."""
     return _VALUES - place if is_value else place
 
 
@@ -42,16 +42,16 @@ class Carried(NamedTuple):
 
     @classmethod
     def one(cls, tensor: torch.Tensor) -> Carried:
-        """The stream alone."""
+        """Return only the stream."""
         return cls((STREAM,), (tensor,))
 
     def detach(self) -> Carried:
-        """The same numbers without their history."""
+        """Return the same values without their autograd history."""
         return Carried(self.slots, tuple(tensor.detach() for tensor in self.tensors))
 
 
 class SentForm(NamedTuple):
-    """Slots, shapes and formats of what crosses: what both ends know, so that one message carries all of it."""
+    """Slots, shapes and dtypes of crossing tensors. Both ends store it, so one message carries all tensors."""
 
     slots: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
@@ -59,18 +59,18 @@ class SentForm(NamedTuple):
 
     @classmethod
     def of(cls, carried: Carried) -> SentForm:
-        """That of some tensors."""
+        """Return the form of some tensors."""
         tensors = carried.tensors
         return cls(carried.slots, tuple(each.shape for each in tensors), tuple(each.dtype for each in tensors))
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Return memory for a message of this form."""
+        """Return an uninitialized message of this form."""
         if len(self.slots) == 1:
             return torch.empty(self.shapes[0], dtype=self.dtypes[0], device=device)
         return torch.empty(sum(map(_padded, self._sizes())), dtype=torch.uint8, device=device)
 
     def pack(self, carried: Carried) -> torch.Tensor:
-        """Return the message: the tensor itself where there is one, else the bytes of all."""
+        """Return the message: the tensor itself if there is only one, else the bytes of all tensors."""
         if len(self.slots) == 1:
             return carried.tensors[0].detach().contiguous()
         message = self.empty(carried.tensors[0].device)
@@ -97,19 +97,19 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-# What stands in the model for its modules, so that the model's own forward runs as a stage of a pipeline.
+# Substitutes for the model's modules, so that the model's own forward runs as a pipeline stage.
 
 
 class Left(BaseException):
-    """Ends forward after the last call of a stage. Not an Exception: models may catch those."""
+    """Ends forward after the last call of a stage. Not an Exception, because models may catch Exceptions."""
 
 
 class Flow:
-    """The calls of one forward of a stage, and what enters and leaves it.
+    """State of one forward of a stage: its calls, and the tensors that enter and leave.
 
     Args:
-        stage: number of the stage.
-        survey: of the model.
+        stage: stage number.
+        survey: the model's survey.
     """
 
     def __init__(self, stage: int, survey: ValueSurvey):
@@ -124,11 +124,11 @@ class Flow:
 
     @property
     def is_active(self) -> bool:
-        """Whether a forward is running."""
+        """True while a forward is running."""
         return self.route is not None
 
     def begin(self, route: StageRoute, incoming: Carried | None) -> None:
-        """Begin a forward. incoming: what was received; None on the first stage."""
+        """Begin a forward. `incoming` holds the received tensors, or is None on the first stage."""
         self.end()
         self.route = route
         if incoming is None:
@@ -140,7 +140,7 @@ class Flow:
         self._incoming = dict(zip(route.values[self.stage], tensors[count:], strict=False))
 
     def end(self) -> None:
-        """End it."""
+        """End the forward."""
         self.route = None
         self._calls = 0
         self._incoming, self._made = {}, {}
@@ -202,7 +202,7 @@ class Flow:
     def _enter(
         self, relay: Relay, leaves: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Put what was received in place of arguments, and give these their numbers for later uses."""
+        """Replace arguments by the received tensors, and bind the values to the remote tensors for later uses."""
         received = dict(zip(leaves, self._entering, strict=True))
         count = len(list(tensors_in((args, kwargs))))
         if any(leaf >= count for leaf in leaves):
@@ -219,7 +219,7 @@ class Flow:
         return args, map_tensors(replaced, kwargs)
 
     def _leave(self, relay: Relay, leaves: tuple[int, ...], args: Any, kwargs: Any) -> None:
-        """Note what the next stage is called with, and leave if nothing follows here."""
+        """Record the arguments of the next stage's first call. Leave forward if this stage has no later call."""
         tensors = list(tensors_in((args, kwargs)))
         if any(leaf >= len(tensors) for leaf in leaves):
             raise _other_arguments(relay)
@@ -243,10 +243,10 @@ class Flow:
         return remote_outputs(probe, args, kwargs, number, device, self._incoming)
 
     def outgoing(self) -> Carried:
-        """Return what the next stage receives.
+        """Return the tensors for the next stage.
 
         Raises:
-            ModelError: if forward was over too early, or changed a tensor in place after it was used.
+            ModelError: if forward ended too early, or changed a tensor in place after it was used.
         """
         assert self.route is not None
         following = self.route.entry.get(self.stage + 1)
@@ -270,7 +270,7 @@ class Flow:
 
     @property
     def device(self) -> torch.device:
-        """Where this stage computes, by its last known tensor."""
+        """Device of this stage, from its first tensor."""
         known = [*self._made.values(), *self._incoming.values(), *self._entering]
         return known[0].device if known else torch.device("cpu")
 
@@ -288,21 +288,21 @@ def _refused(tensor: torch.Tensor, use: str) -> ModelError:
 
 
 class RemoteModule(StandIn):
-    """Stands in the model for a module that is on other ranks only."""
+    """Substitute in the model for a module that only other ranks hold."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a stage puts a `Relay` here while it runs."""
+        """Refuse the call. While a stage runs, a `Relay` replaces this module."""
         del args, kwargs
         raise ModelError(f"module {self.path!r}: another stage of the pipeline holds it. Call the full model.")
 
 
 class Relay(StandIn):
-    """Stands for a module of the chain while a stage runs."""
+    """Substitute for a module of the chain while a stage runs."""
 
     def __init__(self, module: nn.Module, path: str, number: int, flow: Flow):
         super().__init__(module, path)
         self.__dict__["_at"] = number, flow
-        if self.is_own:  # who walks the model finds what is in it
+        if self.is_own:  # so that walks over the model find its contents
             self.__dict__.update({name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")})
 
     @property
@@ -313,17 +313,17 @@ class Relay(StandIn):
 
     @property
     def number(self) -> int:
-        """Its number in the chain."""
+        """Number of the module in the chain."""
         return self.__dict__["_at"][0]
 
     @property
     def flow(self) -> Flow:
-        """Of its stage."""
+        """Flow of the stage."""
         return self.__dict__["_at"][1]
 
     @property
     def is_own(self) -> bool:
-        """Whether its module is of this stage."""
+        """True if the module belongs to this stage."""
         return self.flow.survey.stages[self.number] == self.flow.stage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -357,11 +357,11 @@ class Relay(StandIn):
 
 
 def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.Module:
-    """Put the module's parameters and buffers on the meta device, in place, without touching the tensors themselves.
+    """Move the module's parameters and buffers to the meta device, in place. The tensors themselves are not modified.
 
     Args:
-        module: of another stage.
-        kept: modules that are a part of this stage too.
+        module: a module of another stage.
+        kept: submodules that also belong to this stage.
     """
     for part in module.modules():
         if part in kept:
@@ -374,29 +374,28 @@ def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.M
 
 
 def put(site: blocks.Site, module: nn.Module) -> None:
-    """Place a module at a site of its model."""
+    """Put a module at a site of its model."""
     blocks.children(site.parent)[site.key] = module
 
 
-# What crosses from stage to stage: activations forward, their gradients back, each with its shape known on both
-# ends.
+# Transfers between stages: activations forward and their gradients back. Both ends store each shape.
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-#: Numbers in what is said of an activation: how many tensors; of each its slot, format, number of dimensions, sizes.
+#: Layout of a form message: number of tensors, then slot, dtype, number of dims and sizes of each.
 _MAX_DIMS = 8
 _MAX_PARTS = 32
 _OF_PART = 3 + _MAX_DIMS
-#: Sends that may be under way before the oldest is waited for: a sender seldom is so far ahead.
+#: Maximum number of sends in flight before the oldest is waited for. A sender is seldom so far ahead.
 _MOST_SENDS = 64
 
 
 class Boundary:
-    """Sends and receives of one rank, over the axis of stages.
+    """Sends and receives of one rank, over the pp axis.
 
     Args:
-        axis: the stages.
-        device: of what travels.
-        lanes: what goes over which group, see `comm.peer.join_lanes`.
+        axis: pp axis.
+        device: device of the communicated tensors.
+        lanes: process group per direction, see `comm.peer.join_lanes`.
     """
 
     def __init__(self, axis: Axis, device: torch.device, lanes: Mapping[PeerLane, Axis]):
@@ -404,24 +403,24 @@ class Boundary:
         self._lanes = lanes
         self._device = device
         self._kinds: dict[object, int] = {}
-        self._forms: dict[tuple[int, int], SentForm] = {}  # by stage that is entered, and kind
+        self._forms: dict[tuple[int, int], SentForm] = {}  # by (entered stage, kind)
         self._known: set[int] = set()
         self._arriving: dict[Key, tuple[SentForm, Message]] = {}
         self._sent: dict[Key, Message] = {}
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
     def kind_of(self, batch: Any) -> int:
-        """A number for what the shapes between stages follow from: the shapes, formats and names of a microbatch."""
+        """Return a number for the microbatch's shapes, dtypes and names, which determine the shapes between stages."""
         return self._kinds.setdefault(_described(batch), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
-        """A step begins; what a broken one left is forgotten. arrived_by: what may be let go, see `spec.schedule`."""
+        """Begin a step, and drop the state of a failed one. See `spec.schedule` for `arrived_by`."""
         self._arrived_by = arrived_by or {}
         self._arriving.clear()
         self._sent.clear()
 
     def receive(self, transfer: Transfer, kind: int) -> None:
-        """Begin to receive what `take` will give."""
+        """Start the receive whose result `take` returns."""
         entered = _entered(transfer)
         form = self._forms.get((entered, kind))
         if form is None:
@@ -430,7 +429,7 @@ class Boundary:
         self._arriving[transfer.content, transfer.stage, transfer.microbatch] = form, message
 
     def take(self, content: str, stage: int, microbatch: int) -> Carried:
-        """Wait for what is on its way."""
+        """Wait for a started receive and return its tensors."""
         form, message = self._arriving.pop((content, stage, microbatch))
         tensor = message.wait()
         for key in self._arrived_by.get((content, stage, microbatch), ()):
@@ -440,7 +439,7 @@ class Boundary:
         return form.unpack(tensor)
 
     def send(self, transfer: Transfer, carried: Carried, kind: int) -> None:
-        """Begin to send. The tensors must not change before the step ends."""
+        """Start a send. The tensors must not change before the step ends."""
         form = SentForm.of(carried)
         stage = _entered(transfer)
         known = self._forms.get((stage, kind))
@@ -456,18 +455,18 @@ class Boundary:
         self._post(transfer, form.pack(carried))
 
     def end(self, kinds: Iterable[int] = ()) -> None:
-        """Wait until everything was sent. kinds: of microbatches that have crossed all boundaries of this rank."""
+        """Wait until all sends are complete. Microbatches of `kinds` have crossed all boundaries of this rank."""
         for message in self._sent.values():
             message.wait()
         self._sent.clear()
         self._known.update(kinds)
 
     def knows(self, kinds: Iterable[int]) -> bool:
-        """Whether the shapes that follow from these microbatches are known at all boundaries of this rank."""
+        """Return True if the shapes for these kinds of microbatches are recorded at all boundaries of this rank."""
         return self._known.issuperset(kinds)
 
     def _lane(self, transfer: Transfer) -> tuple[Axis, int]:
-        """The two ranks of a transfer as an axis, and the other one's place on it."""
+        """Return the two ranks of a transfer as an axis, and the peer's index on it."""
         ends = self._axis.rank, transfer.peer
         lane = PeerLane(transfer.content, *(ends if transfer.way == "send" else reversed(ends)))
         return self._lanes[lane], int(ends[1] > ends[0])
@@ -476,7 +475,7 @@ class Boundary:
         if len(self._sent) >= _MOST_SENDS:
             self._sent.pop(next(iter(self._sent))).wait()
         key = (content or transfer.content, transfer.stage, transfer.microbatch)
-        before = self._sent.pop(key, None)  # of an evaluation, whose batches all have one number
+        before = self._sent.pop(key, None)  # from an evaluation, whose batches all have number 0
         if before is not None:
             before.wait()
         self._sent[key] = start_send(tensor, *self._lane(transfer))
@@ -520,12 +519,12 @@ def _said(form: SentForm) -> str:
 
 
 def _entered(transfer: Transfer) -> int:
-    """The stage that the activation of this boundary enters; its gradient, which goes back, has the same form."""
+    """Return the stage that the activation of this boundary enters. Its gradient has the same form."""
     return transfer.stage if transfer.content == "activation" else transfer.stage + 1
 
 
 def _described(batch: Any) -> object:
-    """Shapes, formats and names in a batch: hashable, and equal where those are."""
+    """Return a hashable description of a batch's shapes, dtypes and names."""
     if isinstance(batch, torch.Tensor):
         return batch.shape, batch.dtype
     parts = parts_of(batch)

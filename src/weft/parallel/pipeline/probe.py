@@ -1,12 +1,12 @@
-"""What a module returns, without running it on numbers: one call of a copy on the meta device.
+"""Shapes of a module's outputs, from one call of a copy on the meta device.
 
-A module that cannot be called so, such as experts whose tokens are counted, is called with zeros once. If that fails
-too, it is called with its real arguments and zero weights, for every microbatch. As a last resort its output is
-taken to be like its first argument; the stage that holds the module checks it (`check`).
+A module that cannot run on meta, such as experts that count tokens, is called once with zeros. If that fails too, it is
+called with its real arguments and zero weights, for every microbatch. As a last resort its output is assumed to be like
+its first argument. The stage that holds the module verifies this (`check`).
 
-A stand-in must return what its module returns: a tensor, a tuple, a dict or a dataclass, with the same shapes. What a
-module does besides returning is found as well: attributes that it sets (`self.aux`) are outputs like any other, and a
-module that leaves a tensor elsewhere or changes its arguments is refused.
+A module must return a tensor, a tuple, a dict or a dataclass. Side effects are detected too. Attributes that the module
+sets (`self.aux`) are outputs like any other. A module that stores a tensor elsewhere or changes its arguments is
+refused.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 class Returned:
     """Outputs of a call on the meta device.
 
-    value: what it returned. set_tensors: attributes with tensors that it set, by (path in the module, name).
-    set_others: other attributes that it changed. is_guess: whether the first argument stands in for the output.
+    `value` is the return value. `set_tensors` holds the attributes with tensors that the call set, by (path in the
+    module, name). `set_others` holds other attributes that it changed. If `is_guess`, the first argument substitutes
+    the output.
     """
 
     value: Any
@@ -45,7 +46,7 @@ class Returned:
 
 
 class Probe:
-    """Calls a module of a copied model on the meta device, once for each form of its arguments."""
+    """Calls a module of a copied model on the meta device, once per form of its arguments."""
 
     def __init__(self, module: nn.Module, path: str):
         self.module, self.path = module, path
@@ -59,7 +60,7 @@ class Probe:
         """Return the outputs for arguments of this form.
 
         Raises:
-            ModelError: if the module changes its arguments or leaves a tensor where no stage finds it.
+            ModelError: if the module changes its arguments or stores a tensor that no stage can find.
         """
         form = self.module.training, _form((args, kwargs))
         if form in self._known:
@@ -116,7 +117,7 @@ class Probe:
         return copy.deepcopy(self.module, memo), device
 
     def _attempt(self, module: nn.Module, given: Any, *, on_meta: bool) -> Returned | None:
-        """Call a module and look for what it does besides returning; None if the call fails."""
+        """Call a module and detect its side effects. Returns None if the call fails."""
         before, sizes = _attributes(module), _sizes(given)
         versions = [(each, version_of(each)) for each in tensors_in(given)]
         objects = [(each, dict(vars(each))) for each in _objects(given)]
@@ -125,7 +126,7 @@ class Probe:
                 value = _run(module, *given, on_meta=on_meta)
             except ModelError:
                 raise
-            except Exception:  # the model's own code, called without numbers
+            except Exception:  # the model's own code, called without values
                 return None
         changed = any(version_of(each) != version for each, version in versions) or _sizes(given) != sizes
         if changed or any(vars(each) != was for each, was in objects):
@@ -153,7 +154,7 @@ class Probe:
         return Returned(_plain(first), is_guess=True)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Compare what the module itself returned with what other stages took it to return.
+        """Compare the module's real output with the assumption of other stages.
 
         Raises:
             ModelError: if it differs.
@@ -178,7 +179,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_caches(value: Any) -> Any:
-    """None in place of key-value caches: no call on the meta device may fill one."""
+    """Replace key-value caches by None: a call on the meta device must not fill one."""
     if isinstance(value, dict):
         return {name: _without_caches(each) for name, each in value.items()}
     if type(value) in (tuple, list):
@@ -187,7 +188,7 @@ def _without_caches(value: Any) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """Structure, shapes and formats of arguments: hashable."""
+    """Return a hashable description of the arguments' structure, shapes and dtypes."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):
@@ -203,7 +204,7 @@ def _sizes(value: Any) -> list[int]:
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """Objects of other classes among arguments, whose attributes a module may change."""
+    """Yield objects of other classes among the arguments, whose attributes a module may change."""
     parts = parts_of(value)
     for part in parts or ():
         yield from _objects(part)
@@ -213,7 +214,7 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Plain attributes of a module and of those inside, with the contents of lists and dicts."""
+    """Return the plain attributes of a module and its submodules, with copies of lists."""
     found: dict[tuple[str, str], Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -227,7 +228,7 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
 def _changes(
     module: nn.Module, before: dict[tuple[str, str], Any]
 ) -> tuple[tuple[tuple[tuple[str, str], Any], ...], tuple[tuple[str, str], ...]]:
-    """Attributes that a call changed: those that now hold tensors, and all others."""
+    """Return the attributes that a call changed: attributes that now hold tensors, and all others."""
     tensors: list[tuple[tuple[str, str], Any]] = []
     others: list[tuple[str, str]] = []
     missing = object()
@@ -247,7 +248,7 @@ def _is_same(value: list[Any], was: list[Any]) -> bool:
 
 
 def _held(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a module holds in any attribute."""
+    """Yield the tensors that a module holds in any attribute."""
     yield from module.parameters()
     yield from module.buffers()
     for part in module.modules():
@@ -256,7 +257,7 @@ def _held(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class _Made(TorchDispatchMode):
-    """Notes the tensors that are made inside."""
+    """Records the tensors that are created inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +269,7 @@ class _Made(TorchDispatchMode):
         return made
 
     def is_kept_besides(self, known: list[torch.Tensor]) -> bool:
-        """Return whether one of them is still alive and shares no memory with the known tensors."""
+        """Return True if a recorded tensor is still alive and shares no memory with the given tensors."""
         alive = [each for reference in self._made if (each := reference()) is not None]
         with contextlib.suppress(NotImplementedError):
             storages = {storage_key(each.untyped_storage()) for each in known}

@@ -1,10 +1,10 @@
-"""Tensors of another stage: shape and format without numbers.
+"""Tensors of another stage: shape and dtype without values.
 
 The forward of a stage is the model's own code. Modules of other stages return a `RemoteTensor`. Operations on remote
-tensors give remote tensors, below autograd too: `detach`, `data` and `no_grad` change nothing. Reading a number of one,
+tensors return remote tensors, also below autograd: `detach`, `data` and `no_grad` do not change this. Reading a value,
 or writing one into a tensor of this stage, is an error. So a value of another stage never enters a result unnoticed.
 
-A remote tensor gets its numbers when the stage receives them (`receive`); from then on it acts as that tensor.
+After the stage receives the values (`receive`), a remote tensor acts as the received tensor.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from weft.private_torch import version_of
 _created = count()
 _T = torch.Tensor
 
-#: Make a tensor like another one, of which they read no number.
+#: Functions that create a tensor like another one without reading its values.
 _FACTORIES = frozenset(
     {torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like,
      torch.randint_like, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_empty, _T.new_tensor}
 )  # fmt: skip
-#: Read only shape or format of their second tensor.
+#: Functions that read only shape or dtype of their second tensor.
 _LIKE: dict[Any, Callable[[Any, Any], Any]] = {
     _T.type_as: lambda x, other: x.to(other.dtype),
     _T.to: lambda x, other: x.to(other.dtype),
@@ -42,9 +42,9 @@ _MOVES = frozenset({_T.to, _T.cpu, _T.cuda})
 class RemoteTensor(torch.Tensor):
     """A tensor that another stage computes, on the meta device. See the module.
 
-    source: path of the module whose output it comes from; "" for a weight that every stage has. value: number of a
-    call, and of the tensor among its outputs; None for anything computed from such. parents: the remote tensors that it
-    was made of. created: order of creation.
+    `source` is the path of the module that computes it, or "" for a weight that every stage has. `value` is (call
+    number, index among the call's outputs), or None for a tensor computed from such outputs. `parents` are the remote
+    tensors that it depends on. `created` is its creation order.
     """
 
     source: str
@@ -59,7 +59,7 @@ class RemoteTensor(torch.Tensor):
         """Return a remote tensor.
 
         Args:
-            meta: gives shape and format.
+            meta: gives shape and dtype.
             device: reported as its device.
             source: path of the module that computes it.
             parents: the remote tensors that it depends on.
@@ -71,7 +71,7 @@ class RemoteTensor(torch.Tensor):
         return made
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Give it its numbers."""
+        """Bind the received values."""
         self.received = tensor
 
     @classmethod
@@ -89,17 +89,17 @@ class RemoteTensor(torch.Tensor):
 
 
 def is_remote(value: Any) -> bool:
-    """Return whether a value is a tensor without numbers here."""
+    """Return True if a value is a tensor without values on this stage."""
     return isinstance(value, RemoteTensor) and value.received is None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the received tensor in place of a remote one, and any other tensor as it is."""
+    """Return the received tensor of a remote one, and any other tensor unchanged."""
     return tensor.received if isinstance(tensor, RemoteTensor) and tensor.received is not None else tensor
 
 
 def to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape, strides and format without numbers."""
+    """Return a meta tensor of the same shape, strides and dtype."""
     with without_overrides():
         if tensor.is_meta:
             return tensor.detach().as_subclass(torch.Tensor)
@@ -156,7 +156,7 @@ def _on_meta(
         versions = [version_of(each) for each in remote]
         try:
             made = func(*args, **kwargs)
-        except Exception as error:  # any function of torch may fail without numbers, each in its own way
+        except Exception as error:  # any torch function may fail without values, with any error
             raise refuse(remote[0], f"forward calls {name} on a value ({_first_line(error)})") from error
         if any(version_of(each) != version for each, version in metas):
             raise refuse(remote[0], f"forward writes a value into a tensor of this stage ({name})")
@@ -179,7 +179,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _device_flags(func: Any, device: torch.device) -> bool | None:
-    """is_cpu, is_cuda and is_meta, as the real tensor has them."""
+    """Return is_cpu, is_cuda or is_meta of the real device, or None for another attribute."""
     for kind in ("cpu", "cuda", "meta"):
         if func == getattr(_T, f"is_{kind}").__get__:
             return device.type == kind
@@ -187,7 +187,7 @@ def _device_flags(func: Any, device: torch.device) -> bool | None:
 
 
 def _moved(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any, torch.device]:
-    """Arguments of a move to another device without the device: numbers that are not here cannot move."""
+    """Return the arguments of a device move without the device: missing values cannot move."""
 
     def is_device(value: Any) -> bool:
         return isinstance(value, torch.device) or (isinstance(value, str) and not isinstance(value, torch.dtype))

@@ -1,8 +1,8 @@
-"""Lets the layers of a stage hold back their weights' gradients, and delivers these when the schedule says so.
+"""Runtime of a pipeline schedule, with deferred weight gradients.
 
-Linear layers get a subclass whose product may wait (parallel/layers/held.py); layers that ask by themselves, such as
-those that tensor parallelism cut, are told whom. Layers of other kinds give all their gradients at once, which is right
-and only less even.
+Linear layers get a subclass with a deferrable weight gradient (parallel/layers/deferred_gradients.py). Layers that
+support it already, such as layers sharded by tensor parallelism, only get the collector. Other layers compute all their
+gradients in backward, which is correct but less balanced.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from weft.parallel.state.placement import Placement
 
 @torch.no_grad()
 def deliver(held: list[DeferredProduct]) -> None:
-    """Multiply what was held, and give it to autograd as if its backward came just now.
+    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now.
 
-    One weight after another, and what each was made of is let go: so a stage never has all its gradients beside those
-    that add up. Products of one weight come together, for its gradient arrives once.
+    Weights are processed one after another, and the factors of each are freed, so that a stage never holds all new
+    gradients in addition to the accumulated ones. All products of one weight are passed together, because its gradient
+    hooks must run only once.
     """
     by_weight = _by_weight(held)
     held.clear()
@@ -62,9 +63,9 @@ def _by_weight(held: list[DeferredProduct]) -> dict[nn.Parameter, list[DeferredP
 
 
 def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
-    """Let the linear layers of a model ask `held`, in place. Returns how many there are.
+    """Make the linear layers of a model defer weight gradients to `held`, in place. Returns the number of layers.
 
-    Layers whose forward was replaced, and subclasses with a forward of their own, stay as they are.
+    Layers with a replaced forward, and subclasses that override forward, are not changed.
     """
     count = 0
     for module in model.modules():
@@ -80,28 +81,28 @@ def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
 
 
 class _HoldingLinear(HoldingLayer):
-    """A linear layer whose weight's gradient may wait."""
+    """A linear layer with a deferrable weight gradient."""
 
     _weft_held: DeferredWeightGrad
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Return (..., O) from (..., I)."""
         return linear(input, self.weight, self.bias, self._weft_held)
 
 
 class _HoldingConv1D(HoldingLayer):
-    """transformers' layer of GPT-2: a linear layer whose weight is (I, O)."""
+    """transformers' Conv1D of GPT-2: a linear layer whose weight is (I, O)."""
 
     _weft_held: DeferredWeightGrad
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Return (..., O) from (..., I)."""
         return linear(x, self.weight, self.bias, self._weft_held, transposed=True)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     if isinstance(module, AdaptedLinear):
-        return None  # its weight is frozen, and nothing of it can wait
+        return None  # its weight is frozen, so nothing can be deferred
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return _HoldingLinear
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
@@ -109,19 +110,19 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     return None
 
 
-# Carrying out one rank's list of a schedule: forwards, backwards, weight gradients, and what travels between.
+# Execution of one rank's schedule: forwards, backwards, weight gradients and transfers.
 
-#: (output, batch, number of the microbatch) -> (sum of losses, number of tokens).
+#: (output, batch, microbatch number) -> (sum of losses, number of tokens).
 CountedLoss = Callable[[Any, Any, int], tuple[torch.Tensor, torch.Tensor | int]]
-#: By number of a microbatch, what its forward runs inside of.
+#: Microbatch number -> context of its forward.
 Inside = Callable[[int], AbstractContextManager[None]]
-#: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
+#: Each stage seeds its generator with the microbatch's seed plus a multiple of this.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 _ATTRIBUTE = "_weft_pipeline"
 
 
 class Phases(Protocol):
-    """Times the parts of a step."""
+    """Timer for the phases of a step."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]: ...
 
@@ -130,8 +131,8 @@ class Phases(Protocol):
 class _Flight:
     """A microbatch on a stage, between its forward and its backward.
 
-    incoming: what entered, with its gradients after backward. roots: where backward begins, for each tensor that is
-    given on; None where nothing is trained behind it.
+    `incoming` holds the stage's inputs, and their gradients after backward. `roots` holds the start of backward for
+    each output, or None if nothing before the output is trained.
     """
 
     incoming: Carried | None
@@ -140,10 +141,11 @@ class _Flight:
 
 @dataclass(slots=True)
 class StepWork:
-    """What one optimizer step is about.
+    """Inputs of one optimizer step.
 
-    forward_to_loss: `forward` on the last stage. scale: of the loss before backward. totals: sum of losses and number
-    of tokens, added to on the last stage. inside: what the forward of a microbatch runs inside of, for its dropout.
+    `forward_to_loss` replaces `forward` on the last stage. `scale` multiplies the loss before backward. `totals` is
+    (sum of losses, number of tokens) and is added to on the last stage. `inside` returns the context of a microbatch's
+    forward, for dropout.
     """
 
     microbatches: Sequence[Any]
@@ -157,7 +159,7 @@ class StepWork:
 
 
 class Pipeline:
-    """The stages of one rank, and its list of what to do with them."""
+    """Stages of one rank, and its list of schedule actions."""
 
     def __init__(self, split: Split, mesh: Mesh):
         self.stages = split.stages
@@ -174,25 +176,25 @@ class Pipeline:
         self._plan = mesh.plan
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._weights: dict[tuple[int, int], list[Any]] = {}
-        #: What stays on this rank between two of its stages, and what waits to be sent.
+        #: Tensors that stay on this rank between two of its stages, or are to be sent.
         self._made: dict[tuple[str, int, int], Carried] = {}
-        self._kinds: list[int] = []  # of the microbatches, by their shapes
-        self._computed = 0.0  # when the action under way had all it waited for
-        #: (action, start, end) of the last step's computing, in seconds from its begin, by the host's clock.
+        self._kinds: list[int] = []  # of the microbatches, numbered by their shapes
+        self._computed = 0.0  # time when the inputs of the current action were complete
+        #: (action, start, end) of the last step's compute, in seconds since the step began, by the host's clock.
         self.events: list[tuple[Action, float, float]] = []
 
     @property
     def runs(self) -> list[tuple[str, ...]]:
-        """Paths of the blocks of each stage that is here."""
+        """Paths of the blocks of each stage on this rank."""
         return [stage.blocks for stage in self.stages.values()]
 
     def defer_weight_gradients(self, model: nn.Module) -> None:
-        """Let the linear layers of this rank hold back what the schedule does later, in place.
+        """Make this rank's linear layers defer the weight gradients that the schedule computes later, in place.
 
-        A compiled block makes all its gradients in one program, so there W has nothing left to do.
+        A compiled block computes all its gradients in one program, so its W action does nothing.
 
         Raises:
-            ModelError: where the plan recomputes or compiles blocks and the model has none.
+            ModelError: if the plan recomputes or compiles blocks and the model has no blocks.
         """
         plan = self._plan
         if not repeated_blocks(model) and (plan.recompute != "none" or plan.compile):
@@ -211,7 +213,7 @@ class Pipeline:
         self._survey(work.forward, work.microbatches)
         began = self._computed = time.perf_counter()
         self.events = []
-        # A receive whose shape is not known yet holds the host up, so it keeps the order that all ranks have in common.
+        # A receive of unrecorded shape blocks the host, so it keeps the order that all ranks share.
         for step in self._early if self._boundary.knows(self._kinds) else self.program:
             if isinstance(step, Transfer):
                 with phases.phase("wait"):
@@ -225,12 +227,12 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
-        """Run forward alone of batches, one after another.
+        """Run only the forward of batches, one after another.
 
-        A collective over the axis of stages: all its ranks are given the same batches.
+        A collective over the pp axis: all its ranks pass the same batches.
 
         Args:
-            batches: as many on all ranks.
+            batches: the same number on all ranks.
             forward: forward(model, batch) -> output.
             each: each(output, batch), called on the rank with the last stage.
         """
@@ -258,13 +260,13 @@ class Pipeline:
         self._kinds = [self._boundary.kind_of(batch) for batch in batches]
 
     def _survey(self, forward: ForwardFn, batches: Sequence[Any]) -> None:
-        """Find out what crosses between stages, and refuse what cannot, before any rank waits for another."""
+        """Find the tensors that cross between stages. Unsupported models fail here, before any rank waits."""
         stage = next(iter(self.stages.values()))
         for batch in batches:
             stage.survey(forward, batch)
 
     def _move(self, transfer: Transfer) -> None:
-        """Begin one end of a transfer; none where no gradient is needed."""
+        """Start one end of a transfer. Does nothing if no gradient is needed."""
         if transfer.content == "gradient" and not self._crosses_back(transfer):
             return
         kind = self._kinds[transfer.microbatch]
@@ -275,7 +277,7 @@ class Pipeline:
             self._boundary.send(transfer, made, kind)
 
     def _crosses_back(self, transfer: Transfer) -> bool:
-        """Whether the stage after this boundary gives a gradient: something before the boundary is trained."""
+        """Return True if the stage after this boundary sends a gradient: something before the boundary is trained."""
         if transfer.way == "receive":
             return self.stages[transfer.stage].trains
         return self.stages[transfer.stage + 1].takes_gradient
@@ -293,7 +295,7 @@ class Pipeline:
             self._backward(stage, microbatch, phases, holds=action.kind == "B")
 
     def _incoming(self, stage: int, microbatch: int) -> Carried | None:
-        """What enters a stage; waits for it."""
+        """Wait for the inputs of a stage and return them."""
         if stage == 0:
             return None
         made = self._made.pop(("activation", stage, microbatch), None)
@@ -340,12 +342,12 @@ class Pipeline:
                 backward()
         if stage.takes_gradient:
             assert flight.incoming is not None
-            # Nothing of the stage's output depended on its input: a gradient of zeros keeps the ranks in step.
+            # If no output of the stage depended on its input, a gradient of zeros keeps the ranks in step.
             given = [torch.zeros_like(each) if each.grad is None else each.grad for each in flight.incoming.tensors]
             self._made["gradient", stage.index - 1, microbatch] = Carried(flight.incoming.slots, tuple(given))
 
     def _gradients(self, stage: Stage, microbatch: int, count: int) -> Sequence[torch.Tensor | None]:
-        """The gradients of what a stage gave; waits for them. count: how many it gave."""
+        """Wait for the gradients of a stage's `count` outputs and return them."""
         if stage.is_last:
             return [None] * count
         made = self._made.pop(("gradient", stage.index, microbatch), None)
@@ -353,14 +355,14 @@ class Pipeline:
 
 
 def _edge_of(output: torch.Tensor) -> Any:
-    """Where backward of a stage begins, without keeping the output alive; None where nothing there is trained."""
+    """Return the start of backward for an output without keeping it alive, or None if it needs no gradient."""
     return torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None
 
 
 def build_pipeline(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Keep only this rank's stages of a model, and with it what carries them out: `pipeline_of(model)`.
+    """Keep only this rank's stages of a model, and attach the pipeline that runs them: `pipeline_of(model)`.
 
-    Returns placements of weights that two stages share. Errors are those of `split_model`.
+    Returns the placements of weights that two stages share. Errors are the same as for `split_model`.
     """
     split = split_model(model, mesh)
     attach_pipeline(model, Pipeline(split, mesh))
@@ -368,7 +370,7 @@ def build_pipeline(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
 
 
 class _Attached:
-    """Keeps the pipeline with its module, but out of copies and pickles."""
+    """Attaches the pipeline to its module, but not to copies and pickles."""
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
@@ -386,6 +388,6 @@ def attach_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """Return the pipeline that `parallelize` made for this module; None where the plan has none."""
+    """Return the pipeline that `parallelize` made for this module, or None if the plan has no pipeline."""
     attached = getattr(model, _ATTRIBUTE, None)
     return attached.pipeline if attached is not None else None

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: the model's forward from where the stage begins to where the next one does."""
+"""One pipeline stage: the model's forward from the start of the stage to the start of the next."""
 
 from __future__ import annotations
 
@@ -28,18 +28,15 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 
 
 class Stage:
-    """A part of the chain.
-
-    index: of the stage, from the embedding. takes_gradient: whether something before it is trained, so that it sends
-    a gradient back. trains: whether something in it or before it is trained, so that it has a backward.
+    """One stage of the chain.
 
     Args:
-        model: whole, or this rank's part of it.
-        chain: of the whole model.
-        survey: of the whole model.
-        index: of the stage.
-        takes_gradient: see above.
-        trains: see above.
+        model: the full model, or this rank's part of it.
+        chain: chain of the full model.
+        survey: survey of the full model.
+        index: stage number, from the embedding.
+        takes_gradient: something before the stage is trained, so it sends a gradient back.
+        trains: something in the stage or before it is trained, so it has a backward.
     """
 
     def __init__(
@@ -55,12 +52,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it reads the microbatch itself."""
+        """True if the stage reads the microbatch itself."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss follows it."""
+        """True if the loss follows this stage."""
         return self.index == max(self._survey.stages)
 
     @property
@@ -70,12 +67,12 @@ class Stage:
         return tuple(site.path for site in self._chain.blocks if site.path in own)
 
     def sites(self) -> tuple[blocks.Site, ...]:
-        """The places of its modules."""
+        """Return the sites of its modules."""
         pairs = zip(self._chain.sites, self._survey.stages, strict=True)
         return tuple(site for site, stage in pairs if stage == self.index)
 
     def survey(self, forward: ForwardFn, batch: Any) -> StageRoute:
-        """Return what crosses between stages for a batch of this structure. The same on all ranks.
+        """Return the tensors that cross between stages for a batch of this structure. Identical on all ranks.
 
         Raises:
             ModelError: if a stage would need a value that it cannot receive.
@@ -83,12 +80,12 @@ class Stage:
         return self._survey.route(forward, batch, training=self._model.training)
 
     def forward(self, forward: ForwardFn, batch: Any, incoming: Carried | None) -> Any:
-        """Return what the next stage receives; on the last stage the model's output.
+        """Return the tensors for the next stage, or the model's output on the last stage.
 
         Args:
             forward: calls the model.
-            batch: of one microbatch.
-            incoming: what was received; None on the first stage.
+            batch: one microbatch.
+            incoming: received tensors, or None on the first stage.
 
         Raises:
             ModelError: if the stage would need a value that it does not have.
@@ -105,7 +102,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """While inside, all modules of the chain are stood in for."""
+        """Replace all modules of the chain by relays inside this context."""
         relays = self._relays = self._relays or self._new_relays()
         was = [site.module for site, _ in relays]
         for site, relay in relays:
@@ -133,14 +130,14 @@ class Stage:
         return found
 
 
-# Dividing a model into stages: which blocks, which weights that two stages share, and nothing of the others left.
+# Division of a model into stages: blocks per stage, shared weights, and removal of other stages' tensors.
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """This rank's stages by index, ascending; placements of weights that it shares with another stage.
+    """This rank's stages by ascending number, and placements of weights that it shares with another stage.
 
-    counts: blocks of each stage of the pipeline.
+    `counts` holds the number of blocks of each stage of the pipeline.
     """
 
     stages: dict[int, Stage]
@@ -149,11 +146,13 @@ class Split:
 
 
 def split_model(model: nn.Module, mesh: Mesh) -> Split:
-    """Keep only this rank's stages of a model, in place; on the meta device or real.
+    """Keep only this rank's stages of a model, in place. The model may be on the meta device.
 
-    Modules of other stages are replaced by stand-ins without parameters, so names stay those of the whole model.
-    Raises ModelError where the model is no chain of blocks or shares weights between stages that are not the ends,
-    PlanError where the plan's split does not fit it.
+    Modules of other stages are replaced by substitutes without parameters, so that names equal the full model's.
+
+    Raises:
+        ModelError: if the model is not a chain of blocks, or shares weights between stages other than first and last.
+        PlanError: if the plan's split does not fit.
     """
     plan, rank = mesh.plan, mesh["pp"].rank
     chain = find_chain(model)
@@ -176,7 +175,11 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
 
 
 def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
-    """Blocks of each stage: the plan's, or those that make stages alike in matrix elements. PlanError where neither."""
+    """Return the blocks per stage: the plan's split, or a split with balanced matrix elements.
+
+    Raises:
+        PlanError: if the plan's split or the number of stages does not fit.
+    """
     num_stages, num_blocks = plan.pp * plan.virtual_stages, len(chain.blocks)
     if plan.split:
         if len(plan.split) != num_stages or sum(plan.split) != num_blocks:
@@ -196,7 +199,7 @@ def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
 
 
 def _cost(sites: Sequence[blocks.Site]) -> float:
-    """Elements of matrices that are multiplied: a forward takes two operations for each, and each token."""
+    """Return the number of matrix elements: a forward costs two operations per element and token."""
     tables = {param for site in sites for param in layers.table_params(site.module)}
     params = {param for site in sites for param in site.module.parameters()}
     return float(sum(param.numel() for param in params - tables if param.ndim >= 2)) or 1e-9
@@ -217,10 +220,10 @@ def _is_trained(sites: Sequence[blocks.Site]) -> bool:
 
 
 def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dict[str, str]:
-    """Weights that the first and the last rank share: each of their names, and the name that checkpoints have.
+    """Return each name of the weights that the first and the last rank share, with the name in checkpoints.
 
     Raises:
-        ModelError: for a weight that other ranks share.
+        ModelError: if other ranks share a weight.
     """
     ranks: dict[int, dict[int, str]] = {}
     for stage in stages:
@@ -244,7 +247,7 @@ def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dic
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by its identity."""
+    """Return all names of each parameter, by its id."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -252,7 +255,7 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _placements(model: nn.Module, shared: dict[str, str], partial: tuple[str, ...]) -> dict[str, Placement]:
-    """Of the shared weights that are still here, under the names that they have here."""
+    """Return the placements of the shared weights that are still here, by their names here."""
     return {
         name: Placement(partial=partial, name=shared[name] if shared[name] != name else "")
         for name, _ in model.named_parameters()

@@ -1,13 +1,14 @@
-"""What each stage of a pipeline receives: read from one forward of the whole model without numbers.
+"""Survey of the tensors that each pipeline stage receives, from one forward of the full model without values.
 
-The model is copied before it is cut, with its modules on the meta device. Its forward is called with the batch; the
-modules return remote tensors. From the calls and from what they were made of follows, for each stage, which tensors it
-must receive:
+The model is copied before it is split, with its modules on the meta device. Its forward runs on the batch, and the
+modules return remote tensors. The calls and the dependencies between remote tensors give, for each stage, the tensors
+that it must receive:
 
-- the arguments of its first call that depend on earlier stages (`StageRoute.entry`): mostly one, the stream;
-- outputs of modules of earlier stages that it reads besides (`StageRoute.values`), such as a skip.
+- the arguments of its first call that depend on earlier stages (`StageRoute.entry`): usually one, the stream;
+- other outputs of earlier stages' modules that it reads (`StageRoute.values`), such as a skip connection.
 
-All ranks compute the same routes, so nothing is agreed on. A stage that meets a remote tensor in spite of this refuses.
+All ranks compute the same routes, so nothing is communicated. If a stage still uses a remote tensor, it raises an
+error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from weft.parallel.pipeline.probe import Probe
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local
 from weft.parallel.random.draws import drawing_by
 
-#: Number of a call, and of the tensor among its outputs.
+#: (call number, index of the tensor among the call's outputs).
 Value = tuple[int, int]
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
@@ -39,7 +40,7 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a module: its number in the chain, its tensor arguments, and when it happened."""
+    """A call of a module: its number in the chain, its tensor arguments, and its creation order."""
 
     site: int
     tensors: list[torch.Tensor]
@@ -48,7 +49,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class EntryCall:
-    """The first call of a stage that needs earlier stages. leaves: numbers of its tensor arguments that it receives."""
+    """First call of a stage that needs earlier stages. `leaves` are the indices of its received tensor arguments."""
 
     call: int
     leaves: tuple[int, ...]
@@ -56,9 +57,10 @@ class EntryCall:
 
 @dataclass(frozen=True, slots=True)
 class StageRoute:
-    """What crosses between stages in a forward.
+    """Tensors that cross between stages in a forward.
 
-    calls: the module of each call. entry, values: by stage that receives. last: by stage, its last call.
+    `calls` holds the module number of each call. `entry` and `values` are keyed by the receiving stage. `last` maps
+    each stage to its last call.
     """
 
     calls: tuple[int, ...]
@@ -78,11 +80,11 @@ class _AnyPositions:
 
 
 class ValueSurvey:
-    """Routes of a model by form of the batch.
+    """Routes of a model, by form of the batch.
 
     Args:
-        model: before it is cut. It stays as it is.
-        chain: of the model.
+        model: the model before it is split. It is not modified.
+        chain: the model's chain.
         stops: for each stage, the number of blocks before its end.
     """
 
@@ -99,7 +101,7 @@ class ValueSurvey:
         self._routes: dict[Any, StageRoute] = {}
 
     def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> StageRoute:
-        """Return what crosses between stages for a batch of this structure.
+        """Return the tensors that cross between stages for a batch of this structure.
 
         Raises:
             ModelError: if a stage would need a value that it cannot receive.
@@ -145,7 +147,7 @@ class ValueSurvey:
         return without_towers(model, self._towers, args, kwargs)
 
     def called(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the call of a module, and return remote tensors in the form of its outputs."""
+        """Record the call of a module, and return remote tensors in the form of its outputs."""
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         tensors = list(tensors_in((args, kwargs)))
         number, device = len(self._calls), _device_of(tensors)
@@ -188,7 +190,7 @@ class ValueSurvey:
 
 
 class _Walk:
-    """Finds which outputs of earlier stages go into tensors of a stage."""
+    """Finds the outputs of earlier stages that a stage's tensors depend on."""
 
     def __init__(self, calls: list[_Call], of_call: list[int], paths: list[str]):
         self._calls, self._of_call, self._paths = calls, of_call, paths
@@ -196,7 +198,7 @@ class _Walk:
         self.found: set[Value] = set()
 
     def entry(self, stage: int) -> EntryCall | None:
-        """Return the first call of a stage that depends on earlier stages; None if there is none."""
+        """Return the first call of a stage that depends on earlier stages, or None."""
         for number, call in enumerate(self._calls):
             if self._of_call[number] != stage:
                 continue
@@ -211,7 +213,7 @@ class _Walk:
         return None
 
     def begin(self, stage: int, entry: EntryCall | None) -> None:
-        """Begin with a stage: what its own calls need besides its entry."""
+        """Begin a stage: add the values that its calls need in addition to the entry."""
         self._stage, self.found = stage, set()
         self._received, self._entered = set(), 0
         if entry is not None:
@@ -224,7 +226,7 @@ class _Walk:
                 self.need([each for leaf, each in enumerate(call.tensors) if leaf not in entering], number)
 
     def need(self, tensors: Iterable[torch.Tensor], reader: int | None = None) -> None:
-        """Add the outputs of earlier stages that these tensors are made of."""
+        """Add the outputs of earlier stages that these tensors depend on."""
         waiting = [(each, True) for each in tensors if is_remote(each)]
         seen: set[tuple[int, bool]] = set()
         while waiting:
@@ -258,7 +260,7 @@ class _Walk:
 
 
 class Surveyed(StandIn):
-    """Stands for a module of the chain in the copied model."""
+    """Substitute for a module of the chain in the copied model."""
 
     def __init__(self, module: nn.Module, path: str, number: int, survey: ValueSurvey):
         super().__init__(module, path)
@@ -269,7 +271,7 @@ class Surveyed(StandIn):
         return kind_of(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the call and return remote tensors."""
+        """Record the call and return remote tensors."""
         number, survey = self.__dict__["_survey"]
         return survey.called(number, args, kwargs)
 
@@ -279,7 +281,7 @@ class Surveyed(StandIn):
 
 
 class InnerModule(StandIn):
-    """Stands for a module inside of a module of another stage: it has attributes, and cannot be called."""
+    """Substitute for a submodule of another stage's module: it has attributes but cannot be called."""
 
     def __init__(self, probe: Probe, inner: str):
         super().__init__(probe.module.get_submodule(inner), f"{probe.path}.{inner}")
@@ -303,17 +305,17 @@ class InnerModule(StandIn):
 
 
 def kind_of(stand_in: StandIn) -> type:
-    """Return the class that isinstance is to see: of the module that it stands for."""
+    """Return the class for isinstance: the class of the replaced module."""
     return type(stand_in.stands_for) if "_for" in stand_in.__dict__ else type(stand_in)
 
 
 def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
-    """Return an attribute of a module that is not on this stage: weights as remote tensors, modules as `InnerModule`.
+    """Return an attribute of a module on another stage: weights as remote tensors, modules as `InnerModule`.
 
     Args:
-        probe: of the module of the chain.
-        inner: path in it.
-        name: of the attribute.
+        probe: probe of the module in the chain.
+        inner: path within the module.
+        name: attribute name.
 
     Raises:
         ModelError: if the module's calls change the attribute.
@@ -338,16 +340,16 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
 def remote_outputs(
     probe: Probe, args: Any, kwargs: Any, call: int, device: torch.device, received: Mapping[Value, torch.Tensor]
 ) -> Any:  # fmt: skip
-    """Return what a module would return, in remote tensors; received values have their numbers.
+    """Return a module's outputs as remote tensors, except for the received ones.
 
-    Attributes with tensors that the module sets are set on it in the same way.
+    Attributes with tensors that the module would set are set on it too.
 
     Args:
-        probe: of the module.
-        args: of the call.
-        kwargs: of the call.
-        call: its number.
-        device: reported by the remote tensors.
+        probe: probe of the module.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call.
+        call: call number.
+        device: device that the remote tensors report.
         received: tensors that this stage received.
     """
     returned = probe.returned(args, kwargs)
@@ -370,7 +372,7 @@ def remote_outputs(
 def without_towers(
     model: nn.Module, towers: Sequence[str], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a forward in which images and sounds have been written into the stream already."""
+    """Return the forward arguments without images and sounds, which are already written into the stream."""
     names = inspect.signature(model.forward).parameters
     placed = [None if name in towers else each for name, each in zip(names, args, strict=False)]
     return (*placed, *args[len(placed) :]), {name: None if name in towers else each for name, each in kwargs.items()}
@@ -392,7 +394,7 @@ def _device_of(tensors: list[torch.Tensor]) -> torch.device:
 
 
 def _structure(batch: Any) -> Any:
-    """Structure and formats of a batch without its sizes: hashable."""
+    """Return a hashable description of a batch's structure and dtypes, without sizes."""
     if isinstance(batch, torch.Tensor):
         return batch.dim(), batch.dtype
     parts = parts_of(batch)
@@ -407,7 +409,7 @@ def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
 
 
 def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTensor]]:
-    """Return a copy of a model with its modules on the meta device, and its weights outside of these."""
+    """Return a copy of a model with the chain's modules on the meta device, and the weights outside of them."""
     memo: dict[int, Any] = {}
     for site in chain.sites:
         for part in site.module.modules():
@@ -434,7 +436,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_local(model: nn.Module, inside: set[nn.Module]) -> list[RemoteTensor]:
-    """Replace weights that every stage holds, and buffers without numbers, by remote tensors without a source."""
+    """Replace weights that every stage holds, and meta buffers, by remote tensors without a source."""
     found: list[RemoteTensor] = []
     for module in model.modules():
         if module in inside:

@@ -1,1 +1,1 @@
-"""Random numbers that follow samples and positions."""
+"""Random numbers that depend on samples and positions, not on ranks."""

@@ -1,8 +1,8 @@
 """Random tensors for a model's forward and its loss, equal under every plan: `weft.randn_like` and similar functions.
 
-In a step of Weft an element's number follows from the seed, the step, the module that draws, how many tensors it drew
-before in this forward, the sample's number in the global batch, and the element's position in the sample. Ranks,
-accumulation and resuming do not change it. Outside of a step (evaluation, a loop of your own, no Weft at all) these
+In a step of Weft, an element's value depends on the seed, the step, the calling module, the number of tensors that the
+module drew before in this forward, the sample's number in the global batch, and the element's position in the sample.
+Ranks, accumulation and resuming do not change it. Outside of a step (evaluation, a custom loop, without Weft) these
 functions are torch's, with torch's generator.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.parallel.random.streams import integers_at
 from weft.private_torch import uncompiled
 
-#: Bits of a number in [0, 1) of each format, as torch.rand draws them.
+#: Number of random bits per dtype for a value in [0, 1), as in torch.rand.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -36,7 +36,7 @@ _active: list[Positions] = []  # the innermost context is the last
 
 @contextmanager
 def drawing_by(positions: Positions) -> Iterator[None]:
-    """Draw random tensors by these positions inside."""
+    """Draw random tensors by these positions inside this context."""
     _active.append(positions)
     try:
         yield
@@ -83,12 +83,12 @@ def rand_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 def randint_like(input: Tensor, low: int, high: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """Draw integers from low to high - 1 in the shape of `input`, equal under every plan within a step of Weft.
 
-    With one bound, numbers are from 0 to low - 1, as for torch.randint_like.
+    With one bound, values are from 0 to low - 1, as for torch.randint_like.
 
     Args:
         input: (samples, ...).
-        low: smallest number.
-        high: number after the largest.
+        low: smallest value.
+        high: largest value plus 1.
         dtype: dtype of the result; None takes the input's.
 
     Raises:
@@ -105,7 +105,7 @@ def bernoulli(input: Tensor, p: float | None = None) -> Tensor:
     """Draw 1 with the probabilities in `input`, else 0, equal under every plan within a step of Weft.
 
     Args:
-        input: (samples, ...), probabilities; of these only the shape counts if p is given.
+        input: probabilities, (samples, ...). If p is given, only the shape is used.
         p: one probability for all elements.
 
     Raises:
@@ -124,7 +124,7 @@ def _draw(like: Tensor, bits: int) -> Tensor:
 
 
 def _calling_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose methods called, innermost first."""
+    """Yield the modules whose methods are on the call stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code

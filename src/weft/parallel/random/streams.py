@@ -1,4 +1,4 @@
-"""Where a rank is in the parts of a model that tensor parallelism cut, for what draws random numbers there."""
+"""Random numbers by position, and this rank's position in sharded layers and in the global batch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _PART = "_weft_cut_part"
 
 
 class ShardPosition:
-    """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
+    """Position of this rank in the sharded layers of one model, for modules that draw random numbers there.
 
-    is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
-    is_whole: what is drawn for now is cut in neither way, wherever it is. sequences: how many the
-    microbatch has, where tokens are cut; what a model flattens to (batch * tokens, features) no longer says it.
+    `is_open` is True between a column-sharded layer and the following row-sharded one, in which the rank has its own
+    heads or features. `is_whole` is True if the current tensor is not sharded, wherever it is drawn. `sequences` is the
+    number of sequences in the microbatch if tokens are sharded. A tensor flattened to (batch * tokens, features) does
+    not show it.
     """
 
     def __init__(self, axis: Axis):
         self.axis = axis
         self.is_open = self.is_whole = False
         self.sequences = 0
-        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
-        self.whole_paths: tuple[str, ...] = ()  # modules there, or in a cut part, that get all tokens and features
+        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has only its tokens
+        self.whole_paths: tuple[str, ...] = ()  # modules there, or in a sharded part, that get all tokens and features
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardPosition:
         return self  # a copy of the module runs on the same ranks
@@ -40,7 +41,7 @@ class ShardPosition:
 
     @contextmanager
     def at(self, *, is_open: bool, is_whole: bool = False) -> Iterator[None]:
-        """Let this rank stand elsewhere in the cut part, such as in front of a layer again."""
+        """Set another position inside this context, such as the one before a layer."""
         before = self.is_open, self.is_whole
         self.is_open, self.is_whole = is_open, is_whole
         try:
@@ -49,11 +50,11 @@ class ShardPosition:
             self.is_open, self.is_whole = before
 
     def sees_sharded_tokens(self, path: str) -> bool:
-        """Return whether the module of that path is given this rank's part of the tokens."""
+        """Return True if the module at `path` gets only this rank's tokens."""
         return _is_in(path, self.token_paths) and not self.sees_all(path)
 
     def sees_all(self, path: str) -> bool:
-        """Return whether the module of that path is given what one process would give it, wherever it stands."""
+        """Return True if the module at `path` gets the same inputs as in one process."""
         return _is_in(path, self.whole_paths)
 
 
@@ -62,18 +63,18 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
 
 
 def keep_part(model: nn.Module, part: ShardPosition) -> None:
-    """Leave it on the model, for `shard_position_of`."""
+    """Keep the position with the model, for `shard_position_of`."""
     setattr(model, _PART, part)
 
 
 def shard_position_of(model: nn.Module) -> ShardPosition | None:
-    """Return what tensor parallelism left on this model; None where nothing was cut."""
+    """Return the position that tensor parallelism stored on this model, or None if nothing is sharded."""
     return getattr(model, _PART, None)
 
 
-# Which modules drop in training.
+# Modules that drop in training.
 
-#: What modules call the share that they drop by functions.
+#: Attribute names of dropout rates in modules that drop by functions.
 _RATES = (
     "attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout",
     "hidden_dropout",
@@ -85,7 +86,7 @@ def _is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
 
 
 def drops_itself(module: nn.Module) -> bool:
-    """Return whether a module is nn.Dropout, names a rate, or is attention with a dropout for it."""
+    """Return True if a module is nn.Dropout, has a rate attribute, or is attention that contains a dropout."""
     if _is_dropout(module):
         return module.p > 0
     kind = type(module).__name__.lower()
@@ -98,25 +99,25 @@ def drops_itself(module: nn.Module) -> bool:
     return False
 
 
-# Random numbers that follow positions: what is drawn for an element depends on its place in the whole, on no rank.
+# Random numbers by position: an element's value depends on its position in the full tensor and not on the rank.
 
-#: Odd constants; those above 2^63 and 2^31 as the negative numbers that torch takes for them.
+#: Odd constants. Constants above 2^63 or 2^31 are written as negative numbers, as torch stores them.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _FIRST_32, _SECOND_32 = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def key_of(*parts: int | str) -> int:
-    """Return a key from numbers and names, the same on every machine."""
+    """Return a key from numbers and names, identical on every machine."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Return a number for each combination of places, int32 of shape (len(places[0]), len(places[1]), ...).
+    """Return a number for each combination of positions, int32 of shape (len(places[0]), len(places[1]), ...).
 
-    key: a number, or the same as an int64 tensor without dims. places: int64 vectors on one device, at least one where
-    the key is a number.
+    `key` is a Python integer, or a 0-d int64 tensor. `places` are int64 vectors on one device, at least one if the key
+    is a Python integer.
     """
     mixed = key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=places[0].device)
     for dim in places:
@@ -125,11 +126,11 @@ def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
 
 
 def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Return which elements stay when each goes with probability `rate`; bool, of the two shapes together.
+    """Return the elements that are kept if each is dropped with probability `rate`: bool, of the broadcast shape.
 
     Args:
-        lines: of `lines_of` for all dims but the last, with a last dim of 1.
-        columns: of `lines_of` for the last one.
+        lines: result of `lines_of` for all dims but the last, with a last dim of 1.
+        columns: result of `lines_of` for the last dim.
         rate: 0 to 1.
     """
     return _hash(lines ^ columns) >= round(rate * 2**32) - 2**31
@@ -140,7 +141,7 @@ def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
 
     Args:
         key: int64, 0-d.
-        places: int64, 1-D, one for each dim.
+        places: positions per dim, int64, 1-D.
         bits: 1 to 62.
     """
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
@@ -148,7 +149,7 @@ def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
 
 
 def _words(key: Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Draw 32 bits for each combination of positions, int64 of at least 0."""
+    """Draw 32 bits for each combination of positions, as nonnegative int64."""
     if not places:
         return _hash(lines_of(key, ())).long() + 2**31
     lines, columns = lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:])
@@ -164,14 +165,14 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
-    """Draw what `keeps` says of elements at all combinations of places: lines by the key, columns by its complement.
+    """Draw the mask of `keeps` for all combinations of positions: lines from the key, columns from its complement.
 
-    Shape: (len(places[0]), len(places[1]), ...). One operator where it is compiled: generated code takes places for
-    index arithmetic, which is not done in 64 bits, and would draw other numbers.
+    The shape is (len(places[0]), len(places[1]), ...). In compiled code this is one operator: generated code would
+    treat positions as index arithmetic, which does not use 64 bits, and would draw other numbers.
 
     Args:
         key: int64, 0-d.
-        places: int64, 1-D, one for each dim.
+        places: positions per dim, int64, 1-D.
         rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
@@ -181,7 +182,7 @@ def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
 
 @torch.library.custom_op("weft::kept", mutates_args=(), schema="(Tensor key, Tensor[] places, float rate) -> Tensor")
 def kept(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
-    """`keep_mask_at` as an operator of torch."""
+    """Compute `keep_mask_at` as a torch operator."""
     return keep_mask_at(key, places, rate)
 
 
@@ -198,23 +199,23 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings in zeros."""
+    """Return a logical right shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-# Which samples of the global batch a microbatch holds: what random numbers follow, whoever has the samples.
+# Sample numbers of a microbatch: random numbers depend on them, and not on the rank that holds the samples.
 
-#: A row of a sample is so far from the next: row 0 has the sample's own number.
+#: Distance between the numbers of consecutive rows of a sample. Row 0 has the sample's number.
 _ROW = 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class SampleNumbers:
-    """Which samples of the global batch a microbatch holds.
+    """Samples of the global batch in a microbatch.
 
-    numbers: of the samples in the global batch, in their order; empty where the microbatch stands in for one without
-    samples. rows: how many rows each sample has in tensors whose rows are no samples, one tuple for each such tensor.
-    total: how many samples the global batch has; None where nobody said.
+    `numbers` are the samples' numbers in the global batch, in their order. It is empty if the microbatch is a
+    substitute on a rank without samples. `rows` holds one tuple per tensor whose rows are not samples, with the rows of
+    each sample. `total` is the number of samples in the global batch, or None if unset.
     """
 
     numbers: Sequence[int]
@@ -223,14 +224,15 @@ class SampleNumbers:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank has none here: the microbatch that it runs counts for nothing."""
+        """True if the rank has no samples here: the microbatch that it runs does not count."""
         return not self.numbers
 
     def places(self, count: int, device: torch.device) -> Tensor:
-        """Number the rows of a tensor with `count` of them, int64 (count,): the same however batches are cut.
+        """Return a number for each of a tensor's `count` rows, int64 (count,), independent of the division of batches.
 
-        Rows are samples where there are as many; else those that each sample brought, or as many of every sample.
-        A row's number is that of its sample and its place within it.
+        If there are as many rows as samples, each row is a sample. Otherwise the rows per sample come from `rows`, or
+        every sample has the same number of rows. A row's number combines the sample's number and the row's index in the
+        sample.
         """
         numbers = self.numbers
         if count == len(numbers):
@@ -245,7 +247,7 @@ class SampleNumbers:
         return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64, device=device)
 
     def rows_of_each(self, count: int) -> list[int] | None:
-        """Return how many of a tensor's `count` rows each sample has; None where that cannot be told.
+        """Return the number of rows of each sample among a tensor's `count` rows, or None if it cannot be determined.
 
         Layers may have joined rows or divided them evenly.
         """
@@ -264,7 +266,7 @@ class SampleNumbers:
 
 
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
-    """Return `SampleNumbers.places` of samples without rows of their own, from their numbers; for compiled code."""
+    """Return `SampleNumbers.places` for samples without `rows`, from their numbers. For compiled code."""
     size, rest = divmod(count, len(numbers))
     if rest:
         return numbers[0] + torch.arange(count, device=numbers.device)

@@ -1,1 +1,1 @@
-"""Formats and positions of a model's tensors on ranks."""
+"""Dtypes and placements of a model's tensors on ranks."""

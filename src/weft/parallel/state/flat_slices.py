@@ -1,4 +1,4 @@
-"""A model's tensors as one process holds them: recorded before it is laid over a mesh, when all of them are there."""
+"""Tensors of the plain model, and flat slices of model and optimizer state for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.units import format_bytes
 class Original:
     """One entry of the plain model's state_dict.
 
-    first: the first name of the tensor, which is its own where no other entry shares it.
+    `first` is the first name of the tensor. It equals the entry's name unless an earlier entry shares the tensor.
     """
 
     first: str
@@ -34,16 +34,16 @@ class Original:
 
     @property
     def num_bytes(self) -> int:
-        """Of the values, as they were loaded."""
+        """Bytes of the values, in their loaded dtype."""
         return self.numel * self.dtype.itemsize
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """Number of elements."""
         return torch.Size(self.shape).numel()
 
     def bytes_laid_out(self, precision: Precision) -> int:
-        """Return the bytes of the values in forward and backward, and of the master where they are rounded."""
+        """Return the bytes of the values in forward and backward, plus the master weights if they are rounded."""
         if not self.dtype.is_floating_point:
             return self.num_bytes
         masters = precision.master.itemsize if self.is_trained and precision.is_mixed else 0
@@ -54,7 +54,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
     """Return the entries of a plain model's state_dict by name, in its order.
 
     Raises:
-        ModelError: for a parameter or buffer of a lazy module, which has no shape yet.
+        ModelError: if a parameter or buffer belongs to a lazy module, which has no shape yet.
     """
     first: dict[int, str] = {}
     found: dict[str, Original] = {}
@@ -74,10 +74,10 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
 
 
 def refuse_float64(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model in float64 under a precision that keeps weights in float32.
+    """Refuse a float64 model under a precision that keeps weights in float32.
 
     Raises:
-        ModelError: with the first such parameter.
+        ModelError: with the first float64 parameter.
     """
     if Precision.of(plan).master == torch.float64:
         return
@@ -90,7 +90,7 @@ def refuse_float64(model: nn.Module, plan: Plan) -> None:
 
 
 def dtype_growth_warning(originals: Mapping[str, Original], precision: Precision) -> str:
-    """Tell, in a sentence, of parameters loaded in 16 bits that take more memory from here on; "": there are none."""
+    """Return a warning if parameters loaded in 16 bits will take more memory, else ""."""
     params = [one for name, one in originals.items() if one.is_parameter and one.first == name]
     narrow = {one.dtype for one in params} & {torch.bfloat16, torch.float16}
     before, after = sum(one.num_bytes for one in params), sum(one.bytes_laid_out(precision) for one in params)
@@ -110,51 +110,52 @@ def dtype_growth_warning(originals: Mapping[str, Original], precision: Precision
     )
 
 
-# What a rank holds of a model's tensors and of an optimizer's states, for checkpoints: each a stretch of memory.
+# Flat slices of a model's tensors and an optimizer's states on a rank, for checkpoints.
 
-#: Elements that travel at once where the saved format is another than ours, or the memory is a device's.
+#: Elements per copy if the saved dtype differs or the memory is on a device.
 _AT_ONCE = 2**23
 
 
 class SavedTensor(Protocol):
-    """Shape and format of a tensor in a checkpoint."""
+    """Shape and dtype of a tensor in a checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Shape of the full tensor."""
         ...
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype, as safetensors writes it."""
+        """Name of its dtype, as safetensors writes it."""
         ...
 
 
 class StateSource(Protocol):
-    """A group of a checkpoint: what there is, and any stretch of it."""
+    """A group of tensors in a checkpoint: its entries, and reads of any flat slice."""
 
     @property
     def entries(self) -> Mapping[str, SavedTensor]:
-        """What was saved, by name."""
+        """Saved tensors, by name."""
         ...
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line, in the saved format.
+        """Fill `out` with consecutive elements of a part in flat order, in the saved dtype.
 
         Args:
-            name: of the tensor.
-            part: which elements of the whole tensor.
-            start: place in its line where reading begins, in elements.
-            out: filled to its end.
+            name: name of the tensor.
+            part: part of the full tensor.
+            start: first element within the flattened part.
+            out: buffer that is filled completely.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatSlice:
-    """Elements of one tensor that lie here. flat: its memory, 1-D, the part's line from `start` on.
+    """Elements of one tensor on this rank. `flat` is 1-D memory: the flattened part from `start` on.
 
-    name: in checkpoints. deal: who writes which of them. home: where they go once loaded, where `flat` is a copy.
+    `name` is the name in checkpoints. `deal` assigns the elements to the ranks that write them. If `flat` is a copy,
+    `home` is the tensor that gets the elements after loading.
     """
 
     name: str
@@ -166,13 +167,13 @@ class FlatSlice:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
-        """Return the stretch of a tensor of which this rank holds all of its part.
+        """Return the flat slice, of the tensor's dtype and shape (numel,), of a part that this rank holds completely.
 
         Args:
-            name: in the checkpoint.
-            tensor: the part, of any strides.
-            part: which elements of the whole tensor it is.
-            deal: which ranks hold the same part.
+            name: name in the checkpoint.
+            tensor: the part, with any strides.
+            part: which elements of the full tensor it is.
+            deal: assignment of the elements to ranks that hold the same part.
         """
         tensor = tensor.detach()
         dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
@@ -185,16 +186,16 @@ class FlatSlice:
         return cls(name, part, deal, 0, tensor.contiguous().view(-1), tensor)
 
     def mine(self, rank: int) -> tuple[int, torch.Tensor] | None:
-        """Return what of it this rank writes, and from where on; None: others do."""
+        """Return (first element, elements) that this rank writes, or None if other ranks write all."""
         run = self.deal.run_of(rank, self.start, self.start + self.flat.numel(), self.part.numel)
         return None if run is None else (run[0], self.flat[run[0] - self.start : run[1] - self.start])
 
     @torch.no_grad()
     def fill(self, source: StateSource) -> None:
-        """Take its elements from a checkpoint.
+        """Read its elements from a checkpoint.
 
         Raises:
-            CheckpointError: where that has none of them, or another shape.
+            CheckpointError: if the checkpoint lacks the tensor or has another shape.
         """
         saved = expected(source, self.name, self.part.shape)
         kind, flat = torch_formats()[saved.dtype], self.flat
@@ -219,7 +220,10 @@ class FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """A run of a part's line, for optimizers that ask where it lies. name: in checkpoints. start: its first element."""
+    """Consecutive elements of a flattened part from `start` on, for optimizers that need positions.
+
+    `name` is the name in checkpoints.
+    """
 
     name: str
     part: Part
@@ -227,7 +231,7 @@ class PlacedPart:
     device: torch.device
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """Return where elements of the run lie in the whole tensor, counted in the order of its memory: int64."""
+        """Return the int64 positions of elements first..last in the full tensor, counted in its memory order."""
         part = self.part
         line = torch.arange(self.start + first, self.start + last, device=self.device)
         if part.rows is None:
@@ -243,7 +247,7 @@ class PlacedPart:
 
 
 def register_param_locations(optimizer: torch.optim.Optimizer, held: Iterable[tuple[nn.Parameter, PlacedPart]]) -> None:
-    """Tell an optimizer that asks for it, by a dict `places`, where what it updates lies in whole parameters."""
+    """Set the locations of an optimizer's parameters in the full parameters, if it has a dict `places`."""
     places = getattr(optimizer, "places", None)
     if isinstance(places, dict):
         places.clear()
@@ -251,7 +255,11 @@ def register_param_locations(optimizer: torch.optim.Optimizer, held: Iterable[tu
 
 
 def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTensor:
-    """What a checkpoint has under that name. CheckpointError where it has nothing, or another shape."""
+    """Return the checkpoint's entry of that name.
+
+    Raises:
+        CheckpointError: if it is missing or has another shape.
+    """
     saved = source.entries.get(name)
     if saved is None:
         raise CheckpointError(
@@ -275,7 +283,10 @@ def read_full(source: StateSource, name: str) -> torch.Tensor:
 
 
 def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a dense tensor's elements in the order of its memory, or in that of `stride`, which may take a copy."""
+    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or in the order of `stride`.
+
+    Another order may need a copy.
+    """
     if stride is not None and stride != tensor.stride() and tensor.numel():
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
@@ -283,12 +294,12 @@ def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torc
 
 
 def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
-    """Return a state of a piece, in the saved format, from a checkpoint.
+    """Return a state of a local parameter from a checkpoint, in the saved dtype.
 
     Args:
-        full_name: of the state in the checkpoint, `parameter/key`.
-        like: where the piece lies in the whole parameter.
-        piece: the parameter's piece on this rank; the state has its shape.
+        full_name: name of the state in the checkpoint, `parameter/key`.
+        like: position of the local part in the full parameter.
+        piece: this rank's part of the parameter. The state has its shape.
         source: the checkpoint.
     """
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
@@ -297,12 +308,14 @@ def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSo
 
 
 def alone(name: str, value: torch.Tensor, rank: int) -> FlatSlice:
-    """Return the stretch of a tensor that is shaped as no parameter, which one of the ranks that have it writes whole.
+    """Return the flat slice, of the value's dtype and shape (numel,), of a tensor that one rank writes in full.
+
+    For values that are not shaped like a parameter.
 
     Args:
-        name: in the checkpoint.
-        value: the same on all ranks.
-        rank: the one that writes it.
+        name: name in the checkpoint.
+        value: identical on all ranks.
+        rank: the rank that writes it.
     """
     value = value.detach().contiguous()
     return FlatSlice(name, Part(tuple(value.shape)), OwnershipMap.to_one(rank, value.numel()), 0, value.view(-1))

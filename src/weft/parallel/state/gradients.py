@@ -1,6 +1,6 @@
-"""What a training step asks of data parallelism, whatever its stage: one interface, kept with the module.
+"""Interface between a training step and data parallelism, identical for all ZeRO stages and attached to the module.
 
-`parallel/zero/flat/` builds it for zero=0, 1, 2 and `parallel/zero/sharded/` for zero=3.
+`parallel/zero_flat/` implements it for zero=0, 1, 2 and `parallel/zero_sharded/` for zero=3.
 
 One step, driven by `TrainStep`:
 
@@ -14,7 +14,7 @@ One step, driven by `TrainStep`:
     dp.update(optimizer, factor)
     dp.publish()
 
-A step that is not taken (a number was not finite) ends after `norm`; the next one starts with `begin_step`.
+A skipped step (non-finite loss or gradients) ends after `norm`. The next one starts with `begin_step`.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ _ATTRIBUTE = "_weft_data_parallel"
 
 
 class ErrorFeedback(Protocol):
-    """What replicas rounded off of gradients and still owe, as whole tensors by name."""
+    """Error feedback of rounded gradients that is pending on replicas, as full tensors by name."""
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield what this rank owes, in its own memory; no collective."""
+        """Yield this rank's residuals as flat slices, in its own memory. No collective."""
         ...
 
     def take(self, source: StateSource) -> list[str]:
-        """Take over what any plan owed. Returns lines for people."""
+        """Load the residuals that any plan saved. Returns log lines."""
         ...
 
 
 class DataParallel(Protocol):
     """Gradients, master weights and the collectives between them, of one module on one rank.
 
-    Names are those of `module.named_parameters()`: a tied weight has its first name only. A parameter that no rank
-    used in a step has a zero gradient, under every stage and number of ranks.
+    Names are the names in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank
+    used
+    in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the model in
+    one
+    process: sharded parts are joined, and other pipeline stages are included.
 
-    axes: where the parts lie that this rank holds, and over whom gradients add up. Whole tensors are those of the model
-    on one process: parts that techniques cut are joined, those of other stages of a pipeline come too.
-    coders: what travels in place of gradients, and what this rank carries of it from step to step. debts: what of that
-    any plan can take over.
+    `axes` holds the placements of local parts and the axes over which gradients are summed. `coders` encode the
+    communicated gradients and hold this rank's state between steps.
     """
 
     axes: AxisMap
@@ -65,33 +66,36 @@ class DataParallel(Protocol):
 
     @property
     def error_feedback(self) -> ErrorFeedback:
-        """What replicas still owe of rounded gradients."""
+        """Pending error feedback of rounded gradients."""
         ...
 
     def begin_step(self) -> None:
-        """Set gradients to zero from here. A previous step need not have come to its end."""
+        """Set gradients to zero. The previous step need not be complete."""
         ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Surround forward and backward of one microbatch. Inside the last, gradients may begin to travel."""
+        """Run forward and backward of one microbatch inside this context.
+
+        In the last one, gradient collectives may start.
+        """
         ...
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks (this rank's shard of them).
 
-        totals: small float64 vector, summed in place over all ranks in the same go.
+        `totals` is a small float64 vector that is summed in place over all ranks in the same collective.
         """
         ...
 
     def norm(self) -> torch.Tensor:
-        """Return the euclidean norm of the whole gradient after `finish`: 0-d, equal on all ranks.
+        """Return the Euclidean norm of the full gradient after `finish`: 0-d, equal on all ranks.
 
-        Not a number where the sums are not right because ranks disagreed; `check` then says how.
+        NaN if ranks disagreed and the sums are wrong. `check` then raises the reason.
         """
         ...
 
     def check(self) -> None:
-        """Raise CommError on all ranks where ranks disagreed; all ranks call it when `norm` was not finite."""
+        """Raise CommError on all ranks if ranks disagreed. All ranks call it if `norm` was not finite."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -99,110 +103,110 @@ class DataParallel(Protocol):
         ...
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether `update` takes the device's decision for this optimizer, so that the host need not wait.
+        """Return True if `update` accepts the device's decision for this optimizer, so that the host need not wait.
 
-        After `finish`. No: where the optimizer cannot leave a step out by itself or runs on the host, and in the step
-        in which a wire begins to carry something to the next.
+        Call it after `finish`. False if the optimizer cannot skip a step or runs on the host, and in the step in which
+        a wire format begins to carry state.
         """
         ...
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
-        """Let the adopted optimizer take its step with gradients multiplied by a factor, after `finish`.
+        """Run the adopted optimizer's step with gradients multiplied by a factor, after `finish`.
 
-        With a decision nothing changes in a step that the device does not take; counts of steps are right once the
-        decision was read, which the next `update` does, and whatever gives or takes states.
-        What `.grad` holds from here on may be without the factor; `gradients` has it.
+        With a decision, nothing changes in a step that the device skips. Step counts are corrected when the decision is
+        read, by the next `update` or by any method that saves or loads states. From here on `.grad` may lack the
+        factor; `gradients` includes it.
         """
         ...
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients to a norm of at most max_norm, in a user's own loop after backward.
+        """Scale all gradients to a norm of at most max_norm, in a custom loop after backward.
 
-        The norm before, of the whole gradient: 0-d, equal on all ranks, which call it together.
+        All ranks call it together. Returns the norm of the full gradient before clipping: 0-d, equal on all ranks.
         """
         ...
 
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
-        """Show the new weights to the next forward, on all ranks, after `optimizer.step()`.
+        """Publish the new weights to the next forward on all ranks, after `optimizer.step()`.
 
         Args:
-            clip: what clipping multiplied gradients by.
-            follow: after `prefetch_weights`, return before they are there: each block waits for its own when it is
-                called, and every method here that reads weights waits for all. Whoever reads parameters calls `arrive`
-                before.
+            clip: factor by which clipping multiplied the gradients.
+            follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights
+                when it is called, and every method here that reads weights waits for all. Call `arrive` before reading
+                parameters.
         """
         ...
 
     def prefetch_weights(self) -> None:
-        """Let modules wait for their own weights, for `publish(follow=True)`. Call it before the first forward."""
+        """Make modules wait for their own weights, for `publish(follow=True)`. Call it before the first forward."""
         ...
 
     def arrive(self) -> None:
-        """Wait for weights that follow."""
+        """Wait for all pending weights."""
         ...
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
-        Nothing happens where the optimizer is adopted already.
+        Does nothing if the optimizer is already adopted.
 
         Raises:
-            ModelError: where it has states, or holds a parameter that is not the module's.
+            ModelError: if it has states, or holds a parameter that is not the module's.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the trainable parameters by name: whole, unrounded (the master's format), in the parameter's shape.
+        """Yield the trainable parameters by name: full, in the master dtype, in the parameter's shape.
 
-        A collective: all ranks iterate to the end. A tensor may be kept until the next step, but not changed.
+        A collective: all ranks iterate to the end. A tensor may be kept until the next step, but not modified.
         """
         ...
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is not trained and not whole on each rank, by name and whole, in the same manner as `weights`."""
+        """Yield frozen tensors that are not full on each rank, by name and in full, in the same manner as `weights`."""
         ...
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
+        """Yield the full gradients by name after `finish` or `publish`, in the same manner as `weights`."""
         ...
 
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the trainable parameters by name, in the master's format and memory.
+        """Return this rank's part of the trainable parameters by name, in the master's dtype and memory.
 
-        May be written to between steps; `publish` then brings it into the parameters of all ranks.
+        It may be modified between steps. `publish` then copies it into the parameters of all ranks.
         """
         ...
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield what this rank holds of the trainable weights, with the number of ranks that hold the same.
+        """Yield this rank's parts of the trainable weights, with the number of ranks that hold the same part.
 
-        In the master's format and memory, which the optimizer changes. No collective.
+        In the master's dtype and memory, which the optimizer modifies. No collective.
         """
         ...
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the tensors that this rank's gradients lie in now; no collective. For counting bytes."""
+        """Return the tensors that store this rank's gradients now, to count their bytes. No collective."""
         ...
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield what this rank holds of the model for checkpoints, in its own memory; no collective."""
+        """Yield this rank's flat slices of the model for checkpoints, in its own memory. No collective."""
         ...
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
-        """Yield what this rank holds of the adopted optimizer's state, named `parameter/key`, in the same manner."""
+        """Yield this rank's flat slices of the adopted optimizer's state, named `parameter/key`, in the same manner."""
         ...
 
     def load_weights(self, source: StateSource) -> None:
-        """Take weights and buffers, masters too, as any plan saved them: this rank reads its stretches. All call it."""
+        """Load weights, buffers and masters that any plan saved. Each rank reads its flat slices. All ranks call it."""
         ...
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
-        """Give the adopted optimizer the states that any plan saved, in the same manner."""
+        """Load the adopted optimizer's states that any plan saved, in the same manner."""
         ...
 
 
 class _Attached:
-    """Keeps the engine with its module, but out of copies and pickles: a copy of the module is a plain module."""
+    """Attaches the engine to its module, but not to copies and pickles: a copy of the module is a plain module."""
 
     def __init__(self, engine: DataParallel, originals: Mapping[str, Original]):
         self.engine = engine
@@ -220,14 +224,14 @@ def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Origi
 
     Args:
         model: the parallelized module.
-        engine: of its parameters.
-        originals: what the module held before, by name; None: nothing.
+        engine: engine of its parameters.
+        originals: tensors of the plain module, by name. None means empty.
     """
     setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Return whether `parallelize` was called on this module."""
+    """Return True if `parallelize` was called on this module."""
     return getattr(model, _ATTRIBUTE, None) is not None
 
 
@@ -240,7 +244,7 @@ def data_parallel(model: nn.Module) -> DataParallel:
     """Return the engine that `parallelize` made for this module.
 
     Raises:
-        ModelError: where it was not called, or the module is a copy.
+        ModelError: if it was not called, or the module is a copy.
     """
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
@@ -251,27 +255,27 @@ def data_parallel(model: nn.Module) -> DataParallel:
     return attached.engine
 
 
-# Matrices that tensor parallelism has cut, whole for the moment in which an optimizer needs them so.
+# Matrices sharded by tensor parallelism, joined temporarily for optimizers that need full matrices.
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedJoin:
-    """One cut parameter. device: where collectives work."""
+    """One sharded parameter. `device` is the device of the collectives."""
 
     name: str
     axes: AxisMap
     device: torch.device
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole of something that is cut as the parameter is. A collective over tp."""
+        """Return the full tensor of something sharded like the parameter. A collective over tp."""
         return self.axes.whole(self.name, part.to(self.device))
 
     def whole_shape(self, part: torch.Tensor) -> tuple[int, ...]:
-        """The whole's, the same on all ranks that hold parts of it."""
+        """Return the full shape, identical on all ranks that hold parts."""
         return self.axes.whole_shape(self.name, part.shape)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of it."""
+        """Return this rank's part of a full tensor."""
         return self.axes.part(self.name, whole)
 
 
@@ -281,16 +285,16 @@ def join_sharded(
     axes: AxisMap,
     device: torch.device,
 ) -> None:
-    """Tell an optimizer which of the parameters that it must see whole are cut, and how they are joined.
+    """Set the joins of sharded parameters on an optimizer that needs full matrices.
 
     Args:
-        optimizer: an attribute `joins` says that it can do with parts.
-        params: those that this rank updates, by name.
-        axes: how parameters are placed.
-        device: of the collectives.
+        optimizer: an attribute `joins` marks support for sharded parameters.
+        params: parameters that this rank updates, by name.
+        axes: placements of the parameters.
+        device: device of the collectives.
 
     Raises:
-        ModelError: where the optimizer cannot do with parts.
+        ModelError: if the optimizer does not support sharded parameters.
     """
     cut = {name: param for name, param in params if axes.is_divided(name)}
     joins = getattr(optimizer, "joins", None)

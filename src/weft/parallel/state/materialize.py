@@ -1,7 +1,7 @@
-"""Parameters of a model on the meta device, made where they are needed: this rank's part, with the weights by name.
+"""Materialization of meta parameters: this rank's part, with weights determined by name.
 
-A model larger than one device is built on the meta device and cut there, which costs nothing. Of each parameter the
-whole is then made on the host, one at a time, and this rank's part of it kept.
+A model larger than one device is built and sharded on the meta device, which costs nothing. Then each full parameter is
+created on the host, one at a time, and this rank keeps its part.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from weft.parallel.state.placement import AxisMap
 
 
 class Materialise:
-    """Makes parameters of one model.
+    """Materializes the parameters of one model.
 
     Args:
-        model: with parameters on the meta device or not.
-        axes: how its parameters are placed.
-        seed: as `weft.models.initialize` takes it; None where there is none to make.
-        filled_later: whether values come from files afterwards: each rank then takes memory for its part alone. Of an
-            adapter, which no file holds, A and B are made from the seed.
-        device: where they are made.
+        model: model whose parameters may be on the meta device.
+        axes: placements of its parameters.
+        seed: seed for `weft.models.initialize`. None if no parameter needs initialization.
+        filled_later: values are loaded from files afterwards, so each rank only allocates its part. A and B of adapters
+            are initialized from the seed, because files do not contain them.
+        device: target device.
 
     Raises:
-        ModelError: for a buffer on the meta device, and for a parameter there where there is no seed.
+        ModelError: if a buffer is on the meta device, or a parameter is and there is no seed.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Materialise:
     def make(
         self, params: Iterable[nn.Parameter], frozen_formats: Mapping[nn.Parameter, torch.dtype] | None = None
     ) -> None:
-        """Make those of the parameters that are on the meta device, in place, in the format that they have there.
+        """Make the meta parameters among `params` real, in place, in their dtype.
 
-        frozen_formats: instead, of frozen ones that are filled later.
+        `frozen_formats` overrides the dtype of frozen parameters that are filled later.
         """
         formats = frozen_formats or {}
         for param in params:
@@ -88,7 +88,7 @@ class Materialise:
             torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
 
     def value_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a parameter's values; None where they come later, into memory that is here: nothing to send yet."""
+        """Return a parameter's values, or None if they are loaded later and must not be communicated yet."""
         return None if id(param) in self._awaited else param.detach()
 
     def _is_filled_later(self, param: nn.Parameter) -> bool:
@@ -99,24 +99,24 @@ class Materialise:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Bring a model to the device; what is on the meta device stays there."""
+    """Move a model to the device. Meta tensors stay on the meta device."""
     apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-# Whether all ranks built the same model: looked at once, before anything is sent that would not fit.
+# Check that all ranks built the same model, before any collective could fail on different shapes.
 
 
 def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
-    """Compare names, whole shapes, cuts and what is trained among the ranks of one stage.
+    """Compare names, full shapes, sharding and requires_grad among the ranks of one stage.
 
     Args:
-        model: this rank's.
-        axes: how its parameters are placed.
-        device: of the tensors that travel.
+        model: this rank's model.
+        axes: placements of its parameters.
+        device: device of the communicated tensors.
 
     Raises:
-        CommError: where a rank built another model; it names tensor and ranks.
-        ModelError: for a complex parameter.
+        CommError: if a rank built another model. It names tensor and ranks.
+        ModelError: if a parameter is complex.
     """
     axis = axes.stage
     rows = [
@@ -133,7 +133,7 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
         return
     most = all_reduce(torch.tensor([len(rows)], device=device), axis, op="max").item()
     marks = torch.tensor([_mark(row) for row in rows] + [0] * (int(most) - len(rows)), device=device)
-    # Extremes, not everybody's marks: what a rank receives must not grow with the number of ranks.
+    # Reduce min and max instead of gathering: the received bytes must not grow with the number of ranks.
     unlike = (all_reduce(marks.clone(), axis, op="max") != all_reduce(marks.clone(), axis, op="min")).nonzero()
     if len(unlike):
         column = int(unlike[0])
@@ -151,31 +151,31 @@ def _mark(row: tuple[object, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-# state_dict and its relatives, where a rank holds only pieces: they refuse, and name what gives the whole.
+# Guards of state_dict and related methods if a rank holds only shards: they raise an error with the right call.
 
 _ATTRIBUTE = "_weft_pieces"
 
 
 def guard_model(model: nn.Module, axes: AxisMap) -> None:
-    """Let state_dict and load_state_dict of a model that is not whole on this rank refuse, and copies under zero=3."""
+    """Make state_dict and load_state_dict of a sharded model raise, and copies of it under zero=3."""
     words = _divided_model(axes)
     if not words:
         return
     guard = _Guard(f"model of type {_plain_type(model).__name__}: under {words} this rank has only a part of it")
-    # Of each module: what a script saves is often the model inside of a wrapper.
+    # On each module: scripts often save the model inside of a wrapper.
     for module in model.modules():
         if next(module.parameters(), None) is not None or module is model:
             module.register_state_dict_pre_hook(guard.before_save)
             module.register_load_state_dict_pre_hook(guard.before_load)
             if axes.mesh.plan.zero == 3:
-                # copy.deepcopy asks the instance: fully_shard's answer is an assertion of its own class.
+                # copy.deepcopy looks at the instance. fully_shard's own class would only raise an assertion.
                 module.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, _plain_type(model).__name__)
     setattr(model, _ATTRIBUTE, guard)
 
 
 @contextlib.contextmanager
 def allow_sharded_state(model: nn.Module) -> Iterator[None]:
-    """Let the model's state_dict give this rank's pieces while inside: for code that knows what they are."""
+    """Let the model's state_dict return this rank's shards inside this context, for code that handles shards."""
     guard = getattr(model, _ATTRIBUTE, None)
     if guard is None:
         yield
@@ -188,7 +188,7 @@ def allow_sharded_state(model: nn.Module) -> Iterator[None]:
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer, axes: AxisMap) -> None:
-    """Let state_dict and load_state_dict of an adopted optimizer refuse where it works on pieces."""
+    """Make state_dict and load_state_dict of an adopted optimizer raise if it works on shards."""
     plan = axes.mesh.plan
     words = [_divided_model(axes)] if plan.zero in (0, 3) else [f"zero={plan.zero}", _divided_model(axes)]
     if plan.zero in (1, 2) and plan.dp_shard * plan.cp == 1:
@@ -202,7 +202,7 @@ def guard_optimizer(optimizer: torch.optim.Optimizer, axes: AxisMap) -> None:
 
 
 def _divided_model(axes: AxisMap) -> str:
-    """Fields of the plan by which this rank has a part of the model only; "" where it has the whole."""
+    """Return the plan fields that shard the model on this rank, or "" if it is full."""
     plan = axes.mesh.plan
     cut = {axis for name, placement in axes.placements.items() if axes.is_divided(name) for axis in placement.cut}
     sizes = {"pp": plan.pp, "tp": plan.tp, "ep": plan.ep}
@@ -211,12 +211,12 @@ def _divided_model(axes: AxisMap) -> str:
 
 
 def _plain_type(model: nn.Module) -> type:
-    """The model's class as its user wrote it."""
+    """Return the model's class as the user wrote it."""
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
 class _Guard:
-    """Hooks of one model. An object, since copies and pickles of a module take its hooks along."""
+    """Hooks of one model. An object, because copies and pickles of a module include its hooks."""
 
     def __init__(self, start: str):
         self.is_open = False

@@ -1,8 +1,8 @@
-"""What a technique did to a parameter: which part of the whole this rank holds, and over whom its gradient adds up.
+"""Placement of parameters: the part of the full tensor on this rank, and the axes over which its gradient is summed.
 
-Tensor, expert and pipeline parallelism change a module in place before data parallelism takes it: a parameter is
-replaced by a plain one of this rank's part, under the same name. They return a `Placement` by name for each parameter
-they changed; one without is whole on every rank, and its gradient a sum over `mesh.batch` alone.
+Tensor, expert and pipeline parallelism modify a module in place before data parallelism wraps it. They replace a
+parameter by a plain one that holds this rank's part, under the same name. They return a `Placement` by name for each
+changed parameter. A parameter without one is full on every rank, and its gradient is summed over `mesh.batch`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from weft.parallel.state.flat_slices import FlatSlice
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where this rank's part of one parameter lies in the whole.
+    """Position of this rank's part of one parameter in the full tensor.
 
-    cut: the mesh axes over whose ranks the whole is divided, such as ("tp",) or ("ep",); () where it is whole here.
-    dim: the dimension that is cut, into equal contiguous parts in order of the joined axis.
-    parts: sizes, in the whole, of segments of `dim` that are cut each by itself (fused query-key-value, gate-up).
-    index: the rows of `dim` that this rank holds where they are not the equal part; then `whole_shape` is needed.
-    Rows may be held by several ranks (key-value heads fewer than tp): with `partial` of the cut axis, adjacent ranks
-    hold the same rows, and gradients add up over those.
-    whole_shape: the shape of the whole, without padding; () where it follows from the part.
-    partial: mesh axes, besides the data axes, over whose ranks the gradient is a partial sum: it is added over them.
-    pad: rows that `dim` of the whole has at its end for equal parts; no part of checkpoints, zero after loading.
-    name: the whole's in checkpoints, where it is another than here: a weight that two stages share.
+    cut: mesh axes that shard the tensor, such as ("tp",) or ("ep",); () if it is full here.
+    dim: the sharded dim, divided into equal contiguous parts in order of the joined axis.
+    parts: full sizes of segments of `dim` that are sharded separately (fused query-key-value, gate-up).
+    index: rows of `dim` that this rank holds if they are not the equal part; needs `whole_shape`. Several ranks may
+    hold
+        the same rows (fewer key-value heads than tp). Then `partial` contains the sharding axis, adjacent ranks hold
+        the
+        same rows, and gradients are summed over these ranks.
+    whole_shape: full shape without padding; () if it follows from the part.
+    partial: mesh axes in addition to the data axes over which the gradient is a partial sum.
+    pad: rows of padding at the end of `dim` for equal parts. Not in checkpoints, and zero after loading.
+    name: name in checkpoints if it differs from the name here, for a weight that two stages share.
     """
 
     cut: tuple[str, ...] = ()
@@ -56,11 +58,11 @@ class Placement:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds only a part."""
+        """True if this rank holds only a part."""
         return bool(self.cut)
 
     def full_shape(self, local: Sequence[int], size: int) -> tuple[int, ...]:
-        """Return the whole's shape, from the part's and the number of ranks of the cut axis."""
+        """Return the full shape, from the part's shape and the number of ranks of the sharding axis."""
         if self.whole_shape or not self.cut:
             return self.whole_shape or tuple(local)
         shape = list(local)
@@ -68,18 +70,18 @@ class Placement:
         return tuple(shape)
 
     def num_equal(self, local: Sequence[int], size: int) -> int:
-        """Return how many ranks of the cut axis hold the same rows."""
+        """Return the number of ranks of the sharding axis that hold the same rows."""
         if self.index is None or not set(self.cut) <= set(self.partial):
             return 1
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
     def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows of `dim` that a rank holds, as ranges; those of padding lie beyond the whole.
+        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are beyond the full size.
 
         Args:
             local: shape of a rank's part.
-            rank: on the joined cut axis.
-            size: of that axis.
+            rank: rank on the joined sharding axis.
+            size: size of that axis.
         """
         if self.index is not None:
             return tuple(_ranges(self.index))
@@ -92,12 +94,12 @@ class Placement:
         return tuple(found)
 
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's part of the whole: a view where the rows are contiguous.
+        """Return a rank's part of the full tensor: a view if the rows are contiguous.
 
         Args:
-            whole: the tensor as it is without the cut.
-            rank: on the joined cut axis.
-            size: of that axis.
+            whole: the full tensor.
+            rank: rank on the joined sharding axis.
+            size: size of that axis.
         """
         if not self.cut:
             return whole
@@ -113,11 +115,9 @@ class Placement:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def join(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
-        """Return the whole, from the parts of all ranks of the cut axis.
+        """Return the full tensor from the parts of all ranks of the sharding axis.
 
-        indexes: each rank's `index`, where it is used.
-
-        A row that several ranks hold is taken from the first of them.
+        `indexes` holds each rank's `index`, if it is used. If several ranks hold a row, the first one's is taken.
         """
         if not self.cut:
             return parts[0]
@@ -158,7 +158,7 @@ class Placement:
 
 
 def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Numbers as ranges of neighbours, in their order."""
+    """Return numbers as ranges of consecutive numbers, in their order."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and found[-1][1] == number:
@@ -168,15 +168,17 @@ def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-#: A parameter that nobody cut.
+#: Placement of a parameter that is not sharded.
 WHOLE = Placement()
 
 
 def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return what several techniques did, as one. A parameter is cut by one of them; partial sums of all are added up.
+    """Return the placements of several techniques as one.
+
+    Only one technique may shard a parameter. Partial axes are combined.
 
     Raises:
-        ModelError: where two techniques cut the same parameter.
+        ModelError: if two techniques shard the same parameter.
     """
     merged: dict[str, Placement] = {}
     for placements in found:
@@ -193,27 +195,31 @@ def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
     return merged
 
 
-# Over which axes each parameter is divided, summed, joined and settled: read from its placement, once.
+# Axes over which each parameter is sharded, reduced, joined and kept consistent, derived from its placement.
 
 _DATA = ("dp_replicate", "dp_shard")
-#: One rank alone.
+#: Axis of a single rank.
 NOBODY = Axis("nobody", 1, 0, (0,))
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """One kind of parameters.
+    """Axes of one kind of parameters.
 
-    shard: ranks that divide a bucket. replicate: those with equal parts, whose sums add up. over: both joined.
-    same: all ranks that hold the same part of the parameter. cut: those that hold its other parts.
-    extra: those of `replicate` besides dp_replicate. share: this rank's place among those with equal sums, and their
-    number.
-    waits: whether its sums must not begin before all stages are at the end of their passes.
-    holders: ranks that hold the same parts of what is divided over `shard`: those with this rank's, in their order.
-    outer: of `over`, the axis that the plan's `compress` is for: dp_replicate, or where that has one rank `shard`.
-    inner: of `over`, the other ranks. beside: of `replicate`, those that are not on `outer`. Without `compress` nobody
-    is on the three.
-    alike: ranks with the same sums before those of `outer` are added, this rank's among them.
+    shard: ranks that divide a bucket.
+    replicate: ranks with equal parts, whose sums are added.
+    over: both joined.
+    same: all ranks that hold the same part of the parameter.
+    cut: ranks that hold its other parts.
+    extra: axes of `replicate` without dp_replicate.
+    share: this rank's index among the ranks with equal sums, and their number.
+    waits: True if its reductions must not start before all stages have finished their passes.
+    holders: ranks that hold the same parts of tensors divided over `shard`, including this rank, in order.
+    outer: within `over`, the axis of the plan's `compress`: dp_replicate, or `shard` if dp_replicate is 1.
+    inner: within `over`, the other ranks.
+    beside: within `replicate`, the ranks that are not on `outer`. Without `compress`, `outer`, `inner` and `beside` are
+        empty.
+    alike: ranks with the same sums before the sums of `outer` are added, including this rank.
     """
 
     shard: Axis
@@ -234,13 +240,13 @@ class Axes:
 class AxisMap:
     """Axes and placements of a module's parameters and buffers by name.
 
-    `batch`: ranks whose gradients add up where nothing is said; `stage`: all ranks with the same modules; `world`: all
+    `batch` is the default axis for gradient sums. `stage` joins all ranks with the same modules. `world` joins all
     ranks.
 
     Args:
-        mesh: of the ranks.
-        placements: what techniques did, by name; a tensor that is not named is whole.
-        sharded: whether the plan divides anything (zero above 0).
+        mesh: mesh of the ranks.
+        placements: placements from techniques, by name. A tensor without one is full.
+        sharded: the plan shards optimizer states (zero above 0).
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
@@ -252,23 +258,23 @@ class AxisMap:
         self.stage = self._joined((*_DATA, "cp", "tp"))
         self.stages = mesh["pp"]
         self.world = self.stage if self.stages.size == 1 else mesh.world
-        #: All ranks of one replica of the model.
+        #: All ranks of one model replica.
         self.replica = self._joined(("pp", "dp_shard", "cp", "tp"))
 
     @property
     def plain(self) -> Axes:
-        """The axes of a parameter that nobody cut."""
+        """Axes of a parameter that is not sharded."""
         return self.of("", ())
 
     def is_expert(self, name: str) -> bool:
-        """Return whether a parameter is cut over the expert view."""
+        """Return True if a parameter is sharded over the expert axis."""
         return "ep" in self.placement(name).cut
 
     def check_names(self, model: nn.Module) -> None:
-        """Compare the names of placements with those of the module.
+        """Compare the names of placements with the module's names.
 
         Raises:
-            ModelError: for a placement of a tensor that the module does not have.
+            ModelError: if the module lacks a tensor that has a placement.
         """
         known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         for name in self.placements:
@@ -276,11 +282,11 @@ class AxisMap:
                 raise ModelError(f"placement of {name!r}: the model has no such parameter. Name it as it is now.")
 
     def placement(self, name: str) -> Placement:
-        """Return where the part that this rank holds lies in the whole."""
+        """Return the placement of the part that this rank holds."""
         return self.placements.get(name, WHOLE)
 
     def of(self, name: str, shape: Sequence[int]) -> Axes:
-        """Return the kind of one parameter of this shape here."""
+        """Return the axes of a parameter with this local shape."""
         placement = self.placement(name)
         times = placement.num_equal(shape, self._size(placement.cut))
         key = (placement.cut, tuple(sorted(placement.partial)), times)
@@ -289,16 +295,22 @@ class AxisMap:
         return self._kinds[key]
 
     def settling(self, name: str, buffer: torch.Tensor) -> Axis:
-        """Return the axis over which a buffer is made equal: the ranks that see other samples, unless it was cut."""
+        """Return the axis over which a buffer is made equal.
+
+        It contains the ranks with other samples, or all holders of the same part if the buffer has a placement.
+        """
         return self.of(name, buffer.shape).same if name in self.placements else self.batch
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole."""
+        """Return the full shape."""
         placement = self.placement(name)
         return placement.full_shape(shape, self._size(placement.cut))
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, from this rank's part or something of its shape. A collective over the cut axis."""
+        """Return the full tensor from this rank's part, or from a tensor of its shape.
+
+        A collective over the sharding axis.
+        """
         placement = self.placement(name)
         axis = self.of(name, part.shape).cut
         if axis.size == 1:
@@ -310,7 +322,7 @@ class AxisMap:
         return placement.join(list(parts), all_gather(rows, axis).view(axis.size, -1).tolist())
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor."""
+        """Return this rank's part of a full tensor."""
         placement = self.placement(name)
         if not placement.is_sharded:
             return whole
@@ -318,7 +330,7 @@ class AxisMap:
         return placement.local(whole, axis.rank, axis.size)
 
     def part_of(self, name: str, tensor: torch.Tensor) -> Part:
-        """Return where this rank's part of a tensor, or one cut alike, lies in the whole, and how in memory."""
+        """Return the position and memory order of this rank's part of a tensor, or of one sharded like it."""
         shape = tuple(tensor.shape)
         order = tuple(sorted(range(len(shape)), key=lambda dim: -tensor.stride(dim))) if tensor.numel() else ()
         if order == tuple(range(len(shape))) or tensor.is_contiguous():
@@ -331,22 +343,22 @@ class AxisMap:
         return Part(self.whole_shape(name, shape), placement.dim, rows, order)
 
     def stretch(self, name: str, tensor: torch.Tensor) -> FlatSlice:
-        """Return a tensor of which every rank of its kind holds the same part."""
+        """Return a tensor's flat slice, of its dtype and shape (numel,). Every rank of its kind holds the same part."""
         part, deal = self.part_of(name, tensor), self.ownership_of(name, tensor.shape)
         return FlatSlice.whole(self.saved_name(name), tensor, part, deal)
 
     def ownership_of(self, name: str, shape: Sequence[int]) -> OwnershipMap:
-        """Return who writes what of a part that every rank of its kind holds whole."""
+        """Return which rank writes which elements of a part that every rank of its kind holds completely."""
         ranks, numel = self.of(name, shape).same.ranks, torch.Size(shape).numel()
         return assign_evenly(ranks, numel, len(ranks), turn=self.turn(name))
 
     @staticmethod
     def turn(name: str) -> int:
-        """Return which of the ranks that hold the same comes first: the same on all ranks, another for each tensor."""
+        """Return which of the holders comes first: the same on all ranks, and another for each tensor."""
         return zlib.crc32(name.encode())
 
     def told(self, name: str) -> tuple[object, ...]:
-        """Return what all ranks must agree on of a tensor's placement; nothing where it is whole."""
+        """Return the fields of a tensor's placement on which all ranks must agree, or () if it is full."""
         placement = self.placement(name)
         said = (placement.cut, placement.dim, placement.parts, placement.partial, placement.pad, placement.name)
         return said if name in self.placements else ()
@@ -356,11 +368,11 @@ class AxisMap:
         return self.placement(name).name or name
 
     def is_divided(self, name: str) -> bool:
-        """Return whether a parameter is cut over more than one rank."""
+        """Return True if a parameter is sharded over more than one rank."""
         return self._size(self.placement(name).cut) > 1
 
     def refuse_sharded(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that must see whole parameters, where these are cut.
+        """Refuse an optimizer that needs full parameters for these sharded ones.
 
         Raises:
             ModelError: for the first of the names.
@@ -374,11 +386,11 @@ class AxisMap:
             )
 
     def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
+        """Yield the full tensors with their names in checkpoints. A collective over the sharding axes."""
         return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
 
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield those of the tensors that are not whole on every rank."""
+        """Yield the tensors that are not full on every rank."""
         for pairs in groups:
             yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_sharded)
 
@@ -429,11 +441,11 @@ class AxisMap:
         return len(self.mesh.ranks_over(names)) if names else 1
 
     def _lasting(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Without axes of size 1 that would only make names longer; data axes keep theirs."""
+        """Drop axes of size 1 that would only make names longer. Data axes stay."""
         return tuple(name for name in names if name in (*_DATA, "beside_ep") or self._size((name,)) > 1)
 
     def _without(self, names: tuple[str, ...], outer: tuple[str, ...]) -> Axis:
-        """Those of the axes that have several ranks and are not of `outer`, joined."""
+        """Return the joined axes of several ranks that are not in `outer`."""
         rest = tuple(name for name in names if name not in outer and self._size((name,)) > 1)
         return self.mesh[rest] if rest else NOBODY
 

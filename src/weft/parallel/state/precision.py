@@ -1,10 +1,10 @@
-"""Which number format each part of a step uses, and how a module is brought to it.
+"""Dtypes of the parts of a step, and conversion of a module to them.
 
-One policy for every stage. Weights of forward and backward are in the compute format, so that activations, gathers
-and memory are too. Master weights, gradients and optimizer states are fp32 (fp64 under "fp64"), and the masters start
-from the weights as they were before rounding. Gradients travel between ranks in that format too, or as the wire that
-the plan's `reduce` names: encoded for the collective alone. Batch norms stay in the master format: their running
-statistics move by less than a step of bf16. Buffers keep their format under bf16 and fp16.
+One policy for every ZeRO stage. Weights in forward and backward have the compute dtype, so that activations, gathers
+and memory have it too. Master weights, gradients and optimizer states are fp32 (fp64 under "fp64"). Masters start from
+the weights before rounding. Gradients are communicated in the master dtype, or in the wire format of the plan's
+`reduce`, which encodes them only for the collective. Batch norms stay in the master dtype: their running statistics
+change by less than a bf16 step. Buffers keep their dtype under bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from weft.errors import ModelError, PlanError
 from weft.models.initialize import BATCH_NORMS
 from weft.private_torch import tree_map
 
-# Of several names for one format the last gives it its name: with the others, products alone are narrower.
+# If several names share a dtype, the last one names it. Under the others only products are narrower.
 _COMPUTE = {"tf32": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
 _COMPUTE |= {"fp8": torch.bfloat16, "bf16": torch.bfloat16}
 _HALVES = (torch.bfloat16, torch.float16)
-#: Formats of products where they are narrower than the rest, and which products these are.
+#: Precisions under which only products are narrower, and which products.
 _PRODUCTS = {"fp8": "products of linear layers in blocks in fp8", "tf32": "products and convolutions rounded to TF32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """compute: of weights in forward and backward, and of activations. master: of all that is added up or kept.
+    """Dtypes of a step.
 
-    wire: what travels in place of gradients between ranks. outer_wire: the same over the outermost data axis alone;
-    None: as over the others. sync: when replicas meet, as the plan says it. products: "fp8" of linear layers in blocks,
-    "tf32" of all, where these are narrower than the rest.
+    `compute` is the dtype of weights in forward and backward and of activations. `master` is the dtype of sums and
+    stored values. `wire` is the wire format of gradients. `outer_wire` is the format over the outermost data axis; None
+    means the same as `wire`. `sync` is the plan's synchronization of replicas. `products` is "fp8" for linear layers in
+    blocks, "tf32" for all products, or "" if products are not narrower than the rest.
     """
 
     compute: torch.dtype
@@ -48,10 +49,10 @@ class Precision:
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
-        """Return the formats that the plan's `precision`, `reduce` and `compress` stand for.
+        """Return the dtypes and formats for the plan's `precision`, `reduce` and `compress`.
 
         Raises:
-            PlanError: where they do not go together.
+            PlanError: if they cannot be combined.
         """
         compute = _COMPUTE[plan.precision]
         master = torch.float64 if compute == torch.float64 else torch.float32
@@ -67,14 +68,14 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
+        """True under fp16, whose gradients underflow without loss scaling. Other dtypes have the range of fp32."""
         return self.compute == torch.float16
 
     def refuse_error_feedback(self) -> None:
-        """Refuse a user's own loop where what is rounded off is owed to the next step, or replicas meet rarely.
+        """Refuse a custom loop with error feedback or with sync other than every step.
 
         Raises:
-            ModelError: nothing here says by what gradients are multiplied, or when a step is taken.
+            ModelError: because a custom loop provides neither the gradient factor nor the step boundaries.
         """
         if self.sync != "step":
             raise ModelError(
@@ -89,9 +90,9 @@ class Precision:
                 )
 
     def refuse_unscaled(self, what: str) -> None:
-        """Refuse a user's own loop where the loss must be scaled.
+        """Refuse a custom loop if the loss must be scaled.
 
-        what: it did, in words: "backward() came".
+        `what` describes the event, such as "backward() came".
 
         Raises:
             ModelError: under fp16.
@@ -104,7 +105,7 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether weights are rounded for forward and backward."""
+        """True if weights are rounded for forward and backward."""
         return self.compute != self.master
 
     def __str__(self) -> str:
@@ -128,7 +129,7 @@ class Precision:
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """Return the format of each parameter in forward and backward. Those that are not floating keep theirs."""
+    """Return the dtype of each parameter in forward and backward. Integer parameters keep theirs."""
     chosen: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
         wanted = precision.master if isinstance(module, BATCH_NORMS) else precision.compute
@@ -138,21 +139,21 @@ def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.
 
 
 def cast_inputs(model: nn.Module, precision: Precision) -> None:
-    """Make modules take floating inputs of any format, and give back what the rest of the model computes in.
+    """Make modules accept floating inputs of any dtype and return the compute dtype.
 
-    The model itself and each module that owns parameters bring their inputs to the format of their weights. Buffers
-    become the master's format where it is also that of the weights.
+    The model and each module that owns parameters cast their inputs to the dtype of their weights. If precision is not
+    mixed, buffers are cast to the master dtype.
     """
     if not precision.is_mixed:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(precision.master))
-        if precision.master == torch.float64:  # pictures and sound come in float32
+        if precision.master == torch.float64:  # images and audio are loaded in float32
             model.register_forward_pre_hook(functools.partial(_cast_inputs, precision.master), with_kwargs=True)
         if not any(param.dtype in _HALVES for param in model.parameters()):
             return
-        # The model was built in half precision, so its code and its batches may be as well.
+        # The model was built in half precision, so its code and its batches may be too.
     for module in model.modules():
         owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
         if isinstance(module, BATCH_NORMS):
@@ -162,7 +163,7 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
             module.register_forward_pre_hook(functools.partial(_cast_inputs, precision.compute), with_kwargs=True)
 
 
-# Hooks that a module keeps must go into copies and pickles of it, so they are no closures.
+# Hooks of a module are copied and pickled with it, so they are not closures.
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

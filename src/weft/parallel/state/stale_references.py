@@ -1,12 +1,12 @@
-"""References to parameters that parallelize left behind, refused when a forward uses them.
+"""Detection of references to parameters from before parallelize, which raise when a forward uses them.
 
 `parallelize` moves parameters to other memory, and under zero=3 and tp replaces the parameter objects in their modules.
 A view from before (`self.w_t = self.linear.weight.t()`) or another holder of a replaced object (a Python list, a
-closure, a Keras variable) keeps the old values, and a model that computes with them trains with stale weights.
+closure, a Keras variable) keeps the old values. A model that computes with them trains with stale weights.
 
-Before anything moves, weak references to each parameter and its memory are taken. If one is alive afterwards, and is
-not the parameter itself, something outside of the modules refers to it. Only then is the first forward watched: keeping
-such a reference is legal, such as in a list for an optimizer's groups, and computing with it is not.
+Before anything moves, weak references to each parameter and its memory are taken. If one is still alive afterwards and
+is not the parameter itself, something outside of the modules refers to it. Only then is the first forward watched:
+keeping such a reference is legal, for example in a list for an optimizer's groups, but computing with it is not.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _NO_VALUES = frozenset({
     "is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "requires_grad_", "__hash__", "__repr__",
     "__len__", "__str__", "__format__", "register_hook",
 })  # fmt: skip
-#: Properties that give a view.
+#: Properties that return a view.
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_DEPTH = 6  # of containers and objects that are searched for the holder of a reference
+_DEPTH = 6  # nesting of containers and objects in the search for a reference's holder
 
 
 class OriginalParameters:
@@ -45,7 +45,7 @@ class OriginalParameters:
     def __init__(self, model: nn.Module):
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad and not param.is_meta}
         self._objects = {name: weakref.ref(param) for name, param in trained.items()}
-        named = reversed(trained.items())  # the first of several in one storage stays
+        named = reversed(trained.items())  # reversed, so that the first of several in one storage remains
         self._storages = {_memory(param): (name, _address(param)) for name, param in named if _has_memory(param)}
         self._buffers = [
             (weakref.ref(module), key, self._storages[_memory(buffer)][0])
@@ -55,10 +55,10 @@ class OriginalParameters:
         ]
 
     def watch(self, model: nn.Module, compiles: bool) -> None:
-        """Make the first forward refuse references that still have the old values, if any.
+        """Make the first forward refuse references to old values, if any exist.
 
         Args:
-            model: after parallelize.
+            model: the model after parallelize.
             compiles: blocks are compiled; the watched forward runs without compiled code.
         """
         current = list(model.parameters())
@@ -92,7 +92,7 @@ class StaleReferences:
     """Watches one model's first training forward and first evaluation for old parameters.
 
     Args:
-        model: after parallelize.
+        model: the model after parallelize.
         objects: old parameters by name.
         storages: old memory, with the name of the parameter that it belonged to and its address.
         compiles: blocks are compiled.
@@ -114,14 +114,14 @@ class StaleReferences:
         self._own_pass: ExitStack | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleReferences:
-        return StaleReferences(nn.Module(), {}, {}, False)  # a copy has parameters of its own
+        return StaleReferences(nn.Module(), {}, {}, False)  # a copy has separate parameters
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Refuse operations on old parameters while inside.
+        """Refuse operations on old parameters inside this context.
 
         Raises:
             ModelError: with the parameter and how the model reaches it.
@@ -150,9 +150,9 @@ class StaleReferences:
         """End the watch, and follow the gradients of the output.
 
         Args:
-            model: as torch passes it to a hook.
-            args: as torch passes them.
-            output: of the forward; None if it raised.
+            model: the module of the hook.
+            args: the forward's arguments.
+            output: the forward's output, or None if it raised.
         """
         del args
         own, self._own_pass = self._own_pass, None
@@ -163,7 +163,7 @@ class StaleReferences:
             self.check_graph(output)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the parameter that a tensor is an old reference to; None for any other tensor."""
+        """Return the name of the parameter that a tensor is an old reference to, or None."""
         ref, name = self._objects.get(id(tensor), (None, None))
         if ref is not None and ref() is tensor:
             return name
@@ -208,7 +208,7 @@ class StaleReferences:
 
 
 class _Watch(TorchFunctionMode):
-    """Looks at the tensors that torch's functions are called with."""
+    """Checks the tensors that are passed to torch functions."""
 
     def __init__(self, stale: StaleReferences):
         super().__init__()
@@ -226,7 +226,7 @@ class _Watch(TorchFunctionMode):
 
 
 def watched_references(model: nn.Module) -> StaleReferences | None:
-    """Return what watches the model for old parameters; None if none are left."""
+    """Return the object that watches the model for old parameters, or None if no old references are left."""
     return getattr(model, _ATTRIBUTE, None)
 
 
@@ -260,7 +260,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 
 
 def _holders(model: nn.Module, stale: StaleReferences, name: str | None) -> Iterator[str]:
-    """Yield how the model's modules reach old values of a parameter."""
+    """Yield expressions by which the model's modules reach old values of a parameter."""
     done: set[int] = {id(stale)}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -324,7 +324,7 @@ def _is_container_or_tensor(value: Any) -> bool:
 
 
 def _leads_to(node: Any, stale: StaleReferences, name: str | None) -> bool:
-    """Return whether a tensor made before parallelize was computed from the parameter."""
+    """Return True if a tensor made before parallelize was computed from the parameter."""
     nodes, known = [node], {node}
     while nodes and len(known) < 1000:
         one = nodes.pop()
