@@ -33,11 +33,11 @@ LOOK_EVERY = 8
 
 
 def any_goes_on(forwards: Forwards | None, has_ended: Tensor) -> bool:
-    """Return whether any rank has a text that goes on; a collective, since ranks that gather weights write together.
+    """Return True if a text of any rank has not ended. It is a collective: ranks that gather weights generate together.
 
     Args:
-        forwards: of the ranks; None: of this process alone, which then writes to the end.
-        has_ended: whether each text of this rank has, (B,).
+        forwards: the ranks' model; None for this process alone, which then generates to the end.
+        has_ended: bool (B,), True for each text of this rank that has ended.
     """
     if forwards is None:
         return True
@@ -46,7 +46,7 @@ def any_goes_on(forwards: Forwards | None, has_ended: Tensor) -> bool:
 
 # Text written after pictures and sound: `task.name = "caption"`, and `"transcribe"` without a pretrained model.
 
-#: Tokens of a batch are rounded up to so many.
+#: The length of a batch is rounded up to a multiple of this many tokens.
 _MULTIPLE = 8
 #: What an encoder that is not trained costs of one that is: it has a forward and no backward.
 _FORWARD_ALONE = 1 / 3
@@ -129,7 +129,7 @@ class CaptionTask(MixedTask):
     # --- what samples cost ---
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample, those of its pictures and recordings among them: int64 (samples,)."""
+        """Return the tokens of each sample, including the tokens of its pictures and recordings: int64 (samples,)."""
         records: MixedRecords = self.media("train")
         owners, is_sound, frames = self._media_frames()
         each = np.where(is_sound, sound_tokens(frames), (self.grid // 2) ** 2)
@@ -179,7 +179,7 @@ class CaptionTask(MixedTask):
         self._forwards = forwards
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return logits; in an evaluation with `generate`, also the tokens that the model writes by itself."""
+        """Return logits. In an evaluation with `generate`, also return the tokens that the model generates."""
         logits = super().forward(model, batch)
         if model.training or not self.generate or pipeline_of(model) is not None:
             return logits
@@ -187,9 +187,9 @@ class CaptionTask(MixedTask):
 
     @torch.no_grad()
     def written(self, model: Any, batch: Any) -> Tensor:
-        """Return the likeliest token after token that the model writes where texts begin, (B, at most `generate`).
+        """Return greedily generated tokens from the start of each text, (B, at most `generate`).
 
-        All ranks call the model equally often: where its weights are spread over them, each call is a collective.
+        All ranks call the model the same number of times. If the weights are sharded, each call is a collective.
         """
         labels, rows = batch["labels"], torch.arange(len(batch["labels"]), device=batch["labels"].device)
         starts = (labels != IGNORE).int().argmax(1) + 1
@@ -247,8 +247,8 @@ class CaptionTask(MixedTask):
 
 _NO_PP = Limit((1,), "the loss compares all samples of the batch, which no stage of a pipeline has in time")
 _WITHIN = (1, 5, 10)
-#: Products of vectors of length one that differ by less are alike: a text that is there twice has one place, however
-#: it rounds.
+#: Products of unit vectors that differ by less count as equal. A text that occurs twice then has one rank in the
+#: order, whatever the rounding.
 _ALIKE = 1e-6
 
 
@@ -313,7 +313,7 @@ class ContrastTask(MixedTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: Tensor) -> tuple[Tensor, int]:
-        """InfoNCE both ways: the own text among all texts, and the own picture or recording among all."""
+        """Return the sum of the symmetric InfoNCE loss: own text among all texts, own media among all media."""
         losses = [
             F.cross_entropy(one @ others.T / self.temperature, places, reduction="sum")
             for one, others in zip(own, reversed(every), strict=True)
@@ -321,7 +321,7 @@ class ContrastTask(MixedTask):
         return torch.stack(losses).sum() / 2, len(places)
 
     def _score(self, own: Any, every: Any, places: Tensor) -> Mapping[str, Tensor]:
-        """Of how many at most so many texts of the set are nearer than their own."""
+        """Count the samples for which fewer than k texts of the set are nearer than the own text."""
         products = own[0] @ every[1].T
         nearer = (products > products.gather(1, places[:, None]) + _ALIKE).sum(1)
         return {f"within_{most}": (nearer < most).sum() for most in _WITHIN}

@@ -1,7 +1,7 @@
-"""The decoder on text: what `weft train` trains where a config names no task.
+"""The decoder on text, which `weft train` trains if a config names no task.
 
-Whatever in a run is of tokens, tokenizers, documents and prompts is said here and in the files beside it. Torch is
-loaded when a model is: preparing a run needs none of it.
+Code for tokens, tokenizers, documents and prompts is in this module and the other decoder modules of this package.
+torch is imported only when a model is built: preparing a run does not need it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class DecoderTask(Task):
     sum_names = ("bytes",)
     leaves = ("samples/",)
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")
-    # Of data and saved tokenizers the content counts, wherever they lie: `prepare` asks for it.
+    # Data and saved tokenizers are compared by content, not by path. `prepare` checks them.
     identity = ("model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "data.holdout",
                 "data.borders", "train.seq_len")  # fmt: skip
 
-    #: Whether its data says which answers are preferred, instead of what is learned.
+    #: True if the task trains on preference data.
     learns_preferences = False
 
     _data: PreparedData | None = None
@@ -89,7 +89,7 @@ class DecoderTask(Task):
         self._data = data
 
     def _expect_separate(self, model: nn.Module) -> None:
-        """Refuse packed documents in a model of transformers in which they would see each other."""
+        """Refuse packed documents in a transformers model whose attention would not separate them."""
         from weft.parallel.layers.documents import why_documents_mix
 
         data = self.config.data
@@ -100,10 +100,10 @@ class DecoderTask(Task):
             raise ConfigError([Problem("data.borders", f"data.borders=true: {why}. {remedy}.")])
 
     def tokens(self, report: Report | None) -> PreparedData:
-        """Tokenise what is not tokenised yet, and open the rest.
+        """Tokenise the data that is not tokenised yet, and open the rest.
 
         Raises:
-            DataError: for everything that is wrong with the data.
+            DataError: for all problems with the data.
         """
         return prepare_data(self._data_config(), report, preferences=self.learns_preferences)
 
@@ -128,7 +128,7 @@ class DecoderTask(Task):
 
     @property
     def spec(self) -> DecoderSpec:
-        """Shape of the model: the folder's, or what config and tokenizer make it, as far as they are known."""
+        """Shape of the model: the folder's, or the shape that config and tokenizer determine so far."""
         if self._folder is not None:
             return decoder_of(self._folder)
         vocab_size = self._data.vocab_size if self._data is not None else least_vocab(self.config)
@@ -236,7 +236,7 @@ class DecoderTask(Task):
 
         return of_decoder(self.config.model.name, self.spec, self.config)
 
-    # --- what people see ---
+    # --- text for users ---
 
     def name(self) -> str:
         return self.config.model.name
@@ -256,7 +256,7 @@ class DecoderTask(Task):
         )
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text of a sequence, with what is not trained in double brackets."""
+        """Show the text of a sequence. Tokens that are not trained are in double brackets."""
         from weft.data.order.loader import marked, view_sample
 
         sample = self._stream(self.data.train, shuffle=True).sample(place)
@@ -284,7 +284,7 @@ class DecoderTask(Task):
 
 
 class _StreamBatches:
-    """The loader of a stream of token sequences. Sources that are mixed by weight each have epochs of their own."""
+    """The loader of a stream of token sequences. Sources that are mixed by weight have separate epochs."""
 
     def __init__(self, stream: SampleStream, share: Share, num_sources: int):
         from weft.data.order.loader import Loader

@@ -18,13 +18,14 @@ def token_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the cross-entropies in nats over the trained positions, and count them.
 
-    logits_BTV: batch, time, vocabulary; of any float format, summed in fp32 (fp64 for fp64); or what the head gave in
-    their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained. With
-    `batch["weights"]` a position counts as much as its weight, in the sum and in the number: a loss is then the
-    weighted mean.
+    logits_BTV: batch, time, vocabulary, in any float dtype, summed in fp32 (fp64 for fp64); or the loss that the head
+    computed instead of logits. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not
+    trained. With `batch["weights"]`, each position is weighted in the sum and in the count: the loss is then the
+    weighted
+    mean.
 
     Raises:
-        ModelError: where the head gave the loss of other labels than the batch's, or a label is outside of the
+        ModelError: if the head computed the loss of other labels than the batch's, or a label is outside of the
             vocabulary.
     """
     labels = batch["labels"]
@@ -46,7 +47,7 @@ def token_cross_entropy(
     return loss_sum, (labels != IGNORE).sum()
 
 
-#: The head may give the loss in the place of logits: see `weft.parallel.tensor.language_head`.
+#: The head may return the loss instead of logits: see `weft.parallel.tensor.language_head`.
 token_cross_entropy.takes_head_loss = True
 
 

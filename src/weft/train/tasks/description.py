@@ -1,4 +1,4 @@
-"""What a task may ask of its model outside of the loss: forwards without gradients, and sums over the ranks."""
+"""Services that a task gets for its model outside of the loss: forwards without gradients, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.train.tasks.data_share import MapDataset
 
-#: Which weights compute: the model's, the model's without its adapter, or those of the second model.
+#: The weights that compute: the model, the model without its adapter, or the second model.
 Which = Literal["model", "base", "second"]
 
 
@@ -45,7 +45,7 @@ class Forwards(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """Return what the model lies on its ranks by."""
+        """Return the plan that the model is sharded by."""
         ...
 
     @property
@@ -69,12 +69,12 @@ class Forwards(Protocol):
 
     @property
     def is_counted(self) -> bool:
-        """Whether this rank's losses count: of the ranks that share a sequence, on the first one alone."""
+        """True if this rank's losses count. Of the ranks that share a sequence, only the first one counts."""
         ...
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's place among those that read different samples."""
+        """Return this rank's index among the ranks that read different samples."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Forwards(Protocol):
         ...
 
 
-# The description of any module for the planner: its work by tracing, and which plans the runtime can lay it over.
+# Describes any module for the planner: its work by tracing, and the plans that the runtime supports for it.
 
 _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 
@@ -120,12 +120,12 @@ _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 def trace(source: str) -> TracedModel:
     """Return the description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
 
-    The function is called with meta as the default device and without arguments. It returns a model; or a model and
-    an example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as `weft verify`
-    takes it. Without an example the model is called with ids, an image or features, by how it begins.
+    The function is called without arguments, with meta as the default device. It returns a model, or a model and an
+    example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as in `weft verify`.
+    Without an example, the model's first layer decides if it is called with ids, an image or features.
 
     Raises:
-        ModelError: where that gives no model, or the model does not run without numbers.
+        ModelError: if the function returns no model, or the model does not run on the meta device.
     """
     with torch.device("meta"):
         model, rest = call_function(source)
@@ -136,16 +136,16 @@ def trace(source: str) -> TracedModel:
 
 
 def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_face.model_of_config) -> PlannedModel:
-    """Return the model of a Hugging Face folder in the planner's words.
+    """Return the planner's description of the model of a Hugging Face folder.
 
-    It is read from config.json where the planner knows the family, and traced elsewhere.
+    It is read from config.json if the planner supports the family. Otherwise the model is traced.
 
     Args:
         folder: with config.json, or that file.
-        build: makes the model that is traced, of a config of transformers, on the meta device.
+        build: builds the traced model from a transformers config, on the meta device.
 
     Raises:
-        ModelError: where the model does not run without numbers.
+        ModelError: if the model does not run on the meta device.
     """
     try:
         return read_model(str(folder))
@@ -166,12 +166,13 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
 
 
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
-    """Trace a model, which is brought to the meta device and half precision, in place.
+    """Trace a model, which is moved to the meta device and half precision, in place.
 
-    example: arguments of a forward, or batch_fn(step, size); None: ids, an image or features, by how it begins.
+    example: arguments of a forward, or batch_fn(step, size). With None, the model's first layer decides if the input is
+    ids, an image or features.
 
     Raises:
-        ModelError: where the model does not run without numbers.
+        ModelError: if the model does not run on the meta device.
     """
     inputs = dry_run.Inputs(model, example)
     model.to("meta").train()
@@ -309,10 +310,10 @@ def describe_by_samples(task: SampledTask) -> PlannedModel:
     """Trace a task's model on the meta device, on a batch of two of its samples.
 
     Args:
-        task: whose model is traced.
+        task: the task that builds the model.
 
     Raises:
-        ModelError: where a method of the task fails, or the model does not run without numbers.
+        ModelError: if a method of the task fails, or the model does not run on the meta device.
     """
     field = f"task.name={task.config.task.name}"
     samples = _call(task, "samples", lambda: task.samples("train")) or ()
@@ -336,7 +337,7 @@ def describe_by_samples(task: SampledTask) -> PlannedModel:
 
 
 def _call(task: SampledTask, method: str, call: Callable[[], T]) -> T:
-    """What a method of the user's returns. ModelError, with the exception's own words, where it raises one."""
+    """Return the result of a user's method. Raise ModelError with the exception's message if it raises one."""
     try:
         return call()
     except WeftError:

@@ -1,10 +1,10 @@
-"""How far a student's next token is from a teacher's.
+"""The distillation loss between a student's and a teacher's next-token distributions.
 
     loss = (1 - a) t^2 KL(p || q) + a CE(q_1, label),   p = softmax(teacher / t), q = softmax(student / t), q_1 at t = 1
 
 for each trained token, with the temperature t and the mix a: Hinton et al. 2015, arXiv 1503.02531. The factor t^2 keeps
-gradients as large as those of the cross-entropy. With k, the divergence is that of the teacher's k likeliest entries
-and of all others together as one, which is never larger than the whole one.
+gradients as large as the gradients of the cross-entropy. With k, the divergence is computed over the teacher's k
+likeliest entries and one entry for the sum of all others. It is never larger than the full divergence.
 
 N tokens, V entries of the vocabulary.
 """
@@ -47,8 +47,8 @@ def distilled_losses(
         teacher_NV: logits of the same entries.
         labels_N: the next tokens.
         temperature: above 0.
-        mix: 0 is the divergence alone, 1 the cross-entropy alone.
-        top_k: so many of the teacher's entries are told apart; 0: all.
+        mix: 0 uses only the divergence, 1 only the cross-entropy.
+        top_k: number of the teacher's entries that are separate in the divergence; 0 for all.
     """
     kept = torch.promote_types(student_NV.dtype, torch.float32)
     student_NV, teacher_NV = student_NV.to(kept), teacher_NV.to(kept)
@@ -69,7 +69,7 @@ def _log_rest(log_p_NK: Tensor) -> Tensor:
     return torch.log(-torch.expm1(log_sum))
 
 
-# Distillation: `task.name = "distill"` with a teacher's folder. The teacher lies on the ranks as the student does.
+# Distillation: `task.name = "distill"` with a teacher's folder. The teacher is sharded like the student.
 
 _KEY = "task.options"
 _NO_PP = Limit(
@@ -81,13 +81,13 @@ class DistillTask(DecoderTask):
     """Next-token prediction that follows a teacher, with one of Weft's decoders as the student.
 
     Args:
-        teacher: a Hugging Face folder, of the student's tokenizer.
-        temperature: both distributions are softened by it.
+        teacher: a Hugging Face folder with the student's tokenizer.
+        temperature: divides the logits of both models.
         mix: share of the cross-entropy in the loss.
-        top_k: entries of the teacher that are told apart; 0: all.
+        top_k: number of the teacher's entries that are separate in the divergence; 0 for all.
 
     Raises:
-        ConfigError: for values that mean nothing.
+        ConfigError: for values out of range.
     """
 
     metrics = (Metric("cross_entropy", "nats", "cross-entropy of the tokens themselves, whatever the teacher says"),)
@@ -147,7 +147,7 @@ class DistillTask(DecoderTask):
             raise _wrong("teacher", self._teacher, rule)
 
     def _other_entry(self) -> str | None:
-        """An entry that the teacher's tokenizer has at another place than the student's; None: there is none."""
+        """Return a vocabulary entry with another id in the teacher's tokenizer than in the student's, or None."""
         from tokenizers import Tokenizer as Library
 
         if not (self._teacher / "tokenizer.json").is_file():

@@ -1,4 +1,4 @@
-"""How far a text is from another: letters to change, add or take away."""
+"""Edit distance of two texts: the number of letters to change, add or remove."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def edit_distance(one: str, other: str) -> int:
     row = places
     for done, letter in enumerate(one, 1):
         best = np.minimum(row[1:] + 1, row[:-1] + (target != ord(letter)))
-        # Adding letters: the least of all that stand before, each further by one.
+        # Insertions: the minimum over all earlier columns, plus one for each inserted letter.
         row = np.minimum.accumulate(np.concatenate(([done], best)) - places) + places
     return int(row[-1])

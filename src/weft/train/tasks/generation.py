@@ -126,10 +126,10 @@ class TextModel:
 
         Args:
             turns: the conversation so far.
-            section: how many tokens, temperature and top_k.
-            seed: of sampling.
+            section: number of tokens, temperature and top_k.
+            seed: seed of sampling.
             stop: texts that end the result, and are not part of it.
-            tools: JSON of what the assistant may call, or "".
+            tools: JSON of the tools that the assistant may call, or "".
 
         Raises:
             ConfigError: if the tokenizer has no chat template.
@@ -144,7 +144,7 @@ class TextModel:
         return self.continue_ids(tokenizer.encode_prompt(turns, tools).tolist(), section, seed, stop)
 
     def continue_ids(self, ids: Sequence[int], section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
-        """Return the text that follows token ids; the arguments are those of `continue_text`.
+        """Return the text that follows token ids. The arguments are the same as in `continue_text`.
 
         Raises:
             ConfigError: if the prompt fills all positions of the model.
@@ -247,12 +247,12 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
 
 
 def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
-    """Return a prompt and what the model writes after it; "" if the prompt leaves no room.
+    """Return a prompt and the model's continuation, or "" if the prompt fills the model's context.
 
     Args:
-        model: a run's.
+        model: a run's model.
         section: prompt (None takes one from the data), number of tokens, temperature and top_k.
-        seed: of sampling.
+        seed: seed of sampling.
         stop: texts that end the result.
     """
     prompt, tokenizer = section.prompt, model.model.tokenizer
@@ -291,12 +291,12 @@ def _find(folder: RunFolder, step: int | None) -> Location:
 
 
 class PretrainedText:
-    """A model of transformers that continues token ids.
+    """A transformers model that continues token ids.
 
     Args:
-        model: with its weights.
-        tokenizer: of the model.
-        config: of the model, which gives the longest text.
+        model: the model with its weights.
+        tokenizer: the model's tokenizer.
+        config: the model's config, which sets the maximum length.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, config: Any):
@@ -309,9 +309,9 @@ class PretrainedText:
         """Return the ids that follow.
 
         Args:
-            ids: of the prompt.
-            section: how many tokens, temperature and top_k.
-            seed: of sampling.
+            ids: token ids of the prompt.
+            section: number of tokens, temperature and top_k.
+            seed: seed of sampling.
             stops: ids that end the text, and are not part of it.
         """
         given = torch.tensor([list(ids)], device=self._device)
@@ -346,8 +346,8 @@ def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
     """Load the model of a checkpoint.
 
     Args:
-        folder: of the run.
-        path: of the checkpoint.
+        folder: run folder.
+        path: path of the checkpoint.
     """
     model_config: Any = hugging_face.load_model_config(Path(base_of(folder)))
     model: Any = hugging_face.causal_model(model_config)
