@@ -14,12 +14,12 @@ from weft.errors import ConfigError, Problem, WeftError, did_you_mean
 from weft.lazy import named_object
 from weft.train.tasks.base import Task
 
-#: Sections and settings that mean something to the decoder on text, and to tasks that say so.
+#: Sections and settings of the text decoder. Other tasks must list them to use them.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
-#: Settings that are judged by themselves.
+#: Settings that have separate checks.
 _OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
-#: Of the tasks that have a name: the class, and the one for a pretrained folder.
+#: Named tasks: the class, and the class for a pretrained folder.
 _CLASSES = {
     "caption": ("weft.train.tasks:CaptionTask",) * 2,
     "classify_audio": ("weft.train.tasks:AudioClassTask",) * 2,
@@ -40,7 +40,7 @@ def find_task(config: RunConfig) -> Task:
     """Return the config's task.
 
     Raises:
-        ConfigError: where its class cannot be had, or refuses its options.
+        ConfigError: if its class cannot be imported, or refuses its options.
     """
     if config.task.name is None and config.model.path:
         from weft.train.tasks.pretrained import PretrainedTask
@@ -160,7 +160,7 @@ def _made(kind: type[Task], name: str, options: Mapping[str, Any]) -> Task:
 
 
 def _other_kind(default: Any, value: Any) -> str:
-    """What an option takes, in words, where its default is of a kind that the value is not of; else ''."""
+    """Return the expected type of an option in words if the value has another type than the default, or ''."""
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int):
@@ -173,7 +173,7 @@ def _other_kind(default: Any, value: Any) -> str:
 
 
 def _refuse_unread(task: Task, config: RunConfig) -> None:
-    """ConfigError for settings of the decoder that the task never looks at."""
+    """Raise ConfigError for decoder settings that the task does not read."""
     before, now = RunConfig().model_dump(by_alias=True), config.model_dump(by_alias=True)
     name = config.task.name
     problems = [

@@ -30,14 +30,14 @@ _MASKED, _REPLACED = 0.8, 0.9
 
 @dataclass(eq=False)
 class MaskedTask(FolderTask):
-    """Guessing the tokens that were masked. Long texts become several rows.
+    """Masked language modeling. Long texts become several rows.
 
-    Of each row a share of the tokens is chosen, by (seed, epoch, row, position). 80 % of them become the mask token,
-    10 % any token, and 10 % stay as they are.
+    A share of the tokens of each row is selected, by (seed, epoch, row, position). 80 % of them become the mask token,
+    10 % a random token, and 10 % stay unchanged.
 
     text: column of the text.
-    share: of the tokens that are chosen, at least one of each row.
-    pad_multiple: what the length of a batch's rows is rounded up to.
+    share: share of selected tokens, at least one of each row.
+    pad_multiple: the length of a batch's rows is rounded up to a multiple of it.
     """
 
     text: str = "text"
@@ -105,7 +105,7 @@ class MaskedTask(FolderTask):
 
 
 class _MaskedRows(Sequence[dict[str, np.ndarray]]):
-    """Rows with tokens masked. Each epoch of training has masks of its own; evaluations have one."""
+    """Rows with tokens masked. Each epoch of training has different masks; evaluations always have the same."""
 
     def __init__(self, table: RowTable, found: Mapping[str, Any], share: float, seed: int, split: str):
         self._table, self._found, self._share = table, found, share
@@ -118,10 +118,10 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
         return self.in_epoch(0, index)
 
     def in_epoch(self, epoch: int, index: int) -> dict[str, np.ndarray]:
-        """Return a row as an epoch has it."""
+        """Return a row with the masks of an epoch."""
         row = self._table[index]
         ids, is_text = row["input_ids"], row["is_text"].astype(bool)
-        # Numbers of a position come from its place in the stream alone.
+        # The random numbers of a position depend only on its index in the stream.
         stream = np.random.Generator(np.random.Philox(key=derive_key("mask", self._seed, self._split, epoch, index)))
         draws = stream.random((len(ids), 3))
         draw = np.where(is_text, draws[:, 0], 2.0)
@@ -138,15 +138,15 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
 
 @dataclass(eq=False)
 class Seq2SeqTask(FolderTask):
-    """Translation, summaries, and whatever else turns one text into another.
+    """Translation, summaries, and other tasks that turn one text into another.
 
-    The decoder reads the target moved by one place, behind the token that the model's config starts with.
+    The decoder reads the target shifted right by one, after the decoder start token of the model's config.
 
-    source: column of the text that is read.
-    target: column of the text that is written.
+    source: column of the input text.
+    target: column of the output text.
     prefix: put before every source, such as "summarize: ".
-    target_len: tokens of a target; train.seq_len is for sources.
-    pad_multiple: what lengths are rounded up to.
+    target_len: maximum tokens of a target; train.seq_len is for sources.
+    pad_multiple: lengths are rounded up to a multiple of it.
     """
 
     source: str = "source"
@@ -237,7 +237,7 @@ class Seq2SeqTask(FolderTask):
         return {"perplexity": class_counts.perplexity(sums), "token_accuracy": share}
 
 
-# Texts as vectors, near where they belong together: `task.name = "embed"`.
+# Text embeddings: `task.name = "embed"`.
 
 Pooling = Literal["mean", "cls", "last"]
 _NO_PP = Limit(
@@ -251,11 +251,11 @@ class EmbedTask(FolderTask):
 
     query: column of the first text.
     positive: column of the text that belongs to it.
-    negative: column of a text that does not; "": there is none.
-    pooling: how a text's vector comes from its tokens' (mean, cls: the first, last).
-    normalise: whether vectors have length 1.
-    temperature: what the products of vectors are divided by.
-    pad_multiple: what the length of a batch's texts is rounded up to.
+    negative: column of a text that does not, or "".
+    pooling: pooling of token vectors: mean, cls (the first) or last.
+    normalise: if True, vectors have length 1.
+    temperature: divides the products of vectors.
+    pad_multiple: the length of a batch's texts is rounded up to a multiple of it.
     """
 
     query: str = "query"
@@ -275,7 +275,7 @@ class EmbedTask(FolderTask):
         Metric("recall_at_10", "", "share of the queries whose own text is among the nearest ten"),
     )
 
-    #: None are said: the loss compares all texts of a batch, in their order.
+    #: No batching by cost: the loss compares all texts of a batch, in their order.
     lengths = Task.lengths
 
     def __post_init__(self) -> None:
