@@ -211,7 +211,7 @@ def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
         return None
     numbers: Sequence[int] = samples.numbers[:_SAMPLES]
     try:
-        # Of a microbatch of one sample two run: so many need less memory than its backward.
+        # A microbatch of one sample runs with two only, because they need less memory than its backward.
         every = _SAMPLES if count > 1 else 2
         if count < every:
             batch, numbers = _longer(batch, count), range(numbers[0], numbers[0] + every)

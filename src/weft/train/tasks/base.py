@@ -321,8 +321,7 @@ class Task:
         return Facts(world_size=world_size, global_batch=self.config.train.global_batch, limits=limits)
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        """Return (setting, old, new) of changes since `before` that a resumed run forbids, in addition to `identity`.
-        """
+        """Return (setting, old, new) of changes since `before` that a resumed run forbids, in addition to `identity`."""
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:

@@ -368,8 +368,7 @@ class FolderTask(Task):
 
     @property
     def _needs_folder(self) -> bool:
-        """True if every start of the run reads the folder's weights: checkpoints of an adapter do not contain the base.
-        """
+        """True if every start of the run reads the folder's weights: checkpoints of an adapter do not contain the base."""
         return bool(self.config.adapter.rank)
 
     @property
