@@ -34,9 +34,9 @@ from weft.train.step.pure_forward import seed_all, traceless
 
 #: Samples that run together; half of them run alone.
 _SAMPLES = 4
-#: Bytes of buffers, of which a copy is made, in a model that is checked.
+#: Maximum bytes of buffers in a checked model: the check copies them.
 _MOST_BUFFERS = 2**30
-#: By the plan's precision, relative mean differences that count as rounding; of half formats and TF32, the last.
+#: Relative mean differences that count as rounding, by the plan's precision. Half dtypes and TF32 use _COARSE.
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
 _COARSE = 5e-2
 
@@ -174,7 +174,7 @@ def check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) 
 
 
 def causes_of(probed: Probed, batch: Any) -> list[str]:
-    """Return sentences about what depends on how a batch is divided; on one process, without ranks.
+    """Return sentences about results that depend on how a batch is divided. Runs on one process, without ranks.
 
     Args:
         probed: the model and its loss.
@@ -189,7 +189,7 @@ def causes_of(probed: Probed, batch: Any) -> list[str]:
 
 
 def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
-    """Return whether it holds on all ranks (min) or on any (max)."""
+    """Return True if it holds on all ranks (min) or on any (max)."""
     if mesh.world_size == 1:
         return holds
     return bool(all_reduce(torch.tensor(float(holds), device=mesh.device), mesh.world, op))
@@ -293,7 +293,7 @@ def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
 
 
 def _outputs_differ(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
-    """Whether some rows came out otherwise than in their half, of outputs that have rows for samples."""
+    """Return True if some rows differ from the same rows in their half, among outputs that have rows for samples."""
     for half, ran in enumerate(halves):
         for output, alone in zip(every.outputs, ran.outputs, strict=False):
             if (among := _rows_of(output, alone, ran.samples, half)) is not None and _differ(among, alone, limit):
@@ -326,12 +326,12 @@ def _loss_differs(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
 
 
 def _equal(one: float, other: float) -> bool:
-    """Whether two losses are the same number, or both none."""
+    """Return True if two losses are equal, or both None."""
     return one == other or (one != one and other != other)
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
-    """Whether two tensors differ by more than rounding, in the mean: a router may break a tie differently."""
+    """Return True if two tensors differ by more than rounding, in the mean: a router may break a tie differently."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -367,7 +367,7 @@ def find_causes(
 
 
 def _noise(probed: Probed, runs: list[Ran]) -> str:
-    """Return a sentence if the same samples give other numbers with another seed, else ""."""
+    """Return a sentence if the same samples have other results with another seed, else ""."""
     one, other = runs
     if any(_differ(left, right, probed.limit) for left, right in zip(one.outputs, other.outputs, strict=False)):
         where = _culprit(one, other, probed.limit) or "the model"
@@ -483,7 +483,8 @@ def _culprit(every: Ran, alone: Ran, limit: float, half: int = 0) -> str:
 
 
 class _Draws(TorchFunctionMode):
-    """Notes which functions draw random numbers, and refuses gradients by frequency. still: draws become constants."""
+    """Records which functions draw random numbers, and refuses gradients by frequency. still: draws become constants.
+    """
 
     def __init__(self, still: bool):
         super().__init__()
@@ -505,7 +506,7 @@ class _Draws(TorchFunctionMode):
 
     @staticmethod
     def _drops(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call of a dropout function drops something; other functions always draw."""
+        """Return True if a call of a dropout function drops something. Other functions always draw."""
         if func not in _DROPPING:
             return True
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else func is not F.dropout))

@@ -55,7 +55,7 @@ _S = TypeVar("_S", bound=ExplainedStep)
 
 @dataclass(frozen=True, slots=True)
 class MemoryByKind:
-    """Bytes of what training holds on this rank. expected_optimizer: of states that the first update will make."""
+    """Live bytes of training on this rank. expected_optimizer: bytes of states that the first update will create."""
 
     parameters: int
     gradients: int
@@ -96,12 +96,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def live_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()
 ) -> MemoryByKind:
-    """Count what model and optimizer hold on this rank, each storage once.
+    """Count the live bytes of model and optimizer on this rank, each storage once.
 
     Args:
         model: its parameters and buffers.
         optimizer: its parameters and states.
-        gradients: those that `.grad` hides.
+        gradients: tensors that no `.grad` references.
     """
     seen: set[int] = set()
     params = list(model.parameters())
@@ -136,11 +136,11 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
     )
     missing = live.expected_optimizer + asked
     if shape is not None and tokens:
-        # The allocation that failed was not the last one that the pass had before it.
+        # The failed allocation was not the last one of the pass.
         whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
     facts = Facts(world_size=mesh.world_size, model=shape)
-    # An accelerator reports its full memory by this error; a host's memory is full for what offload moves, too.
+    # This error means that the accelerator is full. Host memory can also be full of offloaded tensors.
     can_offload = mesh.device.type != "cpu" or isinstance(error, torch.OutOfMemoryError)
     found = footprint.remedies(mesh.plan, usage, missing, facts, shape, can_offload)
     wanted = f"an allocation of {format_bytes(asked)} failed" if asked else "an allocation failed"
@@ -289,9 +289,9 @@ def _failed_module(error: Exception, model: nn.Module) -> str | None:
 # Detects that all ranks read the same samples, because the loader is not sharded. Checked once, within the step's
 # all-reduce.
 
-#: Fingerprints are below this: the squares of 2**17 ranks' add up in float64 without rounding.
+#: Upper bound of fingerprints: the squares of 2**17 ranks' fingerprints sum in float64 without rounding.
 _BOUND = 2**18
-#: Values of each tensor that are looked at.
+#: Sampled values of each tensor.
 _LOOKED_AT = 4096
 
 

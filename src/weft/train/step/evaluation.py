@@ -175,7 +175,7 @@ def counted_ranks(mesh: Mesh) -> Axis:
     return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]
 
 
-# Forwards that a task asks for outside of a step: without gradients, in evaluation mode, under any plan.
+# Forwards that a task runs outside of a step: without gradients, in evaluation mode, under any plan.
 
 
 class RankForwards:
@@ -200,17 +200,17 @@ class RankForwards:
 
     @property
     def device(self) -> torch.device:
-        """Return where this rank computes."""
+        """Return this rank's device."""
         return self._mesh.device
 
     @property
     def rank(self) -> int:
-        """Return this rank's number among all of the run's world."""
+        """Return this rank's global rank."""
         return self._mesh.rank
 
     @property
     def size(self) -> int:
-        """Return how many ranks the world has."""
+        """Return the world size."""
         return self._mesh.world_size
 
     def wait(self) -> None:
