@@ -1,4 +1,4 @@
-"""Outcome of one key of a DeepSpeed config, the list of known keys, and the state of reading one file."""
+"""Outcomes of the keys of a DeepSpeed config, the list of valid keys, and the state of reading one file."""
 
 from __future__ import annotations
 

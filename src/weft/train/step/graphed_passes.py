@@ -53,7 +53,7 @@ def insides_of(model: nn.Module, experts: ExpertBalance, samples: Sequence[Sampl
     return inside
 
 
-# A batch in memory that stays, into which others of the same shapes are copied.
+# A batch in persistent memory, into which others of the same shapes are copied.
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
