@@ -319,13 +319,13 @@ def gelu_b(place: TensorPlacement, t: int, d: int) -> Call:
 
 
 def add(place: TensorPlacement, t: int, d: int) -> Call:
-    """Return a sum into new memory, as in residual streams and in gradients of branches."""
+    """Return a call that adds into new memory, as in residual streams and gradients of branches."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x + y
 
 
 def add_to(place: TensorPlacement, t: int, d: int) -> Call:
-    """Return a sum in place, as in gradients of several passes."""
+    """Return a call that adds in place, as gradients of several passes do."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x.add_(y)
 
@@ -346,14 +346,14 @@ def loss_b(place: TensorPlacement, t: int, v: int) -> Call:
 
 
 def cut_loss(place: TensorPlacement, t: int, v: int) -> Call:
-    """Return the vocabulary-parallel loss without its products: hidden states have width 1."""
+    """Return a call of the vocabulary-parallel loss without its products: hidden states have width 1."""
     x, weight = place.normal(1, t, 1, trained=True), place.normal(v, 1, trained=True)
     labels, line = place.labels(t, v).view(1, t), SharedLayer(Axis("tp", 1, 0, (0,)))
     return lambda: token_loss(x, weight, None, labels, line, v, -100)
 
 
 def embedding(place: TensorPlacement, t: int, d: int, v: int) -> Call:
-    """Return a look-up and its gradient, which is as large as the table."""
+    """Return a call of a look-up and its gradient, which is as large as the table."""
     table, ids = place.normal(v, d, trained=True), place.labels(t, v)
     return lambda: torch.autograd.grad(
         F.embedding(ids, table), table, torch.ones(t, d, device=place.device).to(place.dtype)
@@ -368,7 +368,7 @@ def adamw(place: TensorPlacement, params: int) -> Call:
 
 
 def clip(place: TensorPlacement, params: int) -> Call:
-    """Return the norm of gradients, and their scaling."""
+    """Return a call that computes the norm of gradients and scales them."""
     grad = place.normal(params)
     factor = torch.ones((), device=place.device, dtype=place.dtype)
 
@@ -380,7 +380,7 @@ def clip(place: TensorPlacement, params: int) -> Call:
 
 
 def to_host(place: TensorPlacement, num_bytes: int) -> Call:
-    """Return an offload copy to host memory, which is page-locked if there is a GPU."""
+    """Return a call that copies to host memory, as offload does. The memory is page-locked if there is a GPU."""
     here, there = _both_sides(place, num_bytes)
     return lambda: there.copy_(here, non_blocking=True)
 
@@ -396,13 +396,13 @@ def _both_sides(place: TensorPlacement, num_bytes: int) -> tuple[Tensor, Tensor]
 
 
 def host_adamw(place: TensorPlacement, params: int) -> Call:
-    """Return an optimizer step on the host: masters in fp32, with this rank's threads."""
+    """Return a call of an optimizer step on the host: masters in fp32, with this rank's threads."""
     del place
     return adamw(TensorPlacement(torch.device("cpu"), torch.float32), params)
 
 
 def _block(place: TensorPlacement) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return a layer so small that only the overhead of calls is measured: modules, views and autograd's nodes."""
+    """Return a layer so small that its time is the overhead of calls: modules, views and autograd's nodes."""
     tokens, width, ffn, heads = TINY
     spec = DecoderSpec(
         vocab_size=8, dim=width, num_layers=1, num_heads=heads, num_kv_heads=heads, ffn_dim=ffn, max_seq_len=tokens

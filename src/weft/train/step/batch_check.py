@@ -483,8 +483,7 @@ def _culprit(every: Ran, alone: Ran, limit: float, half: int = 0) -> str:
 
 
 class _Draws(TorchFunctionMode):
-    """Records which functions draw random numbers, and refuses gradients by frequency. still: draws become constants.
-    """
+    """Records which functions draw random numbers, and refuses gradients by frequency. still: draws become constants."""
 
     def __init__(self, still: bool):
         super().__init__()

@@ -142,7 +142,7 @@ class Task:
     sample_unit: ClassVar[str] = "samples"
     #: Metrics of evaluations in addition to the loss. `sums` and `measure` compute them.
     metrics: tuple[Metric, ...] = ()
-    #: Names of what `sums` gives.
+    #: Names of the values that `sums` returns.
     sum_names: tuple[str, ...] = ()
     #: Sections and settings of the decoder that this task also reads, such as "data" or "train.seq_len". Weft refuses
     #: the others if they are set, so that none is silently ignored.
@@ -150,12 +150,12 @@ class Task:
     #: The settings among them that change the trained weights. A run cannot resume with another value.
     identity: ClassVar[tuple[str, ...]] = ()
 
-    # --- what every task writes ---
+    # --- required methods ---
 
     def build(self) -> nn.Module:
-        """Build the model with its initial weights: plain PyTorch.
+        """Build the model with its initial weights, in plain PyTorch.
 
-        Weft seeds torch before; under the meta device it makes shapes alone.
+        Weft seeds torch before the call. Under the meta device only shapes are created.
         """
         raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
 
@@ -176,7 +176,7 @@ class Task:
     # --- batches ---
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of some samples. By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y)."""
+        """Make a batch of some samples. The default stacks them like torch's DataLoader: (x, y) becomes a batch (x, y)."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
@@ -214,7 +214,7 @@ class Task:
         """
         return traced_costs(self.describe().traced, lengths)
 
-    #: Whether samples may be as long as train.seq_len; else the longest of `lengths` is the longest that there is.
+    #: True if samples may be as long as train.seq_len. False if the maximum of `lengths` is the longest sample.
     fills_seq_len: bool = True
 
     def costs_beside(self) -> np.ndarray | None:
@@ -269,7 +269,7 @@ class Task:
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch.
 
-        By default: model(x) of (x, y), and of a dict all but "labels" by name.
+        The default calls model(x) for (x, y). For a dict it passes all entries except "labels" by name.
         """
         from weft.train.microbatches import call_model
 

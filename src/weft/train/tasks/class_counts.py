@@ -1,4 +1,4 @@
-"""What evaluations add up over batches and ranks, and the scores that follow: accuracy, macro F1, correlation."""
+"""Counts that evaluations sum over batches and ranks, and the scores computed from them: accuracy, F1, correlation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KINDS = ("hit", "said", "true")
 
 
 def class_sum_names(num_classes: int) -> tuple[str, ...]:
-    """Return the names of what `class_sums` gives."""
+    """Return the names of the results of `class_sums`."""
     return tuple(f"{kind}_{index}" for kind in _KINDS for index in range(num_classes))
 
 
@@ -37,13 +37,13 @@ def accuracy(sums: Mapping[str, float], num_classes: int) -> float | None:
 
 
 def macro_f1(sums: Mapping[str, float], num_classes: int) -> float | None:
-    """Return the mean F1 of the classes that occur or are named, as scikit-learn's macro average has it."""
+    """Return the mean F1 of the classes that occur or are predicted, like scikit-learn's macro average."""
     each = [tuple(sums[f"{kind}_{index}"] for kind in _KINDS) for index in range(num_classes)]
     scores = [2 * hit / (said + true) for hit, said, true in each if said + true]
     return sum(scores) / len(scores) if scores else None
 
 
-#: Of predictions x and values y.
+#: For predictions x and values y.
 PAIR_SUMS = ("x", "y", "xx", "yy", "xy")
 
 
@@ -71,6 +71,6 @@ def perplexity(sums: Mapping[str, float]) -> float | None:
 
 
 def ordered_labels(names: Sequence[str]) -> list[str]:
-    """Return the labels in their order: whole numbers by size, all others by letters."""
+    """Return the labels in order: integers by value, all others alphabetically."""
     numbers = all(name.lstrip("-").isdecimal() for name in names)
     return sorted(set(names), key=lambda name: (int(name), name) if numbers else (0, name))

@@ -23,7 +23,7 @@ _CLASSES = (
     Metric("macro_f1", "", "mean over the classes of the harmonic mean of precision and recall"),
 )
 _NUMBERS = (Metric("pearson", "", "correlation of the model's numbers with those of the data"),)
-#: Why tokens are not divided between layers.
+#: Reason that tokens are not divided between layers.
 _NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
 
 
@@ -121,7 +121,7 @@ class TextClassTask(FolderTask):
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in a format that losses are summed in."""
+    """Return the logits in a dtype for summing losses."""
     return logits if logits.itemsize == 8 else logits.float()
 
 
@@ -135,7 +135,7 @@ def _number(record: TableRecord, value: Any, column: str) -> float:
     return found
 
 
-# A label for each word of a text: `task.name = "classify_tokens"`. Only the first sub-token of a word is counted.
+# A label for each word of a text: `task.name = "classify_tokens"`. Only a word's first sub-token is counted.
 
 
 @dataclass(eq=False)

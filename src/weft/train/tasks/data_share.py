@@ -1,4 +1,4 @@
-"""Which samples of a task a rank reads, and the batches that are made of them."""
+"""A rank's share of a task's samples, and the interface of batches made of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.config import partitioning as shares
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which samples are this rank's: data-parallel rank `rank` of `size`.
+    """The samples of one rank: data-parallel rank `rank` of `size`.
 
-    global_batch: samples of one optimizer step over all ranks. microbatches: into how many a rank's part of them is
-    cut. pin: whether tensors are wanted in pinned memory.
+    global_batch: samples of one optimizer step over all ranks. microbatches: number of microbatches of a rank's part.
+    pin: if True, tensors are in pinned memory.
     """
 
     global_batch: int
@@ -59,7 +59,7 @@ class Batches(Protocol):
         ...
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        """Give the microbatches of steps start_step .. end_step - 1, one after another."""
+        """Yield the microbatches of steps start_step .. end_step - 1."""
         ...
 
     def state_at(self, num_samples: int) -> Any:

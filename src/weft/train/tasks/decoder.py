@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
     from weft.train.folder import RunFolder
 
-#: A longer prompt is not printed: `weft generate` takes it from the data again.
+#: Longer prompts are not printed: `weft generate` then takes it from the data again.
 _MAX_HINT = 80
 
 
@@ -68,7 +68,7 @@ class DecoderTask(Task):
         )  # fmt: skip
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        # The weights of sources decide the order of samples; their paths do not, as long as the content is the same.
+        # The weights of sources determine the order of samples. Their paths do not, if the content is the same.
         old, new = ([source.weight for source in settings.data.train] for settings in (before, self.config))
         if len(old) != len(new):
             return ()
@@ -79,7 +79,7 @@ class DecoderTask(Task):
         """Tokenise the data.
 
         Raises:
-            DataError: when the tokens are not those that the folder's run was started with.
+            DataError: if the tokens differ from those that the folder's run was started with.
         """
         from weft.data.store.prepare import check_trainable
 
@@ -108,7 +108,7 @@ class DecoderTask(Task):
         return prepare_data(self._data_config(), report, preferences=self.learns_preferences)
 
     def _data_config(self) -> RunConfig:
-        """The config as preparing data reads it."""
+        """The config that prepares the data."""
         return self.config
 
     def samples_per_epoch(self) -> int:
@@ -140,7 +140,7 @@ class DecoderTask(Task):
         return _StreamBatches(self._stream(self.data.train, shuffle=True), share, len(self.config.data.train))
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """Return the evaluation set, cut as the training batches are: the same memory, the same for any plan."""
+        """Return the evaluation set, divided like the training batches: the same memory, the same for any plan."""
         from weft.data.order.loader import EvalBatches
 
         stream = self._stream(self.data.eval, shuffle=False)
@@ -183,7 +183,8 @@ class DecoderTask(Task):
     def initial_model(self, plan: Plan) -> nn.Module:
         from weft.models.registry import build_decoder
 
-        # No rank of a pipeline ever holds the whole: it is cut as shapes, and each makes the weights of its stages.
+        # No rank of a pipeline has the full model: it is divided on the meta device, and each rank creates its stages'
+        # weights.
         return build_decoder(self.spec, device="meta" if plan.pp > 1 else None, seed=self.config.seed)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -223,7 +224,7 @@ class DecoderTask(Task):
         return {table.device: table}
 
     def _bytes_on(self, device: torch.device) -> torch.Tensor:
-        """Bytes of text behind each token id (vocabulary,)."""
+        """Return the bytes of text of each token id, (vocabulary,)."""
         tables = self._token_bytes
         if device not in tables:
             tables[device] = next(iter(tables.values())).to(device)
@@ -314,7 +315,7 @@ class _StreamBatches:
 
 
 def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
-    """FLOPs of forward and backward per token of a decoder; the convention is `flops_per_token`'s."""
+    """Return the FLOPs of forward and backward per token of a decoder, with the convention of `flops_per_token`."""
     from weft.monitor.guards import flops_per_token
 
     embedding = spec.vocab_size * spec.dim

@@ -18,12 +18,12 @@ from weft.train.folder import RunFolder, free_name
 
 
 def decoder_of(folder: RunFolder) -> DecoderSpec:
-    """Shape of the run's model."""
+    """Return the shape of the run's model."""
     return DecoderSpec(**json.loads(folder.text("model.json")))
 
 
 def tokenizer_of(folder: RunFolder) -> Path:
-    """The folder of the run's own tokenizer."""
+    """Return the folder of the run's tokenizer."""
     return folder.path / "tokenizer"
 
 
@@ -102,7 +102,7 @@ def _copy_tree(source: Path, target: Path) -> None:
     try:
         os.rename(draft, target)
     except OSError as error:
-        # Another rank was first, with the same content.
+        # Another rank wrote it first, with the same content.
         shutil.rmtree(draft)
         if not target.is_dir():
             raise DataError(f"tokenizer: cannot copy {str(source)!r} to {str(target)!r} ({error.strerror}).") from error

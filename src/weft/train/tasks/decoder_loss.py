@@ -52,7 +52,7 @@ token_cross_entropy.takes_head_loss = True
 
 
 def model_forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run one of the project's decoders on a batch of the project's loader: logits (batch, time, vocabulary)."""
+    """Run one of Weft's decoders on a batch of Weft's loader and return logits (batch, time, vocabulary)."""
     ids = batch.get("document_ids")
     if ids is None:
         return model(batch["input_ids"], batch["positions"])

@@ -50,21 +50,21 @@ class Forwards(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Return where this rank computes."""
+        """Return this rank's device."""
         ...
 
     @property
     def rank(self) -> int:
-        """Return this rank's number among all of the run's world."""
+        """Return this rank's global rank."""
         ...
 
     @property
     def size(self) -> int:
-        """Return how many ranks the world has."""
+        """Return the world size."""
         ...
 
     def wait(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait for all ranks."""
         ...
 
     @property
@@ -79,32 +79,34 @@ class Forwards(Protocol):
 
     @property
     def data_size(self) -> int:
-        """Return how many ranks read different samples."""
+        """Return the number of ranks that read different samples."""
         ...
 
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
         """Return each(output, batch) of some batches in evaluation mode, one number for each row of labels.
 
-        Numbers of the parts of a sequence are added up. Where this rank has no output, as before the last stage of a
+        Numbers of the parts of a sequence are summed. On ranks without output, such as before the last stage of a
         pipeline, they are 0.
 
         Args:
-            batches: as many on each rank.
-            each: numbers of the rows, (R,), from this rank's part of the sequences.
-            of: whose weights compute.
+            batches: the same number on each rank.
+            each: returns the numbers of the rows, (R,), from this rank's part of the sequences.
+            of: the weights that compute.
         """
         ...
 
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model) without gradients, for a batch that the step has cut for this rank already."""
+        """Return call(second model) without gradients, for a batch that the step has already divided for this rank."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """Add up what `rows` gave on ranks with different samples; of the same shape and equal on all ranks."""
+        """Sum results of `rows` over ranks with different samples. The shape is the same and the sum is equal on all
+        ranks.
+        """
         ...
 
     def along_sequence(self, values: Tensor) -> Tensor:
-        """Add up numbers of the parts of a sequence, with gradients."""
+        """Sum numbers over the parts of a sequence, with gradients."""
         ...
 
     def on_first(self, act: Callable[[], Any]) -> Any:
@@ -206,8 +208,10 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
 
 
 def _crossings(model: nn.Module) -> float:
-    """Tensors of a token that cross a border between two blocks, in the mean: within a decoder, the encoder's output
-    too."""
+    """Return the mean number of tensors per token that cross a border between two blocks.
+
+    Within a decoder, this includes the encoder's output.
+    """
     try:
         chain = find_chain(model)
     except ModelError:
@@ -217,7 +221,7 @@ def _crossings(model: nn.Module) -> float:
 
 
 def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
-    """Inputs and outputs of the layers that may have an adapter, and how many there are of each; they have one then."""
+    """Return inputs and outputs of the layers that may have an adapter, with the number of each. All of them get one."""
     try:
         record = adapted(add_adapter(model, rank=1))
     except ModelError:
@@ -227,7 +231,7 @@ def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
 
 
 def _halve(model: nn.Module) -> None:
-    """The formats that a run in bf16 has."""
+    """Convert to the dtypes of a bf16 run."""
     precision = Precision.of(Plan(precision="bf16"))
     for param, dtype in formats(model, precision).items():
         param.data = param.data.to(dtype)
@@ -238,7 +242,7 @@ def _halve(model: nn.Module) -> None:
 
 
 def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], dict[str, str], str]:
-    """Legal values of tp, the style of each module that it cuts, and why there are no other values."""
+    """Return the legal values of tp, the style of each sharded module, and the reason that other values are illegal."""
     try:
         layout = explain_layout(model, example).layout
         legal = check_layout(model, layout)
@@ -266,7 +270,7 @@ def _input_table(model: nn.Module, styles: Mapping[str, str]) -> nn.Module | Non
 
 
 def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut: str) -> list[tuple[str, Limit]]:
-    """The fields of a plan that this model narrows."""
+    """Return the fields of a plan that this model limits."""
     limits = [("tp", Limit(cut, why_cut))]
     kind = type(model).__name__
     attention = found.attention
@@ -289,13 +293,13 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     return limits
 
 
-# The planner's description of a task that gives none: its model, traced with its own samples.
+# The default description of a task for the planner: its model, traced with the task's samples.
 
 T = TypeVar("T")
 
 
 class SampledTask(Protocol):
-    """What tracing asks of a task."""
+    """The interface of a task for tracing."""
 
     config: RunConfig
     sample_unit: ClassVar[str]

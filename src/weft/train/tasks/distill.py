@@ -64,7 +64,9 @@ def distilled_losses(
 
 
 def _log_rest(log_p_NK: Tensor) -> Tensor:
-    """The log of 1 less the sum of probabilities; of a sum that rounds to 1, of the smallest step below it."""
+    """Return the log of one minus the sum of probabilities. A sum that rounds to 1 is replaced by the next smaller
+    number.
+    """
     log_sum = log_p_NK.logsumexp(1).clamp(max=-torch.finfo(log_p_NK.dtype).eps)
     return torch.log(-torch.expm1(log_sum))
 
@@ -122,7 +124,7 @@ class DistillTask(DecoderTask):
 
         Raises:
             CheckpointError, ModelError: for a teacher that cannot be read.
-            ConfigError: for one with another tokenizer, or that reads shorter sequences.
+            ConfigError: for a teacher with another tokenizer, or with a shorter maximum length.
         """
         from weft.models.inspect import hugging_face
         from weft.train.tasks.published_weights import pretrained_source
@@ -187,7 +189,7 @@ class DistillTask(DecoderTask):
         assert self._forwards is not None
         taught = self._forwards.second(lambda teacher: call_in_documents(teacher, batch).logits)
         trained = batch["labels"] != IGNORE
-        # Rows beyond the tokenizer's entries mean nothing, and the models may have different numbers of them.
+        # Rows after the tokenizer's entries are unused, and the models may have different numbers of them.
         entries = self.data.vocab_size
         losses = distilled_losses(
             output[trained][:, :entries], taught[trained][:, :entries], batch["labels"][trained], **self._settings
@@ -197,7 +199,7 @@ class DistillTask(DecoderTask):
             return losses.sum(), trained.sum()
         return losses @ weights[trained].to(losses), weights[trained].sum(dtype=torch.float64)
 
-    # Both sets of logits are needed whole.
+    # The loss needs both sets of full logits.
     loss.takes_head_loss = False
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return the least number of letters that are changed, added or taken away to make one text the other."""
+    """Return the minimum number of letters to change, add or remove to turn one text into the other."""
     target = np.frombuffer(other.encode("utf-32-le"), np.uint32)
     places = np.arange(len(target) + 1)
     row = places

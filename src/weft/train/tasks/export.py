@@ -1,4 +1,4 @@
-"""Weft's decoders as Llama and GPT-2 of transformers: config, names and shapes of tensors, tokenizer."""
+"""Export of runs to transformers: decoders as Llama and GPT-2, merged adapters, tokenizers and model cards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-#: Gives a tensor of a checkpoint by its name.
+#: Reads a tensor of a checkpoint by its name.
 Read = Callable[[str], RawArray]
 
 
@@ -50,7 +50,7 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
     """Return the config.json of a decoder.
 
     Raises:
-        ModelError: for a decoder with experts, which no family of transformers computes as Weft does.
+        ModelError: for a decoder with experts, which no transformers family computes like Weft.
     """
     if spec.num_experts:
         raise ModelError(
@@ -61,11 +61,11 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
 
 
 def layout_tensors(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
-    """Yield a decoder's tensors under the names and in the shapes of transformers, one after the other.
+    """Yield a decoder's tensors one by one, under transformers' names and in its shapes.
 
     Args:
         spec: without experts.
-        read: gives a tensor by Weft's name.
+        read: reads a tensor by Weft's name.
     """
     yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
 
@@ -81,7 +81,7 @@ def _llama(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
 
 
 def _gpt2(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
-    """Its matrices are (inputs, outputs), and query, key and value are one."""
+    """Yield the tensors. GPT-2's matrices are (inputs, outputs), and query, key and value are one."""
     yield "transformer.wte.weight", read("embed.weight")
     yield "transformer.wpe.weight", read("pos_embed.weight")
     for layer in range(spec.num_layers):
@@ -97,13 +97,13 @@ def _gpt2(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
 
 
 def _turned(blocks: list[RawArray]) -> RawArray:
-    """Outputs of several layers as one, each matrix with its inputs first."""
+    """Return the weights of several layers concatenated by outputs and transposed, inputs first."""
     joined = np.ascontiguousarray(np.concatenate([block.array() for block in blocks]).T)
     return RawArray(blocks[0].dtype, tuple(joined.shape), joined.reshape(-1).view(np.uint8).data)
 
 
 def write_tokenizer(source: Path, out: Path) -> None:
-    """Write a run's tokenizer as transformers reads it.
+    """Write a run's tokenizer in transformers' format.
 
     Args:
         source: the run's tokenizer folder.
@@ -194,7 +194,7 @@ def merged_base(model: nn.Module, base: Path, checkpoint: Checkpoint, *, widened
 
 
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the tensors of one of Weft's decoders with its adapter merged; its base follows from the run's seed."""
+    """Return the tensors of one of Weft's decoders with its adapter merged. Its base follows from the run's seed."""
     from weft.models.registry import build_decoder
 
     config = folder.config()
@@ -270,7 +270,7 @@ def exported_tensors(
 
 
 def shapes_of(folder: RunFolder) -> Any:
-    """Return the model of a run on a pretrained folder, as its task builds it, without values."""
+    """Return the model of a run on a pretrained folder, as its task builds it, on the meta device."""
     task = find_task(folder.config())
     task.open(folder)
     return task.shapes()
@@ -298,9 +298,9 @@ def as_published(
 
 
 def _stored_groups(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
-    """Names of tensors in the groups that transformers joins when it saves them."""
+    """Yield groups of tensor names that transformers joins when it saves them."""
     tables: Any = importlib.import_module("transformers.conversion_mapping")
-    # What transformers notes on a model that it loads: it looks it up again for each call otherwise.
+    # transformers sets this attribute on a loaded model. Without it, it is computed again in each call.
     used = tables.get_model_conversion_mapping(model, add_legacy=False)
     kept = [one for one in used if not isinstance(one, core.PrefixChange)]
     setattr(model, "_weight_conversions", kept or None)  # noqa: B010

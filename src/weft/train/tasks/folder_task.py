@@ -1,4 +1,4 @@
-"""Rows of different lengths as one tensor, and evaluation sets filled up to whole batches."""
+"""Base of tasks on a Hugging Face folder: padded rows, padded evaluation sets, weights with a new head, run files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class FilledUp(Sequence[Any]):
 # The weights of a pretrained folder, with a new head if the folder lacks one. The head's values depend only on
 # (seed, name).
 
-#: What `initialise_parameter` draws with.
+#: Standard deviation of `initialise_parameter`.
 _USUAL_STD = 0.02
 
 
@@ -204,7 +204,7 @@ class _MadeTensor:
     value: np.ndarray | None
 
 
-# What tasks on a Hugging Face folder share: the model with its head, its weights, rows of texts, the run's files.
+# Base of tasks on a Hugging Face folder: the model with its head, its weights, rows of texts, the run's files.
 
 #: Label that is not counted.
 IGNORED = -100
@@ -239,22 +239,22 @@ class FolderTask(Task):
     # --- defined by each task ---
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
-        """Make rows of some records that follow one another. found: what `survey` returned of the training records."""
+        """Make rows of consecutive records. found: result of `survey` for the training records."""
         raise NotImplementedError
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        """Look at all training records first, and return JSON values that their rows depend on."""
+        """Read all training records first, and return JSON values that their rows depend on."""
         return {}
 
     def finalize(self, found: Mapping[str, Any]) -> None:
-        """Take what `survey` found, before anything asks for the model or a batch."""
+        """Store the result of `survey`. Called before the model or a batch is built."""
 
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row without anything that counts, to fill up the last batch of an evaluation."""
+        """Return the row without counted labels, to pad the last batch of an evaluation."""
         raise NotImplementedError
 
     def model_changes(self) -> Mapping[str, Any]:
-        """Return the fields of the model's config that the task decides."""
+        """Return the fields of the model's config that the task sets."""
         return {}
 
     # --- preparing ---
@@ -287,14 +287,14 @@ class FolderTask(Task):
             self._notes = self._weight_notes()
 
     def _surveyed(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        """What `survey` finds, and the tokens that batches are made with."""
+        """Return the result of `survey`, and the padding id of batches."""
         tokenizer: Any = self.tokenizer()
         model: Any = self.shapes()
         entries, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
         if entries > rows:
             rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
             raise _wrong("model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model.")
-        # The config's first: heads find a text's last token by it, and RoBERTa the positions.
+        # The config's id first: heads find a text's last token by it, and RoBERTa the positions.
         own = _own_pad(self._own_config(), rows)
         pads = (own, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return {"pad_id": next(one for one in pads if one is not None), **self.survey(records)}

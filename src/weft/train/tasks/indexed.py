@@ -1,4 +1,4 @@
-"""The adapter that a config asks for, on a task's model, and its size for the planner."""
+"""Batches of indexed samples, and the config's adapter on a task's model with its size for the planner."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _weight(model: nn.Module, path: str) -> torch.Tensor:
     return weight
 
 
-# Batches of samples that have an index: the order is a pure function of (seed, epoch, index).
+# Batches of indexed samples: the order is a pure function of (seed, epoch, index).
 
 Collate = Callable[[list[Any]], Any]
 
@@ -200,7 +200,7 @@ def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[
 
 
 class _EvalBatches:
-    """The first samples of an evaluation set, in whole global batches, in order."""
+    """The first samples of an evaluation set, in full global batches, in order."""
 
     def __init__(self, samples: MapDataset, share: Share, collate: Collate, num_batches: int):
         self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches

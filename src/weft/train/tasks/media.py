@@ -1,4 +1,4 @@
-"""Pixels as networks read them."""
+"""Tasks on media: shared handling of samples, and classification of pictures and recordings."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from weft.train.tasks.base import Metric, Report, Task
 from weft.train.tasks.token_costs import TokenCosts
 from weft.units import format_count
 
-#: Mean and deviation of each channel over ImageNet, which published weights were trained with (0 to 255).
+#: Mean and standard deviation of ImageNet's channels (0 to 255), which published weights were trained with.
 _MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.float32)[..., None, None]
 
 
 def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return pictures with ImageNet's mean and deviation taken out.
+    """Return pictures normalised with ImageNet's mean and standard deviation.
 
-    With numpy: in the thread that builds batches, torch would start threads that take cores from the step.
+    It uses numpy: in the thread that builds batches, torch would start threads that take cores from the step.
 
     pixels: (N, 3, side, side).
     """
@@ -51,7 +51,7 @@ def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values
 
 
-# What tasks on pictures and sound share: the samples of a run, found once, kept with it, and decoded ahead of use.
+# Base of tasks on pictures and sound: a run's samples are found once, stored in the run, and decoded ahead of use.
 
 Source = ClassFolder | MediaRecords
 
@@ -235,7 +235,7 @@ def _read(path: Path) -> dict[str, Source]:
     return dict(zip(("train", "eval"), map(parse_source, lines), strict=True))
 
 
-# Classification of pictures: folders of classes, networks by name, crops that follow the sample.
+# Classification of pictures: folders of classes, networks by name, crops that depend on the sample.
 
 
 @dataclass(eq=False)
@@ -347,7 +347,7 @@ class ImageClassTask(MediaTask):
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    """Fill a model from published weights; a head of another size keeps its own."""
+    """Load published weights into a model. A head of another size keeps its initial values."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -373,7 +373,7 @@ def _head(model: nn.Module) -> str:
     return [path for path, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
 
 
-# Classification of recordings: folders of classes or records, log-mel bands, noise that follows the sample.
+# Classification of recordings: folders of classes or records, log-mel bands, noise that depends on the sample.
 
 
 @dataclass(eq=False)
@@ -475,7 +475,7 @@ class AudioClassTask(MediaTask):
         labels = torch.tensor([label for _, label in samples])
         return {"features": torch.from_numpy(features), "frames": torch.tensor(frames), "labels": labels}
 
-    # --- what samples cost ---
+    # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
         """Return the padded frames of each recording in a batch of one, int64 (samples,)."""
@@ -485,7 +485,7 @@ class AudioClassTask(MediaTask):
         return -(-found // self.pad_multiple) * self.pad_multiple
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return what frames cost, in frames: of four of them the network makes a token."""
+        """Return the cost of frames, in frames. The network makes one token of four frames."""
         model: Any = self.shapes()
         costs = TokenCosts.of(model, len(model.blocks), model.norm.normalized_shape[0])
         return 4.0 * costs.work(np.asarray(lengths) / 4.0) / costs.work(1)

@@ -1,6 +1,6 @@
-"""What frozen encoders give of every picture and recording of a run, computed before the first step and kept on disk.
+"""Cached features of frozen encoders: computed for every picture and recording before the first step, stored on disk.
 
-The ranks of a machine share the work, each with the encoder whole: it is frozen, so a plan has nothing to add to it.
+The ranks of a machine share the work. Each has the full encoder: it is frozen, so sharding it would not help.
 """
 
 from __future__ import annotations
@@ -231,8 +231,7 @@ def _refused(why: str) -> ConfigError:
     return ConfigError([Problem("data.cache_features", f"data.cache_features=true: {why}")])
 
 
-# What tasks on samples of pictures, sound and text share: the records, what becomes of them, and how batches hold
-# it.
+# Base of tasks on samples of pictures, sound and text: records, their processing, and their batches.
 
 #: Frames of a batch's recordings are rounded up to a multiple of this.
 _MIXED_FRAMES = 16
@@ -338,7 +337,7 @@ class MixedTask(MediaTask):
     def samples(self, split: str) -> Any:
         return MixedAhead(self.made(self.media(split), split), self._workers(), lambda: self._kept.get(split, ()))
 
-    # --- what frozen encoders give ---
+    # --- cached features ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
         """Find the samples, or load the samples that the run began with.
@@ -482,7 +481,7 @@ class _Typical:
 
 
 def _counts(records: MixedRecords, index: int) -> tuple[int, int, int]:
-    """Tokens, pictures and recordings of a sample."""
+    """Return the numbers of tokens, pictures and recordings of a sample."""
     sizes = records.sizes(index)
     sounds = sum(is_sound for is_sound, _ in sizes)
     return len(records.tokens(index)), len(sizes) - sounds, sounds

@@ -1,7 +1,7 @@
 """Preference training: `task.name = "prefer"`. A sample is a pair of answers, or for kto an answer with a verdict.
 
-What no gradient goes through is computed before a step, for all its microbatches: log-probabilities by the reference,
-and kto's mean over the global batch. So losses are the same under every plan and accumulation.
+Values without a gradient are computed before a step, for all its microbatches: the reference's log-probabilities, and
+kto's mean over the global batch. So losses are the same under every plan and accumulation.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class PreferTask(DecoderTask):
         """Tokenise the preferences.
 
         Raises:
-            ConfigError: for settings that mean nothing to preferences.
-            DataError: for data that the objective cannot learn from.
+            ConfigError: for settings that do not apply to preferences.
+            DataError: for data that the objective does not support.
         """
         _ = self.reference
         data = self.config.data

@@ -94,7 +94,7 @@ def _simpo(chosen: Answers, rejected: Answers, weighing: Weighing) -> Tensor:
     return -F.logsigmoid(weighing.beta * (chosen.mean - rejected.mean) - weighing.margin)
 
 
-#: (chosen, rejected, numbers) to the loss of each pair, (P,).
+#: (chosen, rejected, parameters) -> loss of each pair, (P,).
 PAIR_LOSSES: dict[str, Callable[[Answers, Answers, Weighing], Tensor]] = {
     "dpo": _dpo, "ipo": _ipo, "orpo": _orpo, "simpo": _simpo,
 }  # fmt: skip
@@ -121,7 +121,7 @@ def _log_odds(log_p: Tensor) -> Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-# Stored preferences as samples: a pair of rows, or a row with a verdict, and batches of them.
+# Stored preferences as samples: a pair of rows, or a row with a verdict; and batches of them.
 
 #: Row lengths are rounded up to a multiple of this, so that there are few shapes.
 _UNIT = 32
@@ -129,7 +129,7 @@ _IGNORED = -100
 
 
 class StoredAnswers:
-    """Documents of some sources, each one answer with the prompt before it."""
+    """Documents of some sources. Each one is an answer after its prompt."""
 
     def __init__(self, sources: Sequence[PreparedSource], seq_len: int):
         self._readers = [(SplitReader(source.folder, source.counts), source.counts.weight_table) for source in sources]
@@ -244,7 +244,7 @@ class _Repeated(Sequence[Any]):
 
 
 def whole_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
-    """Return a small set repeated until it fills whole batches, each sample as often as the others.
+    """Return a small set repeated until it fills full batches, each sample the same number of times.
 
     Args:
         samples: at least one.

@@ -1,7 +1,7 @@
-"""A causal language model of a Hugging Face folder, trained on: `weft train model.path=FOLDER`.
+"""Training of a Hugging Face folder's causal language model: `weft train model.path=FOLDER`.
 
-Data, batches and loss are the decoder's. The model is built as shapes, and each rank reads from the folder's files the
-slices that its plan gives it: no rank ever holds the whole.
+Data, batches and loss are the decoder's. The model is built on the meta device, and each rank reads its slices from the
+folder's files: no rank ever has the full model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PretrainedTask(DecoderTask):
 
     @property
     def _needs_folder(self) -> bool:
-        """Whether the run always reads the folder's weights: checkpoints of an adapter hold no base."""
+        """True if every start of the run reads the folder's weights: checkpoints of an adapter do not contain the base."""
         return bool(self.config.adapter.rank)
 
     @property
@@ -130,7 +130,7 @@ class PretrainedTask(DecoderTask):
         return model
 
     def _balance_rate(self) -> float:
-        """Weight of the auxiliary loss for the experts' load; 0 for none."""
+        """Return the weight of the auxiliary loss for expert load balancing, or 0."""
         from weft.models.inspect import hugging_face
 
         section, own = self.config.model, hugging_face.load_model_config(self._base).get_text_config(decoder=True)

@@ -45,7 +45,7 @@ def pretrained_source(
     found: dict[str, Joined | Computed] = {}
     missing: list[str] = []
     for first, names in by_first.items():
-        # Of tied names a folder may hold any.
+        # A folder may contain any of the tied names.
         here = next((entries[name] for name in names if name in entries), None)
         if may_lack(first) and (here is None or here.shape != originals[first].shape):
             continue
@@ -111,10 +111,10 @@ def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str,
 
 
 def load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Give a plain model on one device the weights of its folder.
+    """Load the weights of a folder into a plain model on one device.
 
     Raises:
-        CheckpointError: as `pretrained_source` raises it.
+        CheckpointError: as in `pretrained_source`.
     """
     fill_full(model, pretrained_source(model, folder)[0])
 

@@ -1,4 +1,4 @@
-"""Which task a config names: importing its class, and checking its options."""
+"""Finds the config's task: imports its class, and checks its options."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def find_task(config: RunConfig) -> Task:
 
 
 def classified(config: RunConfig) -> str:
-    """Return which of the tasks that name classes `task.name = "classify"` is: by the folder's model, or the option.
+    """Return the classification task that `task.name = "classify"` means, by the folder's model, or the option.
 
     Raises:
         ConfigError: for a folder whose model does not classify texts.
@@ -94,7 +94,7 @@ def classified(config: RunConfig) -> str:
 
 
 def _check_batching(task: Task, config: RunConfig) -> None:
-    """ConfigError for batches by cost that the task or another setting has no use for."""
+    """Raise ConfigError for batches by cost that the task or another setting does not support."""
     cost, asked = config.data.microbatch_cost, config.data.batching == "cost"
     key, rule = "batching=cost", ""
     if asked and type(task).lengths is Task.lengths:
@@ -129,7 +129,7 @@ def _found(name: str, where: str) -> type[Task]:
 
 
 def _left_out(kind: type[Task]) -> list[str]:
-    """Methods that a task must define, and this one does not. Samples are asked for by `batches` alone."""
+    """Return required methods that the task does not define. `samples` is only needed by the default `batches`."""
     needed = ["build", "loss"] if kind.batches is not Task.batches else ["build", "samples", "loss"]
     return [name for name in needed if getattr(kind, name) is getattr(Task, name)]
 

@@ -157,7 +157,7 @@ class TableReader:
         """Return the rows of training and evaluation.
 
         Raises:
-            DataError: for everything that is wrong with the files.
+            DataError: for all problems with the files.
         """
         train = self._files("data.train", self._data.train)
         kept = self._files("data.eval", self._data.eval)
@@ -267,12 +267,12 @@ class TableReader:
 
 
 def _draw(record: TableRecord) -> float:
-    """A number between 0 and 1 from the record's content, so that equal records go to the same side."""
+    """Return a number between 0 and 1 from the record's content, so that equal records go to the same side."""
     return derive_key("held out", json.dumps(dict(record.values), sort_keys=True, default=str)) / 2**64
 
 
 def _highest_draw(draws: array[float], share: float) -> float:
-    """The draw up to which records are held out, the asked share of them and at least one; -1: none are."""
+    """Return the draw up to which records are held out, for a share of them and at least one, or -1 for none."""
     if len(draws) < _FEWEST or not share:
         return -1.0
     ordered = sorted(draws)
@@ -390,5 +390,5 @@ def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
 
 
 def label_fields(labels: list[str]) -> dict[str, Any]:
-    """Return the fields of a config that name the classes."""
+    """Return the config fields that name the classes."""
     return {"id2label": dict(enumerate(labels)), "label2id": {name: index for index, name in enumerate(labels)}}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
     from weft.train.losses import GlobalBatchLoss
 
-#: Of the chosen tokens: those below the first number become the mask token, those up to the second any token.
+#: Of the selected tokens: draws below the first number become the mask token, draws up to the second a random token.
 _MASKED, _REPLACED = 0.8, 0.9
 
 
@@ -133,7 +133,7 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
         return {"input_ids": tokens, "labels": np.where(chosen, ids, IGNORED).astype(np.int32)}
 
 
-# A text from a text, with an encoder and a decoder: `task.name = "seq2seq"`.
+# Sequence to sequence with an encoder and a decoder: `task.name = "seq2seq"`.
 
 
 @dataclass(eq=False)
@@ -315,7 +315,7 @@ class EmbedTask(FolderTask):
         return {**row, "is_blank": np.ones(1, np.uint8)}
 
     def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
-        """Lay the texts of a pair one below the other, pair by pair."""
+        """Stack the texts of the pairs, pair by pair."""
         import torch
 
         rows = [one.row for one in samples]
@@ -332,7 +332,7 @@ class EmbedTask(FolderTask):
     # --- planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model, of which a pair takes two or three texts."""
+        """Describe the model with two or three texts for each pair."""
         return replace(super().describe(), texts=3 if self.negative else 2)
 
     # --- model and step ---
@@ -345,7 +345,7 @@ class EmbedTask(FolderTask):
         return model
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return the vectors of queries, of their texts, of negatives, and which pairs count."""
+        """Return the vectors of queries, positives and negatives, and which pairs count."""
         from torch.nn import functional as F
 
         inputs = {name: value for name, value in batch.items() if name != "is_counted"}
@@ -371,7 +371,7 @@ class EmbedTask(FolderTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """InfoNCE of some queries: their own text among all texts and all negatives of the batch."""
+        """Return the InfoNCE loss of some queries: their positive among all texts and all negatives of the batch."""
         import torch
         from torch.nn import functional as F
 
@@ -383,7 +383,7 @@ class EmbedTask(FolderTask):
         return losses, is_own.sum()
 
     def _score(self, own: Any, every: Any, places: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Of how many queries at most 0 or 9 texts of the set are nearer than their own."""
+        """Count the queries for which at most 0 or 9 texts of the set are nearer than their own."""
         import torch
 
         products = (own[0] @ every[1].T).masked_fill(every[-1] == 0, -torch.inf)
@@ -398,7 +398,7 @@ class EmbedTask(FolderTask):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A row, closed: dropout counts as many rows of a batch for each pair, whatever the lengths of its texts."""
+    """A row that dropout treats as one: it counts the same rows of a batch for each pair, whatever the text lengths."""
 
     row: Mapping[str, np.ndarray]
 

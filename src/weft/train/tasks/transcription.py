@@ -34,7 +34,7 @@ from weft.train.tasks.folder_task import IGNORED, FolderTask, padded, padded_len
 from weft.train.tasks.media import MediaTask
 from weft.train.tasks.token_costs import TokenCosts
 
-#: Why no plan shares out the tokens of a text between layers.
+#: Reason that no plan divides the tokens of a text between layers.
 _NO_SP = Limit((0,), "evaluations write token by token, which is none to share out; task.options.generate=0 leaves it")
 
 
@@ -232,7 +232,7 @@ class TranscribeTask(MediaTask, FolderTask):
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.target_len
 
-    # --- what samples cost ---
+    # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
         """Return the padded length of each text in a batch of one, int64 (samples,)."""
@@ -315,7 +315,7 @@ class TranscribeTask(MediaTask, FolderTask):
 
 
 class _Words:
-    """A tokenizer as the decoder's texts need it: prefix, text, end."""
+    """A tokenizer adapted to the decoder's texts: prefix, text, end."""
 
     def __init__(self, tokenizer: Any, start: int):
         self._tokenizer, self.start = tokenizer, start
