@@ -77,7 +77,7 @@ _MOST_CALLS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: time of one call, in the median window. spread: relative excess of the median over the fastest window."""
+    """seconds: time of one call, in the median window. spread: its relative excess over the fastest window."""
 
     seconds: float
     spread: float
@@ -101,7 +101,7 @@ class ColdCalls:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: length of one window."""
+    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: length of a window."""
 
     axis: Axis
     device: torch.device

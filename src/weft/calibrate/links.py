@@ -265,8 +265,9 @@ def _measured(
 
 
 def _layouts(hosts: int, ranks: int) -> Iterator[HostSpan]:
-    """Yield the axes that ranks on these hosts can have: all or 2^k adjacent ranks of each host, on one host and on
-    all.
+    """Yield the axes that ranks on these hosts can have.
+
+    They have all or 2^k adjacent ranks of each host, on one host and on all.
     """
     for inside in dict.fromkeys([*(1 << k for k in range(ranks.bit_length()) if ranks % (1 << k) == 0), ranks]):
         mesh = build_mesh(Plan(dp_replicate=hosts, dp_shard=inside, tp=ranks // inside))

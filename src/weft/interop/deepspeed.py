@@ -445,8 +445,7 @@ class Imported:
         return tuple(line for line in self.lines if line.kind == TYPO)
 
     def config(self) -> RunConfig:
-        """Return the run that the file describes, with Weft's defaults for settings that a DeepSpeed config does not
-        have.
+        """Return the run that the file describes, with Weft's defaults for all other settings.
 
         No rules are checked. `config_rules.config_problems` returns the rules that it breaks.
         """

@@ -23,8 +23,7 @@ _PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size: int | None) -> Any:
-    """Read the config of a folder with dropout and router noise disabled, and the requested depth, width and
-    vocabulary.
+    """Read the config of a folder with the requested depth, width and vocabulary, without dropout and router noise.
 
     Raises:
         ModelError: if transformers cannot read it.
@@ -107,11 +106,10 @@ def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng
 
 
 def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, seed: int) -> dry_run.LoadedSamples:
-    """Return random samples with one or two images each, for a model that puts images in token positions (LLaVA,
-    Qwen2-VL).
+    """Return random samples with one or two images each, for a model with images in token positions.
 
-    A sample's ids begin with the tokens of its images, each followed by a text token. All have the same number of
-    tokens, at least `seq_len`. The last sample of each `group` has no trained token.
+    Such models are LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text
+    token. All have the same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token.
 
     Raises:
         ModelError: if the model's images cannot be created.

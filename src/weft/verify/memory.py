@@ -222,7 +222,7 @@ class PerParameter:
 
 
 def formula(plan: Plan) -> PerParameter:
-    """Return the planner's count for AdamW: weights, fp32 gradients, two fp32 moments, and masters of rounded weights."""
+    """Return the planner's count for AdamW: weights, fp32 gradients, two fp32 moments, masters of rounded weights."""
     shape = Shape.of_decoder(MODEL)
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
     job = Job(shape=shape, seq_len=8, global_batch=batch_unit(plan.dp_size, plan.microbatches_per_step))
@@ -296,7 +296,7 @@ FULLEST: dict[str, tuple[DecoderSpec, int, int]] = {
 
 
 def planned_peak(plan: Plan, of_host: bool = False) -> dict[str, float]:
-    """Return the planned bytes by class at the peak of a step with a plan of `FULLEST`. of_host: the host's estimate."""
+    """Return planned bytes by class at the peak of a step with a plan of `FULLEST`. of_host: the host's estimate."""
     spec, rows, tokens = FULLEST[plan.format()]
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
     # The measured step runs on a CPU, with the CPU's bucket size.

@@ -155,10 +155,9 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 
 class WireOracle:
-    """Sums over ranks with one wire format, step by step. It keeps the error feedback of every rank. name: the wire
-    format.
+    """Sums over ranks with one wire format, step by step. It keeps the error feedback of every rank.
 
-    key: the name of the tensor's coder.
+    name: the wire format. key (of the methods): name of the tensor's coder.
     """
 
     def __init__(self, name: str):

@@ -91,8 +91,9 @@ class SampleCase:
 
 @dataclass(frozen=True, slots=True)
 class DecoderCase:
-    """A decoder, its data and its optimizer. masked: share of untrained positions, distributed unevenly over the
-    samples.
+    """A decoder, its data and its optimizer.
+
+    masked: share of untrained positions, distributed unevenly over the samples.
     """
 
     spec: DecoderSpec
@@ -267,7 +268,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
 
 @contextmanager
 def several_buckets(model: nn.Module) -> Iterator[None]:
-    """Make buckets small enough that a small model fills several, as large models do: many errors need more than one."""
+    """Make buckets so small that a small model fills several, as large models do: one bucket hides many errors."""
     known = FlatModel.usual_bucket_bytes
     most = max(256, sum(param.nbytes for param in model.parameters()) // 8)
     patched: Any = FlatModel

@@ -112,8 +112,9 @@ class RankPool:
         return [value for _, value in answers]
 
     def _answers(self) -> list[tuple[str, Any]]:
-        """Return each rank's answer: ("done", result), or "error", "late" or "dead" with the arguments of a
-        `RankError`.
+        """Return each rank's answer: ("done", result), or a kind of failure with the arguments of a `RankError`.
+
+        The kinds are "error", "late" and "dead".
         """
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}

@@ -441,9 +441,7 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list
 
 
 def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
-    """Train with PyTorch alone. Raise ModelError if it fails: Weft is not involved, so the model, data or loss is
-    wrong.
-    """
+    """Train with plain PyTorch. Raise ModelError if that fails: the model, its data or its loss is wrong."""
     try:
         return train_plain(case)
     except WeftError:

@@ -63,7 +63,7 @@ class Probed:
         loss_fn: (output, batch) -> (sum, number); None: the loss is left out.
         inside: returns the context for a forward of some samples.
         limit: relative difference that counts as rounding.
-        parts: into how many parts the plan divides a batch.
+        parts: number of parts that the plan divides a batch into.
         forwards: forwards in one step on one rank.
     """
 
@@ -196,7 +196,7 @@ def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
 
 
 def _first_rank(mesh: Mesh, holds: bool) -> int:
-    """Return the first rank on which it holds, or a number that no rank has."""
+    """Return the first rank on which it holds, or a number above all ranks."""
     mine = torch.tensor(mesh.rank if holds else 2**40, dtype=torch.float64, device=mesh.device)
     return int(all_reduce(mine, mesh.world, "min"))
 
@@ -254,7 +254,7 @@ def _run(
     still: bool = False,
     records: bool = False,
 ) -> Ran:
-    """Run one small batch from the state that was kept. still: random functions give constants."""
+    """Run one small batch from the saved state. still: random functions return constants."""
     for buffer, values in kept.values():
         buffer.copy_(values)
     seed_all(seed)
@@ -281,7 +281,7 @@ def _run(
 
 
 def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
-    """Return which of outputs, loss, number and buffers show that something depends on the division."""
+    """Return the parts of the result (outputs, loss, number, buffers) that depend on the division."""
     every, *halves = runs
     found = ["outputs"] * _outputs_differ(every, halves, probed.limit)
     if _loss_differs(every, halves, probed.limit):
@@ -483,7 +483,7 @@ def _culprit(every: Ran, alone: Ran, limit: float, half: int = 0) -> str:
 
 
 class _Draws(TorchFunctionMode):
-    """Records which functions draw random numbers, and refuses gradients by frequency. still: draws become constants."""
+    """Records functions that draw random numbers, and refuses gradients by frequency. still: draws are constants."""
 
     def __init__(self, still: bool):
         super().__init__()

@@ -223,8 +223,7 @@ _StepT = TypeVar("_StepT", bound=CheckedStep)
 def names_the_module(
     call: Callable[Concatenate[_StepT, _P], _R],
 ) -> Callable[Concatenate[_StepT, _P], _R]:
-    """Decorate a step's call to raise ModelError, with the module and a plan to use, if the first step fails in the
-    model.
+    """Decorate a step's call to raise ModelError, with module and plan, if the first step fails in the model.
 
     It applies only under plans that give a module's forward a part of its tensors. The model's error is the cause.
     """
@@ -314,8 +313,9 @@ def fingerprint(batch: Any) -> torch.Tensor:
 
 
 def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
-    """Warn if all ranks' fingerprints are equal. sums: summed results of `fingerprint`. num_readers: data-parallel
-    ranks.
+    """Warn if all ranks' fingerprints are equal.
+
+    sums: summed results of `fingerprint`. num_readers: data-parallel ranks.
     """
     num_known, total, squares = map(int, sums)
     # Equality holds only if no number differs from the mean. They are integers, so nothing is rounded.

@@ -169,8 +169,9 @@ def each_output(
 
 
 def counted_ranks(mesh: Mesh) -> Axis:
-    """Return the ranks whose sums are added. In a pipeline only the last stage has sums, and all stages need the
-    result.
+    """Return the ranks whose sums are added.
+
+    In a pipeline only the last stage has sums, and all stages need the result.
     """
     return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]
 
@@ -214,7 +215,7 @@ class RankForwards:
         return self._mesh.world_size
 
     def wait(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait for all ranks."""
         barrier(self._mesh.world)
 
     @property
@@ -229,7 +230,7 @@ class RankForwards:
 
     @property
     def data_size(self) -> int:
-        """Return how many ranks read different samples."""
+        """Return the number of ranks that read different samples."""
         return self._mesh.data.size
 
     def rows(
@@ -238,9 +239,9 @@ class RankForwards:
         """Return numbers of the rows of batches, summed over cp; 0 on ranks without the last stage.
 
         Args:
-            batches: as many on each rank.
-            each: (output, this rank's part of a batch) to numbers, (R,).
-            of: whose weights compute.
+            batches: the same number on each rank.
+            each: (output, this rank's part of a batch) -> numbers, (R,).
+            of: the weights that compute.
         """
         model = self._second if of == "second" else self._model
         assert model is not None
@@ -257,18 +258,18 @@ class RankForwards:
 
     @torch.no_grad()
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model), for a batch that was cut for this rank."""
+        """Return call(second model), for a batch that is already divided for this rank."""
         assert self._second is not None
         with sequence_in_use(self._second):
             return call(self._second)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up numbers over the ranks with different samples; equal on all ranks."""
+        """Sum numbers over the ranks with different samples. The result is equal on all ranks."""
         given = values.to(self._mesh.device, torch.float64)
         return all_reduce(given if self.is_counted else torch.zeros_like(given), counted_ranks(self._mesh))
 
     def along_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up numbers over cp, with gradients."""
+        """Sum numbers over cp, with gradients."""
         return sum_over(values, self._mesh["cp"])
 
     def on_first(self, act: Callable[[], Any]) -> Any:

@@ -128,9 +128,7 @@ class MicrobatchInputs:
 
 
 class _PassMemory:
-    """The memory that a recording reads its inputs from. like: inputs of any pass of its shape. drops: the model's
-    dropout.
-    """
+    """The memory of a recording's inputs. like: inputs of any pass of its shape. drops: the model's dropout."""
 
     def __init__(self, like: MicrobatchInputs, drops: Drops | None, device: torch.device):
         self.batch = FixedBatch(like.batch)
@@ -160,7 +158,7 @@ class _Pass:
     end: PassEnd
 
 
-#: (batch, 0-d tensor that the loss is multiplied by) -> sum of losses and number, (2,) float64: forward and backward.
+#: (batch, 0-d factor of the loss) -> sum of losses and number, (2,) float64. Runs forward and backward.
 Compute = Callable[[Any, Tensor], Tensor]
 
 
@@ -194,12 +192,13 @@ class GraphedPasses:
         self._shapes: set[Hashable] = set()
         self._passes: dict[Hashable, _Pass] = {}
         self._said: set[str] = set()
-        #: Replays so far, recordings among them.
+        #: Replays so far, including recordings.
         self.num_replays = 0
 
     def run(self, given: MicrobatchInputs, compute: Compute, *, last: bool) -> Tensor | None:
-        """Run one microbatch and return sum of losses and number, (2,) float64, or None if the caller must run it
-        eagerly.
+        """Run one microbatch and return sum of losses and number, (2,) float64.
+
+        It returns None if the pass cannot be replayed. The caller then runs it eagerly.
 
         Args:
             given: the inputs that change.

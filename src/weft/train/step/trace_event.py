@@ -38,12 +38,12 @@ class LossPart:
 
     @property
     def is_bad(self) -> bool:
-        """Whether something was not finite."""
+        """True if a value was not finite."""
         return not (self.is_finite and math.isfinite(self.loss_sum))
 
     @property
     def mean(self) -> float:
-        """The mean loss; of nothing it is below all others."""
+        """The mean loss, or a value below all others without losses."""
         return self.loss_sum / self.count if self.count else -math.inf
 
 
@@ -81,10 +81,10 @@ class RankFinding:
 
 @dataclass(frozen=True, slots=True)
 class TracedSamples:
-    """The samples that caused the failure. data: index of the ranks that read them. losses: losses of all compared
-    samples.
+    """The samples that caused the failure. data: index of the ranks that read them.
 
-    numbers: their indices in the global batch. all_bad: True if all compared samples are equally bad.
+    losses: losses of all compared samples. numbers: indices in the global batch. all_bad: True if all compared samples
+    are equally bad.
     """
 
     data: int
@@ -147,7 +147,7 @@ def _of_module(
 
 
 def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
-    """The gradient of backward's first module that is not finite: the last of the model's order."""
+    """Return the event of the first nonfinite gradient of backward: the last one in the model's order."""
     held = [rank for rank, one in enumerate(findings) if one.gradients]
     text = "the loss and the outputs of all modules are finite, but the gradient is not"
     if not held:
@@ -160,7 +160,7 @@ def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
 
 def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Sequence[int]) -> dict[str, Any]:
     """Return the event of the module whose output differs most from its size on other samples."""
-    # Without the highest, which these samples are of.
+    # Without the highest loss, which belongs to these samples.
     others = sorted(loss for loss in samples.losses if math.isfinite(loss))[:-1]
     usual = statistics.median(others) if others else None
     rank, found = ranks[0], None
@@ -199,10 +199,10 @@ def _compared_with_others(own: RankFinding, findings: Sequence[RankFinding]) -> 
 
 
 def unusual(sizes: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> tuple[str, float, float] | None:
-    """Return (module, size, usual size) of the output that is most out of the usual; None of nothing to compare.
+    """Return (module, size, usual size) of the output that deviates most, or None without a comparison.
 
     Args:
-        sizes: of outputs by module.
+        sizes: sizes of outputs by module.
         others: the same for other samples.
     """
     found = None
@@ -224,7 +224,7 @@ def _factor(seen: Sequence[Any]) -> float:
 
 
 def _own(names: Sequence[str], module: str) -> list[str]:
-    """Those parameters that are a module's own, or of modules inside."""
+    """Return the names of parameters of a module and its submodules."""
     return [name for name in names if name.startswith(f"{module}.")]
 
 

@@ -31,8 +31,9 @@ from weft.train.tasks.data_share import Batches
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One module's output in one forward. size: root mean square. input_size: of its input. Both are nonfinite if a
-    value is.
+    """One module's output in one forward. size: root mean square. input_size: the same for its input.
+
+    Both are nonfinite if a value is.
     """
 
     module: str
@@ -41,13 +42,13 @@ class ModuleCall:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the output was finite."""
+        """True if the output was finite."""
         return math.isfinite(self.size)
 
 
 @dataclass
 class ModuleWatch:
-    """Looks at every module of a model through hooks; numbers stay on the device until `calls` asks for them."""
+    """Records the output of every module of a model through hooks. Numbers stay on the device until `calls` reads them."""
 
     model: nn.Module
     _names: list[list[str]] = field(default_factory=list)
@@ -55,7 +56,7 @@ class ModuleWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at the forwards inside; compiled modules run as they are written."""
+        """Record the forwards inside the block. Compiled modules run eagerly."""
         hooks = [
             module.register_forward_hook(self._hook(own_name(name)))
             for name, module in self.model.named_modules()
@@ -150,7 +151,7 @@ def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 _PARTS = 16
 #: If samples cannot be separated, this many microbatches are compared.
 _WHOLE = 4
-#: Samples that an event names.
+#: Maximum number of samples that an event names.
 _MOST_SAMPLES = 16
 
 
@@ -169,10 +170,9 @@ class TracedStep:
 
 @dataclass
 class _Round:
-    """Results for some parts of a microbatch. joined: for each data rank, the combined results of all its ranks by
-    part.
+    """Results for some parts of a microbatch.
 
-    runs: rows of each part on this rank.
+    joined: for each data rank, the combined results of its ranks by part. runs: rows of each part on this rank.
     """
 
     runs: list[range]
@@ -254,9 +254,7 @@ class StepTracer:
     def _narrow(
         self, given: Sequence[Any], numbers: Sequence[SampleNumbers], index: int
     ) -> tuple[list[float], _Round, bool]:
-        """Return mean losses of all parts of the first round, the last round, and True if its parts belong to one
-        microbatch.
-        """
+        """Return mean losses of the first round, the last round, and True if it compares parts of one microbatch."""
         batch, own = given[index], numbers[index]
         rows = range(max(1, len(own.numbers)))
         said = self._share([_can_split(batch, own), len(rows)])
@@ -340,7 +338,7 @@ class StepTracer:
             "error": last.error,
         }
 
-    # --- together ---
+    # --- exchange among ranks ---
 
     def _join(self, own: _Round) -> _Round:
         """Exchange the results among the ranks that compute the same samples."""

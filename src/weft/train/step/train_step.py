@@ -67,7 +67,7 @@ class StepMetrics:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def moved(self, ratio: Callable[[], float | None] | None) -> StepMetrics:
-        """Return a copy with the update ratio if the step was applied. ratio: computes it; None if it is not measured."""
+        """Return a copy with the update ratio if the step was applied. ratio: computes it, or None."""
         return self if ratio is None or self.skipped is not None else replace(self, update_ratio=ratio())
 
     @classmethod
@@ -128,8 +128,9 @@ def power_of_two(number: int) -> float:
 
 
 class JointNumbers:
-    """A pending all-reduce of the replicas' metrics of one step. All ranks construct it and call `metrics` in the same
-    order.
+    """A pending all-reduce of the replicas' metrics of one step.
+
+    All ranks construct it and call `metrics` in the same order.
 
     Args:
         own: metrics of this rank's replica.
@@ -213,7 +214,7 @@ class TrainStep:
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm or 0.0
         self.wants_stop = self.asks = self.has_trained = False
-        #: Whether steps measure how far they move the weights; equal on all ranks.
+        #: True if steps measure their update ratio; equal on all ranks.
         self.measures_update = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, mesh, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
@@ -244,7 +245,7 @@ class TrainStep:
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
         self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
-        #: Passes that are launched as one; None: all are launched kernel by kernel.
+        #: Passes that run as one graph launch; None launches each kernel.
         self._compares = self._whole is not None or isinstance(self._loss.loss_fn, GroupLoss)
         self.graphs = graphed_passes(model, mesh, recorder, compares=self._compares) if mesh.plan.graphs else None
         #: Loss sum and count of the last step's microbatches, by index, if this rank computes them.
@@ -268,7 +269,8 @@ class TrainStep:
         with refusing_old, kept_generators(self.mesh.device) if seeds is None else nullcontext():
             numbers, has_watched = self._sums(batch, seeds, dropout_key)
         with self._meter.phase("reduce"):
-            # Else the only wait for the device in a step: all that the decision needs, in one copy.
+            # Otherwise this is the only wait for the device in a step: one copy of all numbers that the decision
+            # needs.
             known = None if not has_watched and self._reads_late() else numbers.tolist()
         if known is not None:
             if has_watched:
@@ -324,7 +326,7 @@ class TrainStep:
             self._norms.begin()
         drops = drops_of(self.model)
         key = dropout_key if dropout_key is not None else 0 if drops is None else drops.next_key()
-        # Other threads of a run that gives seeds may draw from numpy's and Python's generators.
+        # If a run passes seeds, its other threads may use numpy's and Python's generators.
         self._reseed: Callable[[int], Any] = seed_generators if seeds is None else torch.manual_seed
         if drops is not None:
             drops.places_noise = seeds is None
@@ -335,7 +337,7 @@ class TrainStep:
             parts = [shard_sequence(self.model, microbatch) for microbatch in microbatches]
             loss = self._counted_loss(samples)
             work = StepWork(parts, self._forward, self._with_labels, loss, scale, totals, seeds, inside)
-            # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
+            # One engine pass: the gradients of all microbatches are one sum, in any order of the schedule.
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
@@ -352,13 +354,12 @@ class TrainStep:
             return torch.cat([totals, norm.to(totals).reshape(1)]), watched is not None
 
     def _first_totals(self, batch: Any, watched: torch.Tensor | None) -> torch.Tensor:
-        """Return zeros for the loss sum and token count, the stop vote, and the values of checks. One collective sums
-        them.
+        """Return zeros for loss sum and token count, the stop vote, and values of checks. One collective sums them.
 
         float64, (3 or more,): small and exact. watched: value of the replica check, or None.
         """
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        # An assignment would send the number, and wait until it is there.
+        # An assignment would copy the number from the host and wait for the copy.
         totals[2].fill_(float(self.wants_stop or self.asks))
         looked = [] if watched is None else [watched]
         if self._looks_for_copies and not isinstance(batch, Microbatches):
@@ -367,7 +368,7 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> LossScale:
-        """Return the scale of the next step's loss; waits for the last step's numbers."""
+        """Return the scale of the next step's loss. Waits for the last step's numbers."""
         self._read()
         return self._loss_scale
 
@@ -478,7 +479,7 @@ class TrainStep:
         self._looks_for_copies = False
 
     def _update_jointly(self, numbers: list[float]) -> StepMetrics:
-        """Update, and synchronize replicas that train locally if it is due. The metrics are summed over the replicas."""
+        """Update, and synchronize replicas that train locally if it is due. Return the metrics of all replicas."""
         rarely, nominal = self._rarely, self._nominal
         if rarely is None or nominal is None:
             return self._update(numbers)

@@ -176,7 +176,10 @@ class Task:
     # --- batches ---
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of some samples. The default stacks them like torch's DataLoader: (x, y) becomes a batch (x, y)."""
+        """Make a batch of some samples.
+
+        The default stacks them like torch's DataLoader: (x, y) becomes a batch (x, y).
+        """
         from torch.utils.data import default_collate
 
         return default_collate(samples)
@@ -321,7 +324,7 @@ class Task:
         return Facts(world_size=world_size, global_batch=self.config.train.global_batch, limits=limits)
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        """Return (setting, old, new) of changes since `before` that a resumed run forbids, in addition to `identity`."""
+        """Return (setting, old, new) of changes since `before` that a resumed run forbids, beyond `identity`."""
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:

@@ -105,7 +105,7 @@ class CaptionTask(MixedTask):
     def _laid(
         self, sample: MixedSample, rows: Sequence[int], first: list[int], media: Mapping[str, Tensor]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return ids, rows of media and labels of a sample. first: first rows of the next picture and the next sound."""
+        """Return ids, rows of media and labels of a sample. first: rows of the next picture and the next sound."""
         ids: list[int] = []
         index: list[int] = []
         own: list[int] = []

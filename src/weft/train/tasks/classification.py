@@ -1,4 +1,7 @@
-"""A label or a number for each text, or pair of texts: `task.name = "classify_text"`."""
+"""Classification of texts and of tokens.
+
+`task.name = "classify_text"` predicts a label or a number for each text, or pair of texts.
+"""
 
 from __future__ import annotations
 

@@ -100,9 +100,7 @@ class Forwards(Protocol):
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum results of `rows` over ranks with different samples. The shape is the same and the sum is equal on all
-        ranks.
-        """
+        """Sum results of `rows` over ranks with different samples. All ranks get the same sum."""
         ...
 
     def along_sequence(self, values: Tensor) -> Tensor:
@@ -221,7 +219,7 @@ def _crossings(model: nn.Module) -> float:
 
 
 def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
-    """Return inputs and outputs of the layers that may have an adapter, with the number of each. All of them get one."""
+    """Return inputs and outputs of the layers that get an adapter if there is one, with the number of each."""
     try:
         record = adapted(add_adapter(model, rank=1))
     except ModelError:

@@ -64,9 +64,7 @@ def distilled_losses(
 
 
 def _log_rest(log_p_NK: Tensor) -> Tensor:
-    """Return the log of one minus the sum of probabilities. A sum that rounds to 1 is replaced by the next smaller
-    number.
-    """
+    """Return the log of one minus the sum of probabilities. A sum of 1 is reduced by one rounding step."""
     log_sum = log_p_NK.logsumexp(1).clamp(max=-torch.finfo(log_p_NK.dtype).eps)
     return torch.log(-torch.expm1(log_sum))
 

@@ -209,7 +209,7 @@ class _MadeTensor:
 #: Label that is not counted.
 IGNORED = -100
 _ROWS = "rows.json"
-#: Why no plan cuts the sequences of these tasks.
+#: Reason that no plan shards the sequences of these tasks.
 _NO_CP = Limit((1,), "context parallelism cuts packed causal texts, and this task pads whole ones")
 
 
@@ -221,7 +221,7 @@ class FolderTask(Task):
                 "train.seq_len")  # fmt: skip
     identity = ("model", "data.holdout", "train.seq_len")
 
-    #: What transformers' AutoModelFor is followed by, and what that is called.
+    #: Suffix of transformers' AutoModelFor class, and its name in messages.
     head: ClassVar[str]
     head_words: ClassVar[str]
     #: Options that do not change the rows.
@@ -247,7 +247,7 @@ class FolderTask(Task):
         return {}
 
     def finalize(self, found: Mapping[str, Any]) -> None:
-        """Store the result of `survey`. Called before the model or a batch is built."""
+        """Record the result of `survey`. Called before the model or a batch is built."""
 
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the row without counted labels, to pad the last batch of an evaluation."""
@@ -368,7 +368,7 @@ class FolderTask(Task):
 
     @property
     def _needs_folder(self) -> bool:
-        """True if every start of the run reads the folder's weights: checkpoints of an adapter do not contain the base."""
+        """True if resuming also reads the folder's weights: checkpoints of an adapter do not contain the base."""
         return bool(self.config.adapter.rank)
 
     @property
@@ -450,8 +450,9 @@ class FolderTask(Task):
         return np.stack([np.maximum(one, np.minimum(-(-one // multiple) * multiple, most)) for one in columns], axis=1)
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the FLOPs of texts divided by the FLOPs of one token. They count attention and all weights but
-        embeddings.
+        """Return the FLOPs of texts divided by the FLOPs of one token.
+
+        They count attention and all weights but embeddings.
         """
         from weft.models.inspect import hugging_face
 

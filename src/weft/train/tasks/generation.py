@@ -70,7 +70,7 @@ class _DecoderText:
 class TextModel:
     """A model that generates text.
 
-    Args:
+    Attributes:
         path: the folder it was read from.
         model: continues token ids.
         run: the run folder, or None for a Hugging Face folder.
@@ -144,7 +144,13 @@ class TextModel:
         return self.continue_ids(tokenizer.encode_prompt(turns, tools).tolist(), section, seed, stop)
 
     def continue_ids(self, ids: Sequence[int], section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
-        """Return the text that follows token ids. The arguments are the same as in `continue_text`.
+        """Return the text that follows token ids.
+
+        Args:
+            ids: token ids of the prompt.
+            section: number of tokens, temperature and top_k.
+            seed: seed of sampling.
+            stop: texts that end the result, and are not part of it.
 
         Raises:
             ConfigError: if the prompt fills all positions of the model.

@@ -89,7 +89,7 @@ class MediaTask(Task):
         raise NotImplementedError
 
     def finalize(self) -> None:
-        """Store facts about the samples. Called before the model or a batch is built."""
+        """Record facts about the samples. Called before the model or a batch is built."""
 
     # --- the samples ---
 

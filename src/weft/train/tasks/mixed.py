@@ -148,8 +148,9 @@ def features_tensor(rows: Sequence[np.ndarray], compute: torch.dtype) -> Tensor:
 
 
 def _own_shards(shards: FeatureShards, forwards: Forwards) -> Iterator[int]:
-    """Yield this rank's shards. Each node begins at another shard, so nodes that share a folder find shards already
-    written.
+    """Yield this rank's shards.
+
+    Each node begins at another shard, so nodes that share a folder find shards already written.
     """
     place = rank_env()
     rank, size = (place.local_rank, place.local_world_size) if place is not None else (forwards.rank, forwards.size)

@@ -141,8 +141,9 @@ class StoredAnswers:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids of a document up to its last trained token, and their weights. Unwanted answers have weights below
-        0.
+        """Return ids of a document up to its last trained token, and their weights.
+
+        Unwanted answers have weights below 0.
         """
         number = int(np.searchsorted(self._ends, index, side="right"))
         reader, table = self._readers[number]
@@ -324,8 +325,7 @@ def ready_reference(
     collate: Callable[[list[Any]], Any],
     at_once: int,
 ) -> dict[str, np.ndarray]:
-    """Return (N, 2) log-probabilities of each set by the current model, or from the run folder if they are stored
-    there.
+    """Return (N, 2) log-probabilities of each set, from the run folder if stored, otherwise by the current model.
 
     Args:
         forwards: the model before the first step.
@@ -360,8 +360,9 @@ def ready_reference(
 
 
 def _computed(forwards: Forwards, samples: Any, collate: Callable[[list[Any]], Any], at_once: int) -> np.ndarray:
-    """Compute the values of all samples. Samples are distributed round-robin, and padded so that ranks run equal
-    batches.
+    """Compute the values of all samples.
+
+    Samples are distributed round-robin, and padded so that all ranks run the same number of batches.
     """
     total, size = len(samples), forwards.data_size
     if not total:

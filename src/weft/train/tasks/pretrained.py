@@ -82,7 +82,7 @@ class PretrainedTask(DecoderTask):
 
     @property
     def _needs_folder(self) -> bool:
-        """True if every start of the run reads the folder's weights: checkpoints of an adapter do not contain the base."""
+        """True if resuming also reads the folder's weights: checkpoints of an adapter do not contain the base."""
         return bool(self.config.adapter.rank)
 
     @property

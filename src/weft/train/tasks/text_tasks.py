@@ -1,4 +1,7 @@
-"""Masked language modelling: `task.name = "masked_lm"` (Devlin et al. 2018, arXiv 1810.04805)."""
+"""Tasks on texts: masked language modelling, sequence to sequence, and embeddings.
+
+Masked language modelling is `task.name = "masked_lm"` (Devlin et al. 2018, arXiv 1810.04805).
+"""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class TranscribeTask(MediaTask, FolderTask):
         return costs.work(lengths) / costs.work(1)
 
     def costs_beside(self) -> np.ndarray:
-        """Return the encoder's cost for each sample. It is constant: recordings are padded to the model's full length."""
+        """Return the encoder's cost for each sample. It is constant: recordings are padded to full length."""
         costs, encoder = self._costs
         return np.full(len(self.media("train")), encoder / float(costs.work(1)))
 
