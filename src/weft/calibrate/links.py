@@ -29,10 +29,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shif
 
 
 def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
-    """Measure the seconds that a collective adds after a product. "meeting" is a synchronization after `size` products.
+    """Measure the seconds that a collective adds after a product.
 
-    size: bytes of the full buffer, before it is sharded. For all_to_all, bytes that each rank sends, including its own
-    share. For a shift or a send, bytes of the message.
+    The op "meeting" is a synchronization after `size` products. For others, size is the bytes of the full buffer,
+    before it is sharded. For all_to_all, it is the bytes that each rank sends, including its own share. For a shift or
+    a send, it is the bytes of the message.
     """
     work = linear_f(TensorPlacement(watch.device, torch.float32), *BETWEEN)
     if op == "meeting":
@@ -56,7 +57,7 @@ def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Ca
     whole = torch.randn(shard * axis.size, device=device)
     part = torch.randn(shard, device=device)
     if op == "all_reduce":
-        return lambda: all_reduce(whole, axis, "max")  # sums of many calls would grow without end
+        return lambda: all_reduce(whole, axis, "max")  # sums of many calls would overflow
     if op == "all_gather":
         return lambda: all_gather(part, axis, out=whole)
     if op == "reduce_scatter":
@@ -169,9 +170,9 @@ def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) ->
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
 #: A size and all larger ones are omitted if one call would take more than this share of the budget.
 _MOST_OF_BUDGET = 0.01
-#: Overhead of a measurement besides its windows, in windows.
+#: Overhead of a measurement in addition to its windows, in windows.
 _BESIDE = 3
-#: Transports besides the default for the ranks' hosts. The backend sums in another order: it is measured for
+#: Transports in addition to the default for the ranks' hosts. The backend sums in another order: it is measured for
 #: comparison only, and never used for sums.
 _TRANSPORTS = ("shared memory", "two levels", "gloo exchange", "backend")
 ROUNDS = 2
@@ -234,7 +235,7 @@ def _measured(
 ) -> tuple[tuple[LinkSample, ...], int, int, bool]:
     """Return (samples of the fastest round, hosts, ranks of each host, True if this rank is the first of its host)."""
     crowd = build_mesh(Plan(dp_replicate=size))["dp_replicate"]
-    barrier(crowd)  # ranks then know where the others are
+    barrier(crowd)  # ranks then have each other's hosts
     marks = [crowd.hosts[rank] for rank in crowd.ranks]
     numbers = [list(dict.fromkeys(marks)).index(mark) for mark in marks]
     counts = {numbers.count(number) for number in numbers}

@@ -62,7 +62,7 @@ def calibrate(
         most, timeout_s=MOST_BUDGET_S, backend="cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"
     ) as pool:
         left = ROUNDS * sum(len(chapter.points) for chapter in chapters)
-        pool.run(_nothing)  # ranks are there
+        pool.run(_nothing)  # wait for the ranks to start
         for place, chapter in enumerate(chapters * ROUNDS):
             report(chapter.name, place, len(chapters) * ROUNDS)
             spent = time.monotonic() - start

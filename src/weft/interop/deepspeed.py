@@ -147,7 +147,7 @@ def _report_micro(reading: Reading, batch: _Batch) -> None:
     elif total_typed:
         reading.follows(MICRO, "the batch, its passes and the ranks")
     elif reading.is_auto(MICRO):
-        return  # said with the default of train.global_batch
+        return  # reported with the default of train.global_batch
     elif batch.total is not None:
         reading.became(MICRO, f"train.global_batch={batch.total}", "train.global_batch")
     else:

@@ -269,7 +269,7 @@ def _read_peak(reading: Reading, named: str, optimizer: str) -> None:
                 reading.follows(other, "optimizer.type: its learning rates do not suit adamw")
         return
     if peak is None and key not in reading.values and named == "WarmupDecayLR":
-        reading.settings["optimizer.lr"] = 1e-3  # replaces what the optimizer was given
+        reading.settings["optimizer.lr"] = 1e-3  # replaces the optimizer's value
         reading.notes.append("optimizer.lr=0.001 is WarmupDecayLR's default warmup_max_lr; the file leaves it out.")
         if lr in reading.values:
             reading.follows(lr, "scheduler.type: WarmupDecayLR's default warmup_max_lr=0.001 replaces it")

@@ -117,7 +117,7 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config
     tokens = _tokens_of_image(model, rng)
-    every = tokens + 1  # without a border, models that place images in a grid take two for one
+    every = tokens + 1  # without a border, models with image grids treat two images as one
     length = max(seq_len, -(-2 * every // 8) * 8)
     vocab_size, image = hugging_face.vocab_size(config) or 1, hugging_face.image_token(config) or 0
     marks = torch.tensor([value for name, value in vars(config).items() if "token" in name and type(value) is int])
@@ -136,7 +136,7 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
             if "mm_token_type_ids" in takes:
                 sample["mm_token_type_ids"] = is_image.int()
             samples.append(sample | _images(config, num_images, rng))
-    dataset: Any = samples[:count]  # a list is one, by its methods alone
+    dataset: Any = samples[:count]  # a list also passes the structural check
     return dry_run.LoadedSamples(DataLoader(dataset, collate_fn=_collate))
 
 
@@ -176,7 +176,7 @@ def _tokens_of_image(model: Any, rng: torch.Generator) -> int:
     try:
         with torch.no_grad():
             features = model.get_image_features(**image)
-    except Exception as error:  # the model's own code, called with what it may not expect
+    except Exception as error:  # the model's code may not support these arguments
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(
             f"model of type {model.config.model_type}: Weft cannot make images for it ({first}). Return "

@@ -76,7 +76,7 @@ def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) ->
         known: tensors that are not counted, such as parameters.
     """
     ignored = {storage_key(tensor.untyped_storage()) for tensor in known}
-    found: dict[int, torch.UntypedStorage] = {}  # held, so that none is freed and its place taken
+    found: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that no address is reused
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -173,7 +173,7 @@ def adapter_peaks(text: str, base: str) -> tuple[float, float]:
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
     ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(_TOKENS).repeat(_ROWS, 1)}
-    step(batch)  # makes the optimizer's states
+    step(batch)  # creates the optimizer's states
     live = peak_of_step(step, batch)
     shape, cluster = Shape.of_decoder(_MODEL), ClusterSpec.parse("1xh100")
     job = Job(
@@ -319,7 +319,7 @@ def measure_peak(plan_text: str) -> int:
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(tokens).repeat(rows, 1)}
-    step(batch)  # makes the optimizer's states
+    step(batch)  # creates the optimizer's states
     return peak_of_step(step, batch)
 
 

@@ -86,7 +86,7 @@ class OpRecorder:
             what: name for errors.
             apart: ignored: replays of other recordings never change the results.
         """
-        del apart  # all memory is kept
+        del apart  # all memory stays allocated
         mode, before = _Ops(), torch.get_rng_state()
         try:
             with mode:

@@ -177,7 +177,7 @@ class ParityResult:
         ):
             assert ours.keys() == theirs.keys()
             found += [_difference(ours[name], theirs[name], least[name]) for name in theirs]
-        return float(torch.tensor(found, dtype=exact).max())  # NaN where any is; Python's max may pass it over
+        return float(torch.tensor(found, dtype=exact).max())  # NaN if any is NaN; Python's max may skip it
 
     def least_scales(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the minimum scales of gradients and of weights for relative differences.

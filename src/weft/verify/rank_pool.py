@@ -163,7 +163,7 @@ def _serve(
     rank: int, num_ranks: int, store: str, pipe: Connection, backend: str, environment: Mapping[str, str]
 ) -> None:
     """Run one rank: connect, answer calls until None arrives, disconnect."""
-    env.take_over(environment)  # that of the process which imported is older than the pool
+    env.take_over(environment)  # the forkserver's environment is older than the pool
     import torch
     import torch.distributed as dist
 

@@ -266,7 +266,7 @@ class Subject:
             task.open(RunFolder(Path(self.folder)))
         model = task.initial_model(Plan())
         weights = task.initial_weights(model)
-        if weights is not None:  # each rank would read its slices into shapes; here one process has all
+        if weights is not None:  # a rank would read its slices into meta tensors; here one process reads all
             model = task.build()
             fill_full(model, weights)
         model = with_adapter(model, self.config).to(dtype)
@@ -493,7 +493,7 @@ def _loop_over_experts(model: nn.Module) -> None:
     """Make transformers multiply experts one by one: its default grouped product does not support float64."""
     for module in model.modules():
         if (choose := getattr(module, "set_experts_implementation", None)) is not None:
-            choose("eager")  # of all models within, too
+            choose("eager")  # also in submodels
             return
 
 

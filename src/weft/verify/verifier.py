@@ -96,7 +96,7 @@ def tensor_difference(
 ) -> Difference:
     """Return the difference of one full gradient or weight.
 
-    least: its minimum scale, see `ParityResult.least_scales`.
+    least: its minimum scale, from `ParityResult.least_scales`.
     """
     if theirs is None or ours.shape != theirs.shape:
         return Difference(what, name, float("inf"), tolerance.tensor)
@@ -283,7 +283,7 @@ class _Reference:
     folder: str
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    least: dict[str, dict[str, float]]  # by "gradient" or "weight" and name: see ParityResult.least_scales
+    least: dict[str, dict[str, float]]  # by "gradient" or "weight" and name, from ParityResult.least_scales
 
 
 class Verifier:

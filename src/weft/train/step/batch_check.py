@@ -242,7 +242,7 @@ def _runs(
     except ModelError:
         raise
     except Exception:
-        return None  # not for so few samples; what fails with the full batch, the step reports
+        return None  # too few samples for the model; the step reports failures of the full batch
 
 
 def _run(
@@ -287,7 +287,7 @@ def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
     if _loss_differs(every, halves, probed.limit):
         found.append("loss")
     is_sum = every.number is None or abs(every.number - sum(one.number or 0.0 for one in halves)) <= 1e-6
-    if not is_sum and (found or every.number == 1):  # else a constant: the size of the microbatches, written down
+    if not is_sum and (found or every.number == 1):  # otherwise a constant: the size of the microbatches
         found.append("number")
     return found + ["buffers"] * bool(every.buffers)
 
@@ -360,7 +360,7 @@ def find_causes(
     found = [noisy] if noisy else []
     if not noisy:
         found += _interactions(probed, runs, alike or runs)
-    elif still and same and not _noise(probed, same):  # noise of unknown functions hides if samples meet
+    elif still and same and not _noise(probed, same):  # noise of unknown functions hides interacting samples
         found += _interactions(probed, still, still)
     buffers = "" if moved is None else _moved_buffers(probed, moved, kept)
     return found + ([buffers] if buffers else [])

@@ -76,7 +76,7 @@ def checksum(tensors: list[torch.Tensor]) -> int:
     total = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        if flat.numel():  # a tensor without elements, or none at all, is the same
+        if flat.numel():  # an empty tensor and no tensor have the same checksum
             total = total * 31 + int(flat.view(torch.int32).sum(dtype=torch.int64))
     return total & _MASK
 
@@ -112,7 +112,7 @@ class UpdateRatio:
             new = _read(views)
             moved = new - old
             found = torch.stack([torch.dot(weights * moved, moved), torch.dot(weights * new, new)])
-            sums += found.to(sums.device, non_blocking=True)  # from the memory of a host that steps
+            sums += found.to(sums.device, non_blocking=True)  # from host memory, if the host steps
         told = LateCopy(all_reduce(sums, self._engine.axes.world))
         return lambda: _ratio(*told.values)
 
@@ -154,7 +154,7 @@ def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
     number = tensor.numel()
     stride = _stride(number, most)
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if stride <= 1 or span != number:  # what has gaps in memory is looked at whole
+    if stride <= 1 or span != number:  # tensors with gaps in memory are read completely
         return tensor
     return tensor.as_strided((-(-(number // _RUN) // stride), _RUN), (stride * _RUN, 1))
 

@@ -187,7 +187,7 @@ def _asked(error: BaseException) -> int:
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Return the bytes of storages that are not in `seen`, and add them to it."""
+    """Return the bytes of storages that `seen` does not contain, and add them to it."""
     total = 0
     for tensor in tensors:
         # For a DTensor, this is the storage of the local shard.
@@ -250,7 +250,7 @@ def names_the_module(
 def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
     """Return the failed module, the part of its tensors and the remedy, or None if no part or no module is found."""
     if isinstance(model, layers.KnownModel):
-        return None  # Weft's own decoders take every plan: their failure is a defect, and not the user's to avoid
+        return None  # Weft's decoders support every plan: their failure is a bug that the user cannot avoid
     parts, path = _parts(plan), _failed_module(error, model)
     if not parts or path is None:
         return None

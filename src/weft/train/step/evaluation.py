@@ -141,7 +141,7 @@ def each_output(
 
     `add` receives the output, the batch, and a flag. The flag is False for stand-ins of microbatches without samples.
     """
-    counts = True  # of the batch that is under way
+    counts = True  # of the current batch
 
     def forward_to_loss(model: nn.Module, local: Any) -> Any:
         with expect_labels(model, loss_fn, local):
@@ -278,6 +278,6 @@ class RankForwards:
 
 
 def _without_adapter(model: nn.Module) -> AbstractContextManager[None]:
-    """Disable the adapter. A stage of a pipeline may have no adapted layers."""
+    """Return a context that disables the adapter, if there is one: a stage of a pipeline may have no adapted layers."""
     has_one = any(isinstance(module, AdaptedLinear) for module in model.modules())
     return without_adapter(model) if has_one else nullcontext()

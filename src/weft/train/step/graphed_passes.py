@@ -99,7 +99,7 @@ class FixedBatch:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    found = torch.empty_like(tensor)  # of other strides where elements share memory, or leave some out
+    found = torch.empty_like(tensor)  # strides differ if elements overlap or have gaps
     mark_reused_buffer(found)
     return found
 
@@ -224,7 +224,7 @@ class GraphedPasses:
     def _found(self, given: MicrobatchInputs, last: bool) -> Hashable | None:
         """Return the key of this pass's recording, or None if it cannot be recorded."""
         if given.samples.is_empty:
-            return None  # a stand-in, at the end of an epoch
+            return None  # a stand-in at the end of an epoch
         shape = shape_of(given.batch)
         if shape is None:
             self._say("batches hold more than plain tensors, numbers and text, so nothing is recorded")

@@ -48,7 +48,10 @@ class ModuleCall:
 
 @dataclass
 class ModuleWatch:
-    """Records the output of every module of a model through hooks. Numbers stay on the device until `calls` reads them."""
+    """Records the output of every module of a model through hooks.
+
+    Numbers stay on the device until `calls` reads them.
+    """
 
     model: nn.Module
     _names: list[list[str]] = field(default_factory=list)
@@ -306,7 +309,7 @@ class StepTracer:
                 each_output(self._model, watch.each(batches), self._mesh, task.loss, task.forward, add)
         except CommError:
             raise
-        except Exception as error:  # a step that went wrong is no reason to end the run
+        except Exception as error:  # tracing must not end the run
             return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], _in_words(error))
         calls = watch.calls()
         pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)

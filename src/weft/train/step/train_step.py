@@ -243,8 +243,8 @@ class TrainStep:
         may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
         self._may_read_late, self._is_first = may_read_late and self._rarely is None, True
         self._unread: LateMetrics | None = None
-        self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
-        self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
+        self._next_scale: torch.Tensor | None = None  # if only the device has it
+        self._unchecked = False  # a gradient was not finite, and the ranks were not checked yet
         #: Passes that run as one graph launch; None launches each kernel.
         self._compares = self._whole is not None or isinstance(self._loss.loss_fn, GroupLoss)
         self.graphs = graphed_passes(model, mesh, recorder, compares=self._compares) if mesh.plan.graphs else None
@@ -292,7 +292,7 @@ class TrainStep:
         with kept_generators(self.mesh.device) if seeds is None else nullcontext():
             self._sums(batch, seeds, dropout_key, again=True)
         self._finish(moved=False)
-        self._data_parallel.scale(1.0)  # which lets everyone find them
+        self._data_parallel.scale(1.0)  # makes the gradients available
         self.mesh.pulse.in_step = False
 
     def _sums(
@@ -319,7 +319,7 @@ class TrainStep:
         totals = self._first_totals(batch, watched)
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
         coders = self._data_parallel.coders
-        if coders.has_residual:  # and then the host decides about every step
+        if coders.has_residual:  # then the host decides about every step
             coders.set_unit(float(scale))
         self._experts.begin(scale)
         if self._norms is not None:
@@ -346,7 +346,7 @@ class TrainStep:
         if self._norms is not None:
             self._norms.start()
         if self.mesh["tp"].rank:
-            totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
+            totals[:2] = 0.0  # the ranks of tp have the same tokens: only the first one counts them
         with self._meter.phase("reduce"):
             self.finalize()
             self._data_parallel.finish(totals)
@@ -447,7 +447,7 @@ class TrainStep:
                 with self._meter.phase("forward"):
                     output = self._with_labels(self.model, microbatch)
                     loss_sum, num_tokens = loss(output, microbatch, index)
-                    del output  # logits are large, and backward does not ask for them
+                    del output  # logits are large, and backward does not need them
                     totals[0] += loss_sum.detach()
                     totals[1] += num_tokens
                 with self._meter.phase("backward"):
@@ -484,7 +484,7 @@ class TrainStep:
         if rarely is None or nominal is None:
             return self._update(numbers)
         own = StepMetrics.of_sums(numbers, nominal, self._loss_scale)
-        joint = None if rarely.is_apart else JointNumbers(own, rarely)  # travels while the optimizer works
+        joint = None if rarely.is_apart else JointNumbers(own, rarely)  # reduced while the optimizer works
         mine = self._update(numbers)
         rarely.after_step()
         return mine if joint is None else replace(joint.metrics(), update_ratio=mine.update_ratio)

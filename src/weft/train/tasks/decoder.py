@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
     from weft.train.folder import RunFolder
 
-#: Longer prompts are not printed: `weft generate` then takes it from the data again.
+#: Longer prompts are not printed: `weft generate` then takes the prompt from the data again.
 _MAX_HINT = 80
 
 

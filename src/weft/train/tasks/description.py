@@ -168,8 +168,8 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     """Trace a model, which is moved to the meta device and half precision, in place.
 
-    example: arguments of a forward, or batch_fn(step, size). With None, the model's first layer decides if the input is
-    ids, an image or features.
+    example: arguments of a forward, or batch_fn(step, size). With None, the input is ids, an image or features, by the
+    model's first layer.
 
     Raises:
         ModelError: if the model does not run on the meta device.
@@ -229,7 +229,7 @@ def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
 
 
 def _halve(model: nn.Module) -> None:
-    """Convert to the dtypes of a bf16 run."""
+    """Convert the model to the dtypes of a bf16 run, in place."""
     precision = Precision.of(Plan(precision="bf16"))
     for param, dtype in formats(model, precision).items():
         param.data = param.data.to(dtype)
@@ -344,7 +344,7 @@ def _call(task: SampledTask, method: str, call: Callable[[], T]) -> T:
         return call()
     except WeftError:
         raise
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         own = inspect.getfile(type(task))
         frame = next((each for each in reversed(frames) if each.filename == own), frames[-1])

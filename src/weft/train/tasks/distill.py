@@ -151,7 +151,7 @@ class DistillTask(DecoderTask):
         from tokenizers import Tokenizer as Library
 
         if not (self._teacher / "tokenizer.json").is_file():
-            return None  # the number of entries is all that can be compared
+            return None  # only the number of entries can be compared
         ours = Library.from_str(self.data.tokenizer.library_json()).get_vocab(with_added_tokens=True)
         theirs = Library.from_file(str(self._teacher / "tokenizer.json")).get_vocab(with_added_tokens=True)
         places = {place: name for name, place in theirs.items()}

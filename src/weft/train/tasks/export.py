@@ -159,7 +159,7 @@ class MergedBase:
         Raises:
             CheckpointError: if the base is not the one that the adapter was trained on.
         """
-        if name in self._trained:  # a norm, say, that was trained beside the adapter
+        if name in self._trained:  # for example a norm that was trained with the adapter
             return self._trained[name]
         stored, path = read_full(self._source, name), name.removesuffix(".weight")
         if path in self._record.packed:
@@ -298,7 +298,7 @@ def as_published(
 
 
 def _stored_groups(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
-    """Yield groups of tensor names that transformers joins when it saves them."""
+    """Return groups of tensor names that transformers joins when it saves them."""
     tables: Any = importlib.import_module("transformers.conversion_mapping")
     # transformers sets this attribute on a loaded model. Without it, it is computed again in each call.
     used = tables.get_model_conversion_mapping(model, add_legacy=False)

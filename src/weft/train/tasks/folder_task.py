@@ -172,7 +172,7 @@ class WeightsWithHead:
             return
         whole = self._whole(name)
         target = np.frombuffer(out, whole.dtype)
-        target[:] = 0  # rows beyond the whole
+        target[:] = 0  # padding rows
         for view in part.views(start, start + len(target)):
             steps = tuple(stride * target.itemsize for stride in view.strides)
             sizes = tuple(high - low for low, high in view.box)
@@ -185,7 +185,7 @@ class WeightsWithHead:
         if made.value is not None:
             return made.value
         found = torch.empty(made.shape, dtype=torch_formats()[made.dtype])
-        if found.ndim == 1 and name.endswith("weight"):  # of a norm, whatever its class is called
+        if found.ndim == 1 and name.endswith("weight"):  # a norm's weight, of any class
             found.fill_(1.0)
         elif found.ndim == 1:
             found.zero_()
@@ -352,7 +352,7 @@ class FolderTask(Task):
 
         changes = {
             "architectures": [type(self.shapes()).__name__],
-            **self._changed(hugging_face.load_model_config(self._path)),  # what the folder says, not the changed model
+            **self._changed(hugging_face.load_model_config(self._path)),  # the folder's config, not the changed model's
         }
         file.write_text(json.dumps({**fields, **changes}, indent=1) + "\n", "utf-8")
 
@@ -463,7 +463,7 @@ class FolderTask(Task):
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text that the model reads, and the other values of a row."""
         from weft.data.order.loader import visible
-        from weft.train.tasks.indexed import sample_in_order  # here, since it loads torch
+        from weft.train.tasks.indexed import sample_in_order  # imported here, because it loads torch
 
         lines, (_, row) = super().sample_lines(place), sample_in_order(self.samples("train"), self.config.seed, place)
         if not isinstance(row, Mapping) or "input_ids" not in row:
@@ -551,7 +551,7 @@ class FolderTask(Task):
         from weft.train.tasks.indexed import adapter_size
 
         traced = describe_by_tracing(self.shapes())
-        if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
+        if traced.reads_sequence:  # a typical text of the task, not the model's maximum
             traced = replace(traced, default_seq_len=self.text_len())
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))

@@ -242,7 +242,7 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
         return ""
     try:
         text = sample_text(open_text_model(folder, step), section)
-    except (ConfigError, DataError):  # the stored tokens are gone, or the template takes no such question
+    except (ConfigError, DataError):  # the stored tokens are gone, or the template refuses the question
         return ""
     if not text:
         return ""
@@ -361,7 +361,7 @@ def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
     if config.adapter.rank:  # its checkpoints have no base
         load_pretrained(model, Path(config.model.path).expanduser())
     restore_model(with_adapter(model, config), load_checkpoint(path))
-    if config.adapter.base != "stored":  # else each token unpacks all weights; they were here whole before, too
+    if config.adapter.base != "stored":  # otherwise each token unpacks all weights
         merge_adapter(model)
     return PretrainedText(model, Tokenizer.load(tokenizer_of(folder)), model_config)
 

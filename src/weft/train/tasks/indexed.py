@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound="nn.Module")
 
 
 def with_adapter(model: Model, config: RunConfig) -> Model:
-    """Add the adapter of the config's section to a task's model in place, if there is one, and return the model.
+    """Add the config's adapter, if any, to a task's model in place, and return the model.
 
     Raises:
         ConfigError: for targets that match no layer, or a layer that does not support adapters.
@@ -268,7 +268,7 @@ def _own_parts(share: Share) -> list[range]:
 
 
 def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:
-    """Read samples in one call and return a lookup by number, or None if the samples are read one by one.
+    """Read samples in one call and return a lookup by number, or None if the samples are read individually.
 
     place: (epoch, index) by number. soon: the same for the next samples.
     """

@@ -173,7 +173,7 @@ class PreferTask(DecoderTask):
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text of the answers, with their prompt in double brackets."""
         from weft.data.order.loader import marked, view_answer
-        from weft.train.tasks.indexed import sample_in_order  # here, since it loads torch
+        from weft.train.tasks.indexed import sample_in_order  # imported here, because it loads torch
 
         where, sample = sample_in_order(self._of_train, self.config.seed, place)
         lines = [where]
@@ -254,7 +254,7 @@ class PreferTask(DecoderTask):
         losses = self._losses(output, batch)
         total = losses.sum()
         if self._forwards is not None and not self._forwards.is_counted:
-            return total - total.detach(), 0  # its gradient, and nothing to count
+            return total - total.detach(), 0  # keeps the gradient, counts nothing
         return total, losses.numel()
 
     loss.takes_head_loss = "tokens"

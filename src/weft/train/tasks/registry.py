@@ -118,7 +118,7 @@ def _named(config: RunConfig) -> str:
 def _found(name: str, where: str) -> type[Task]:
     try:
         made = named_object(where)
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
     if not (isinstance(made, type) and issubclass(made, Task)):
@@ -160,7 +160,7 @@ def _made(kind: type[Task], name: str, options: Mapping[str, Any]) -> Task:
 
 
 def _other_kind(default: Any, value: Any) -> str:
-    """Return the expected type of an option in words if the value has another type than the default, or ''."""
+    """Return the name of the type that an option expects if the value has another type than the default, or ''."""
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int):

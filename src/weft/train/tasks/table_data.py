@@ -272,7 +272,7 @@ def _draw(record: TableRecord) -> float:
 
 
 def _highest_draw(draws: array[float], share: float) -> float:
-    """Return the draw up to which records are held out, for a share of them and at least one, or -1 for none."""
+    """Return the highest draw of the held-out records: a share of them and at least one, or -1 for none."""
     if len(draws) < _FEWEST or not share:
         return -1.0
     ordered = sorted(draws)
@@ -350,10 +350,10 @@ def settled_labels(
 
 
 def _matched(names: Iterable[str], known: list[str]) -> dict[str, int] | None:
-    """Return the index of each name in `known`, or None if one is missing."""
+    """Return the index of each name in `known`, or None if a name is missing."""
     numbers = {_normal(name): index for index, name in enumerate(known)}
     exact = {name: index for index, name in enumerate(known)}
-    if len(numbers) < len(known):  # some known names differ in case alone
+    if len(numbers) < len(known):  # some names differ only in case
         numbers = {}
     found = {name: exact.get(name, numbers.get(_normal(name), -1)) for name in names}
     return None if -1 in found.values() else found

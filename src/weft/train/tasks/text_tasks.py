@@ -178,7 +178,7 @@ class Seq2SeqTask(FolderTask):
         from weft.models.inspect import hugging_face
 
         start, config = hugging_face.decoder_start(self.shapes()), self._own_config()
-        if start == "last":  # of the target itself (mBART), where tokenizers put the language
+        if start == "last":  # from the target (mBART), in which tokenizers put the language
             return {"start_id": None}
         for name in ("decoder_start_token_id", "bos_token_id"):
             start = getattr(config, name, None) if start is None else start
@@ -343,7 +343,7 @@ class EmbedTask(FolderTask):
     def build(self) -> nn.Module:
         model = super().build()
         for name, param in model.named_parameters():
-            if "pooler." in name:  # nothing calls it, and weight decay would wear it away
+            if "pooler." in name:  # it is not called, and weight decay would shrink it
                 param.requires_grad_(False)
         return model
 
