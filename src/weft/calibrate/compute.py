@@ -101,7 +101,7 @@ class ColdCalls:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: one window's length."""
+    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: window length."""
 
     axis: Axis
     device: torch.device

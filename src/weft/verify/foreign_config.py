@@ -136,7 +136,7 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
             if "mm_token_type_ids" in takes:
                 sample["mm_token_type_ids"] = is_image.int()
             samples.append(sample | _images(config, num_images, rng))
-    dataset: Any = samples[:count]  # a list also passes the structural check
+    dataset: Any = samples[:count]  # a list has the methods of a dataset
     return dry_run.LoadedSamples(DataLoader(dataset, collate_fn=_collate))
 
 
