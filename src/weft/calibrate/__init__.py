@@ -1,1 +1,1 @@
-"""Measuring this machine for the planner."""
+"""Measurement of this machine for the planner."""

@@ -1,4 +1,7 @@
-"""At which sizes each primitive is measured; laws fill what lies between."""
+"""Sizes at which each primitive is measured, timing of calls, and the primitives that one rank computes.
+
+Fitted laws interpolate between the sizes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from weft.planner.measured import profile_tables as here
 from weft.planner.measured.laws import TINY
 from weft.planner.measured.machine_profile import Machine
 
-#: Rows, columns, inner width: each of the three alone through its range, and products as layers have them.
+#: Rows, columns, inner width: each of the three varied alone, and products of typical layers.
 PRODUCTS = (
     (512, 512, 512),
     (64, 512, 512),
@@ -42,20 +45,20 @@ PRODUCTS = (
     (256, 4096, 256),
     (1024, 2048, 256),
 )
-#: Sequences, heads, tokens, width of a head.
+#: Sequences, heads, tokens, head width.
 ATTENTION = ((4, 8, 256, 32), (1, 8, 256, 32), (2, 8, 128, 64), (1, 4, 512, 64), (1, 4, 1024, 64))
 #: Tokens and width.
 PASSES = ((16, 64), (256, 128), (512, 256), (1024, 256), (1024, 768), (2048, 1024))
 LOSSES = ((64, 1024), (256, 2048), (512, 4096), (1024, 4096))
 EMBEDDINGS = ((256, 128, 1024), (1024, 256, 4096), (256, 256, 8192))
 PARAMS = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
-#: Bytes between a device and its host, and parameters that are stepped there.
+#: Bytes between a device and its host, and parameters of an optimizer step on the host.
 TRANSFERS, HOST_PARAMS = (1 << 20, 1 << 23), (1 << 20,)
-#: Bytes of a collective: the whole buffer, of which shards are parts.
+#: Bytes of a collective: the full buffer, before it is sharded.
 MESSAGES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-#: Products between two meetings of ranks.
+#: Products between two synchronizations of ranks.
 MEETINGS = (1, 8, 64)
-#: What decides how long a GPU takes is larger: these fill it.
+#: Larger sizes for GPUs, which small ones do not fill.
 LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096, 4096), (8192, 1024), (1024, 8192)))
 LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))
 LARGE_PASSES = ((4096, 4096), (8192, 8192))
@@ -64,26 +67,26 @@ LARGE_TRANSFERS, LARGE_HOST_PARAMS = (1 << 20, 1 << 26, 1 << 28), (1 << 25,)
 LARGE_MESSAGES = (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28)
 
 
-# Seconds of one call, measured in windows of many, with the other ranks at work at the same time.
+# Seconds of one call, measured in windows of many, while the other ranks work at the same time.
 
 Call = Callable[[], object]
-#: Windows of one measurement. The median counts: steps, too, pay for what usually disturbs a machine.
+#: Windows of one measurement. The median is used, because steps also run on a machine with its usual disturbances.
 WINDOWS = 4
 _MOST_CALLS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: of one call, in the median window. spread: how much longer that took than the fastest, relative."""
+    """seconds: time of one call, in the median window. spread: its relative excess over the fastest window."""
 
     seconds: float
     spread: float
 
 
 class ColdCalls:
-    """The same work on so many pieces of memory, made when they are asked for: making them takes longer than calling.
+    """The same call on different memory buffers, created on demand: creating them takes longer than calling.
 
-    most: how many there are.
+    most: number of buffers.
     """
 
     def __init__(self, make: Callable[[], Call], most: int):
@@ -91,37 +94,37 @@ class ColdCalls:
         self._made: list[Call] = []
 
     def first(self, count: int) -> Sequence[Call]:
-        """Return the first of them, all where there are fewer."""
+        """Return the first `count` calls, or all if there are fewer."""
         self._made += [self._make() for _ in range(min(count, self._most) - len(self._made))]
         return self._made[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times calls on this rank. axis: the ranks that do the same at the same time. window_s: of one window."""
+    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: window length."""
 
     axis: Axis
     device: torch.device
     window_s: float
 
     def time(self, calls: ColdCalls) -> Timing:
-        """Call each of `calls` in turn, again and again: on other memory, so that caches stay cold."""
+        """Measure `calls` in turn, repeatedly. Each uses other memory, so that caches stay cold."""
         for call in calls.first(2):
             call()
         count = self._count(calls.first(1)[0])
-        # Windows are short, so the next one goes on where the last one ended.
+        # Windows are short, so the next one continues with the calls after the last one.
         turns = itertools.cycle(calls.first(WINDOWS * count))
         return _median([self._window(turns, count) for _ in range(WINDOWS)])
 
     def time_after(self, work: Call, call: Call) -> Timing:
-        """Seconds of `call` where it follows `work`, as a collective follows compute: waiting for others counts."""
+        """Measure `call` after `work`, as a collective follows compute. Waiting for other ranks is included."""
         work()
         call()
         count = self._count(lambda: (work(), call()))
         return _median([self._windows_after(work, call, count) for _ in range(WINDOWS)])
 
     def _window(self, turns: Iterator[Call], count: int) -> float:
-        """Seconds of a call on the slowest rank: where ranks share cores, a faster one took them from the others."""
+        """Return seconds of a call on the slowest rank: if ranks share cores, a faster rank slowed the others down."""
         self._finalize()
         barrier(self.axis)
         start = time.perf_counter()
@@ -131,7 +134,7 @@ class Stopwatch:
         return self._joined((time.perf_counter() - start) / count, "max")
 
     def _windows_after(self, work: Call, call: Call, count: int) -> float:
-        """Seconds of a call, the ranks' mean: what one waits for another, the other does not."""
+        """Return seconds of a call, averaged over ranks: while one rank waits for another, the other does not wait."""
         self._finalize()
         barrier(self.axis)
         spent = 0.0
@@ -148,7 +151,7 @@ class Stopwatch:
         return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), self.axis, op))
 
     def _count(self, call: Call) -> int:
-        """How many calls fill a window; on all ranks as many, since those of a collective must meet."""
+        """Return the number of calls in a window, the same on all ranks, because collectives must match."""
         self._finalize()
         start = time.perf_counter()
         call()
@@ -166,11 +169,11 @@ def _median(windows: Sequence[float]) -> Timing:
     return Timing(middle, middle / min(windows) - 1)
 
 
-# This machine as a profile names it: its processor, or its GPUs as torch sees them.
+# This machine's description in a profile: its processor, or its GPUs as torch reports them.
 
 
 def this_machine(kind: str = "auto") -> Machine:
-    """What is here now. kind: "cpu", "cuda", or "auto": GPUs where torch sees any."""
+    """Return this machine's description. kind: "cpu", "cuda", or "auto", which uses GPUs if torch finds any."""
     host = here.this_host()
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return host
@@ -188,21 +191,21 @@ def this_machine(kind: str = "auto") -> Machine:
 
 # The primitives that one rank computes: products, attention, passes over memory, the optimizer's step, transfers.
 
-#: Bytes that a probe's copies together take up at least: what a step touches between two uses of one tensor.
+#: Minimum total bytes of a probe's copies: about the memory that a step touches between two uses of one tensor.
 _COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64
-#: Random numbers that a probe's tensors repeat: drawing all of a chapter's would take longer than its windows.
+#: Number of random values that a probe's tensors repeat: drawing all values would take longer than the windows.
 _DRAWN = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """Where and in which format tensors are made."""
+    """Device and dtype of the tensors."""
 
     device: torch.device
     dtype: torch.dtype
 
     def normal(self, *shape: int, trained: bool = False) -> Tensor:
-        """Random numbers: zeros would draw less power, and run faster, than training's numbers."""
+        """Return random numbers. Zeros would draw less power, and run faster, than numbers of training."""
         count, drawn = math.prod(shape), _generator_offset(self.device, self.dtype)
         found = drawn[:count].clone() if count <= _DRAWN else drawn.repeat(-(-count // _DRAWN))[:count]
         return found.view(shape).requires_grad_(trained)
@@ -217,12 +220,12 @@ def _generator_offset(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def copies(make: Callable[[], Call], num_bytes: int) -> ColdCalls:
-    """As many of a probe's calls, each on memory of its own, as make caches cold."""
+    """Return as many copies of a probe's call, each on separate memory, as are needed to keep caches cold."""
     return ColdCalls(make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes))))
 
 
 def _backward(output: Tensor, *inputs: Tensor) -> Call:
-    """A call of the backward of `output`, which can be made again and again."""
+    """Return a repeatable call of the backward of `output`."""
     grad = torch.randn_like(output) if output.dim() else torch.ones_like(output)
     return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
@@ -243,7 +246,7 @@ def linear_dw(place: TensorPlacement, m: int, n: int, k: int) -> Call:
 
 
 def _attention(place: TensorPlacement, b: int, h: int, s: int, c: int, trained: bool) -> tuple[Tensor, list[Tensor]]:
-    # As the model makes them: heads lie beside each other in memory.
+    # As in the model: heads are adjacent in memory.
     inputs = [place.normal(b, s, h, c, trained=trained) for _ in range(3)]
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs
@@ -316,13 +319,13 @@ def gelu_b(place: TensorPlacement, t: int, d: int) -> Call:
 
 
 def add(place: TensorPlacement, t: int, d: int) -> Call:
-    """A sum into new memory: residual streams, and gradients that meet."""
+    """Return a call that adds into new memory, as in residual streams and gradients of branches."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x + y
 
 
 def add_to(place: TensorPlacement, t: int, d: int) -> Call:
-    """A sum in place: gradients of several passes."""
+    """Return a call that adds in place, as gradients of several passes do."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x.add_(y)
 
@@ -343,14 +346,14 @@ def loss_b(place: TensorPlacement, t: int, v: int) -> Call:
 
 
 def cut_loss(place: TensorPlacement, t: int, v: int) -> Call:
-    """The loss of a cut head without its products: hidden states of width 1 stand for those."""
+    """Return a call of the vocabulary-parallel loss without its products: hidden states have width 1."""
     x, weight = place.normal(1, t, 1, trained=True), place.normal(v, 1, trained=True)
     labels, line = place.labels(t, v).view(1, t), SharedLayer(Axis("tp", 1, 0, (0,)))
     return lambda: token_loss(x, weight, None, labels, line, v, -100)
 
 
 def embedding(place: TensorPlacement, t: int, d: int, v: int) -> Call:
-    """Look-up and its gradient, which is as large as the table."""
+    """Return a call of a look-up and its gradient, which is as large as the table."""
     table, ids = place.normal(v, d, trained=True), place.labels(t, v)
     return lambda: torch.autograd.grad(
         F.embedding(ids, table), table, torch.ones(t, d, device=place.device).to(place.dtype)
@@ -365,7 +368,7 @@ def adamw(place: TensorPlacement, params: int) -> Call:
 
 
 def clip(place: TensorPlacement, params: int) -> Call:
-    """The norm of gradients, and their scaling."""
+    """Return a call that computes the norm of gradients and scales them."""
     grad = place.normal(params)
     factor = torch.ones((), device=place.device, dtype=place.dtype)
 
@@ -377,7 +380,7 @@ def clip(place: TensorPlacement, params: int) -> Call:
 
 
 def to_host(place: TensorPlacement, num_bytes: int) -> Call:
-    """What offload does: to memory of the host, page-locked where there is a GPU."""
+    """Return a call that copies to host memory, as offload does. The memory is page-locked if there is a GPU."""
     here, there = _both_sides(place, num_bytes)
     return lambda: there.copy_(here, non_blocking=True)
 
@@ -393,13 +396,13 @@ def _both_sides(place: TensorPlacement, num_bytes: int) -> tuple[Tensor, Tensor]
 
 
 def host_adamw(place: TensorPlacement, params: int) -> Call:
-    """The optimizer's step on the host: masters in fp32, with this rank's threads."""
+    """Return a call of an optimizer step on the host: masters in fp32, with this rank's threads."""
     del place
     return adamw(TensorPlacement(torch.device("cpu"), torch.float32), params)
 
 
 def _block(place: TensorPlacement) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """A layer so small that calls are all it costs: what modules, views and autograd's nodes add to its parts."""
+    """Return a layer so small that its time is the overhead of calls: modules, views and autograd's nodes."""
     tokens, width, ffn, heads = TINY
     spec = DecoderSpec(
         vocab_size=8, dim=width, num_layers=1, num_heads=heads, num_kv_heads=heads, ffn_dim=ffn, max_seq_len=tokens
@@ -421,7 +424,7 @@ def block_b(place: TensorPlacement, t: int, d: int) -> Call:
     return _backward(forward(), *inputs)
 
 
-#: Operation -> (what makes its call, values that it works on as a function of its size).
+#: Operation -> (factory of its call, number of values that it works on as a function of its size).
 PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
     **{name.__name__: (name, lambda m, n, k: m * n + n * k + m * k) for name in (linear_f, linear_dx, linear_dw)},
     **{name.__name__: (name, lambda b, h, s, c: 4 * b * h * s * c) for name in (attention_f, attention_b)},
@@ -452,6 +455,6 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
 
 
 def calls_of(op: str, size: tuple[int, ...], place: TensorPlacement) -> ColdCalls:
-    """The calls that measure an operation at a size."""
+    """Return the calls that measure an operation at a size."""
     make, values = PROBES[op]
     return copies(lambda: make(place, *size), values(*size) * place.dtype.itemsize)

@@ -1,8 +1,7 @@
-"""What collectives add to a step, through the project's own communication and thus over its transports.
+"""Cost of collectives in a step, measured through Weft's communication layer and its transports.
 
-Each is measured as training has it, after a product: so what ranks lose by waiting for the slower one, and by being
-woken, is inside. What they lose more where they compute for longer between two meetings is measured by itself: with
-more ranks than cores it grows with the compute.
+Each collective is measured after a product, as in training. The result includes waiting for the slower rank and waking
+up. The extra wait after longer compute is measured separately: with more ranks than cores it grows with the compute.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shif
 
 
 def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
-    """Seconds that the collective adds where it follows a product; of a meeting, where it follows `size` products.
+    """Measure the seconds that a collective adds after a product.
 
-    size: bytes of the whole buffer, of which shards are parts; of an all_to_all what each rank sends, its own share
-    included; of a shift or a send the message.
+    The op "meeting" is a synchronization after `size` products. For others, size is the bytes of the full buffer,
+    before it is sharded. For all_to_all, it is the bytes that each rank sends, including its own share. For a shift or
+    a send, it is the bytes of the message.
     """
     work = linear_f(TensorPlacement(watch.device, torch.float32), *BETWEEN)
     if op == "meeting":
@@ -42,7 +42,7 @@ def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
 
 
 def _sync_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
-    """Seconds of a meeting after `num_products` products."""
+    """Measure a synchronization after `num_products` products."""
     meet = _collective(axis, "all_reduce", 64, watch.device)
 
     def works() -> None:
@@ -57,7 +57,7 @@ def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Ca
     whole = torch.randn(shard * axis.size, device=device)
     part = torch.randn(shard, device=device)
     if op == "all_reduce":
-        return lambda: all_reduce(whole, axis, "max")  # sums of many calls would grow without end
+        return lambda: all_reduce(whole, axis, "max")  # sums of many calls would overflow
     if op == "all_gather":
         return lambda: all_gather(part, axis, out=whole)
     if op == "reduce_scatter":
@@ -74,7 +74,7 @@ def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Ca
 
 
 def _message(axis: Axis, whole: torch.Tensor) -> Callable[[], object]:
-    """One message on its way from the first rank of each pair to the second, which answers with as much: half each."""
+    """Return a call that sends one message between the two ranks of each pair, in alternating directions."""
     partner, arrives = axis.rank ^ 1, torch.empty_like(whole)
     is_first = axis.rank % 2 == 0
     turn = [is_first]
@@ -90,16 +90,16 @@ def _message(axis: Axis, whole: torch.Tensor) -> Callable[[], object]:
     return call
 
 
-# One chapter of the measuring, on all ranks that are joined: some at work at the same time, the others idle.
+# One chapter of the calibration, on all connected ranks: some work at the same time, the others are idle.
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """What is measured in one go. points: (operation, size). ranks: at work at the same time.
+    """Measurements that run together. points: (operation, size). ranks: number of ranks that work at the same time.
 
-    group: ranks of a collective, stride: from one of them to the next; 1 and 1 for compute.
+    group: ranks of a collective. stride: distance between them. Both are 1 for compute.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Chapter:
 
 
 def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Measurement]:
-    """This rank's measurements; none where it is idle. A collective: all ranks call it."""
+    """Return this rank's measurements, or [] if it is idle. A collective: all ranks call it."""
     here = torch.device(device, torch.distributed.get_rank() if device == "cuda" and world_size > 1 else 0)
     if here.type == "cuda":
         torch.cuda.set_device(here)
@@ -130,7 +130,7 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
 
 
 def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """One sample of what the ranks measured at the same time: their mean."""
+    """Return the mean of the ranks' concurrent measurements."""
     at_work = [each for each in ranks if each]
     samples: list[Measurement] = []
     for alike in zip(*at_work, strict=True):
@@ -145,7 +145,7 @@ def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 
 
 def _axis(world_size: int, group: int, stride: int, device: torch.device) -> Axis:
-    """An axis of `group` ranks, `stride` apart: all of a mesh with only this one and what is beside it."""
+    """Return an axis of `group` ranks, `stride` apart, in a mesh of all ranks."""
     if stride == 1:
         return build_mesh(Plan(tp=group, dp_replicate=world_size // group), device)["tp"]
     return build_mesh(Plan(dp_replicate=group, tp=world_size // group), device)["dp_replicate"]
@@ -164,16 +164,16 @@ def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) ->
     )
 
 
-# `weft calibrate --hosts`: what collectives take over each transport, within hosts and between them, by size.
+# `weft calibrate --hosts`: time of collectives over each transport, within hosts and between them, by size.
 
-#: Bytes of the whole buffer, of which shards are parts.
+#: Bytes of the full buffer, before it is sharded.
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
-#: A size is left out, and with it all larger ones, where one call would take more than this share of the budget.
+#: A size and all larger ones are omitted if one call would take more than this share of the budget.
 _MOST_OF_BUDGET = 0.01
-#: What a measurement takes besides its windows, in windows.
+#: Overhead of a measurement in addition to its windows, in windows.
 _BESIDE = 3
-#: Transports beside the one that the places of ranks give. The backend's own adds in another order: measured to be
-#: looked at, and never taken for sums.
+#: Transports in addition to the default for the ranks' hosts. The backend sums in another order: it is measured for
+#: comparison only, and never used for sums.
 _TRANSPORTS = ("shared memory", "two levels", "gloo exchange", "backend")
 ROUNDS = 2
 MOST_BUDGET_S = 1800.0
@@ -184,7 +184,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class HostSpan:
-    """An axis over `hosts` hosts with `ranks` neighbours on each, of which this rank is a member."""
+    """An axis over `hosts` hosts with `ranks` adjacent ranks on each, including this rank."""
 
     hosts: int
     ranks: int
@@ -197,16 +197,16 @@ def calibrate_links(
     """Measure the links between the ranks that were started. A collective: all of them call it.
 
     Args:
-        budget_s: about how long it may take, 5 s and more.
-        report: called with what is measured, how many measurements are done, and of how many.
-        timeout_s: how long a rank waits for the others.
+        budget_s: approximate time limit, at least 5 s.
+        report: called with (current measurement, number done, total).
+        timeout_s: time that a rank waits for the others.
 
     Returns:
-        The profile, the same on all ranks, and whether this rank is the first of its host: that one writes the file.
+        The profile, the same on all ranks, and True if this rank is the first of its host, which writes the file.
 
     Raises:
-        ConfigError: where ranks were not started, or hosts have different numbers of them.
-        CommError: where ranks cannot meet.
+        ConfigError: if no ranks were started, or hosts have different numbers of them.
+        CommError: if ranks cannot connect.
     """
     if not 5.0 <= budget_s <= MOST_BUDGET_S:
         raise ConfigError(f"budget={budget_s:g}s: links need from 5 s to {MOST_BUDGET_S / 60:.0f} min. Use 90s.")
@@ -233,9 +233,9 @@ def calibrate_links(
 def _measured(
     size: int, start: float, budget_s: float, report: Report
 ) -> tuple[tuple[LinkSample, ...], int, int, bool]:
-    """All samples, the fastest of the rounds; hosts, ranks of each, and whether this rank is the first of its host."""
+    """Return (samples of the fastest round, hosts, ranks of each host, True if this rank is the first of its host)."""
     crowd = build_mesh(Plan(dp_replicate=size))["dp_replicate"]
-    barrier(crowd)  # ranks then know where the others are
+    barrier(crowd)  # ranks then have each other's hosts
     marks = [crowd.hosts[rank] for rank in crowd.ranks]
     numbers = [list(dict.fromkeys(marks)).index(mark) for mark in marks]
     counts = {numbers.count(number) for number in numbers}
@@ -266,7 +266,10 @@ def _measured(
 
 
 def _layouts(hosts: int, ranks: int) -> Iterator[HostSpan]:
-    """The axes that ranks on these hosts can have: all or 2^k neighbours of each host, over one host and over all."""
+    """Yield the axes that ranks on these hosts can have.
+
+    They have all or 2^k adjacent ranks of each host, on one host and on all.
+    """
     for inside in dict.fromkeys([*(1 << k for k in range(ranks.bit_length()) if ranks % (1 << k) == 0), ranks]):
         mesh = build_mesh(Plan(dp_replicate=hosts, dp_shard=inside, tp=ranks // inside))
         if inside > 1:
@@ -278,7 +281,7 @@ def _layouts(hosts: int, ranks: int) -> Iterator[HostSpan]:
 def _of_transport(
     layout: HostSpan, transport: str, crowd: Axis, left_s: float, budget_s: float
 ) -> Iterator[LinkSample]:
-    """What a transport takes on this layout, where its ranks can use it. The same on all ranks."""
+    """Measure a transport on this axis, if its ranks can use it. The result is the same on all ranks."""
     try:
         join(layout.axis, "cpu", transport)
         can = 1
@@ -290,7 +293,8 @@ def _of_transport(
     for op in OPS:
         before: LinkSample | None = None
         for size in SIZES:
-            # A call fills a window at least; what large ones take, the law of smaller ones tells.
+            # A window has at least one call, so large sizes could take too long. The law of smaller sizes predicts
+            # them.
             if before and before.seconds * size / before.size > _MOST_OF_BUDGET * budget_s:
                 break
             timing = extra_s(watch, layout.axis, op, size)

@@ -1,4 +1,4 @@
-"""`calibrate`: the chapters that this machine's profile needs, in the order of their worth, within a budget."""
+"""Calibration of this machine: the needed measurements, the most valuable first, within a time budget."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.verify.rank_pool import RankPool
 
 #: report(what, done, total).
 Report = Callable[[str, int, int], None]
-#: Seconds of one window at most, and at least; and what a measurement takes besides its windows, in windows.
+#: Maximum and minimum seconds of one window, and the overhead of a measurement in windows.
 _LONGEST_S, _SHORTEST_S, _BESIDE = 0.06, 0.001, 2.0
-#: How often all is measured, some time apart: machines have slow minutes.
+#: Number of times that everything is measured, some time apart: machines have slow minutes.
 ROUNDS = 2
-#: How many times the budget the first round may take before formats beside fp32 are left out.
+#: The first round may take this many times the budget before dtypes other than fp32 are omitted.
 _PATIENCE = 2.0
 MOST_BUDGET_S = 600.0
 
@@ -35,19 +35,19 @@ def calibrate(
     dtypes: Sequence[str] = ("fp32", "bf16"),
     report: Report = lambda what, done, total: None,
 ) -> Profile:
-    """Measure this machine. Nothing is written: the caller saves the whole profile or nothing.
+    """Measure this machine. Nothing is written: the caller saves the full profile or nothing.
 
     Args:
-        budget_s: about how long it may take, 1 s and more; windows become shorter where it is short, and what is worth
-            least is left out.
-        ranks: how many work at the same time, such as (1, 2, 4); by default powers of two up to the cores, and 4.
+        budget_s: approximate time limit, at least 1 s. With a short budget windows become shorter, and the least
+            valuable measurements are omitted.
+        ranks: numbers of concurrent ranks, such as (1, 2, 4); by default powers of two up to the cores, and 4.
         device: "cpu", "cuda", or "auto".
-        dtypes: number formats; fp32 is always among them.
-        report: called with what is measured, how many measurements are done, and of how many.
+        dtypes: number formats; fp32 is always included.
+        report: called with (current measurement, number done, total).
 
     Raises:
-        ConfigError: for what cannot be measured here.
-        CommError: where ranks fail.
+        ConfigError: for settings that cannot be measured here.
+        CommError: if ranks fail.
     """
     if not 1.0 <= budget_s <= MOST_BUDGET_S:
         raise ConfigError(f"budget={budget_s:g}s: from 1 s to {MOST_BUDGET_S / 60:.0f} min. Use e.g. --budget 90s.")
@@ -62,13 +62,14 @@ def calibrate(
         most, timeout_s=MOST_BUDGET_S, backend="cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"
     ) as pool:
         left = ROUNDS * sum(len(chapter.points) for chapter in chapters)
-        pool.run(_nothing)  # ranks are there
+        pool.run(_nothing)  # wait for the ranks to start
         for place, chapter in enumerate(chapters * ROUNDS):
             report(chapter.name, place, len(chapters) * ROUNDS)
             spent = time.monotonic() - start
-            # The first round is whole, up to twice the budget: half of a format is of no use to the planner.
+            # The first round is complete, up to twice the budget: an incomplete dtype is useless to the planner.
             limit = _PATIENCE * budget_s if place < len(chapters) else budget_s
-            # Windows as long as what is left allows: a slow chapter shortens the next ones instead of ending the run.
+            # Windows as long as the remaining time allows: a slow chapter shortens the next ones instead of ending the
+            # run.
             window_s = min(_LONGEST_S, max(_SHORTEST_S, (budget_s - spent) / (left * (WINDOWS + _BESIDE))))
             left -= len(chapter.points)
             if chapter.dtype != "fp32" and spent > limit:
@@ -80,13 +81,14 @@ def calibrate(
 
 
 def _nothing() -> None:
-    """What ranks do first: be there."""
+    """Wait for the ranks to start."""
 
 
 def typical(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """The median of those that measure the same, in the order of the first ones.
+    """Return the median of equal measurements, in the order of the first ones.
 
-    Not the fastest: a step meets the machine as it usually is, and its ranks wait for each other as they usually do.
+    The median represents a step better than the fastest: steps run under the machine's usual load, and wait for other
+    ranks.
     """
     alike: dict[tuple[object, ...], list[Measurement]] = {}
     for sample in samples:
@@ -101,7 +103,7 @@ def _median(alike: Sequence[Measurement]) -> Measurement:
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
-    """How many ranks work at the same time, in rising order."""
+    """Return the numbers of concurrent ranks, ascending."""
     most = machine.count if machine.kind == "cuda" else max(4, machine.cores)
     wanted = sorted(set(ranks)) or [1 << place for place in range(most.bit_length()) if 1 << place <= min(most, 16)]
     limit = most if machine.kind == "cuda" else 8 * machine.cores
@@ -120,7 +122,7 @@ def _dtypes(names: Sequence[str]) -> Sequence[str]:
 
 
 def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
-    """What to measure, that worth most first."""
+    """Return the measurements, most valuable first."""
     large = machine.kind == "cuda"
     products = sizes.LARGE_PRODUCTS if large else sizes.PRODUCTS
     passes = (*sizes.PASSES, *sizes.LARGE_PASSES) if large else sizes.PASSES

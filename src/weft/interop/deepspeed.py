@@ -1,4 +1,7 @@
-"""The batch: train_batch_size = micro batch x accumulation x data-parallel ranks, with any of them left open."""
+"""Import of DeepSpeed configs as a plan and settings of a run.
+
+Batch sizes satisfy train_batch_size = micro batch x accumulation x data-parallel ranks, and any of them may be omitted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ TOTAL, MICRO, PASSES = "train_batch_size", "train_micro_batch_size_per_gpu", "gr
 
 @dataclass(slots=True)
 class _Batch:
-    """The four numbers; None is not known."""
+    """The four numbers, None if unknown."""
 
     total: int | None
     micro: int | None
@@ -33,9 +36,10 @@ class _Batch:
 
 
 def read_batch(reading: Reading, world_size: int | None) -> int | None:
-    """Read the batch into train.global_batch and the passes per step; returns the number of data-parallel ranks.
+    """Read the batch into train.global_batch and the passes per step, and return the number of data-parallel ranks.
 
-    world_size: all ranks, where that is known. The three numbers together say the data-parallel ranks themselves.
+    world_size: number of all ranks, or None. The three batch sizes together determine the number of data-parallel
+    ranks.
     """
     batch = _Batch(reading.whole(TOTAL), reading.whole(MICRO), reading.whole(PASSES), _data_ranks(reading, world_size))
     broken = any(problem.field in (TOTAL, MICRO, PASSES) for problem in reading.problems)
@@ -66,7 +70,7 @@ def _data_ranks(reading: Reading, world_size: int | None) -> int | None:
 
 
 def _complete(reading: Reading, batch: _Batch) -> None:
-    """Find the number that the others decide; say it where they contradict each other."""
+    """Compute the number that the others determine. Report an error if they contradict each other."""
     total, micro, passes, ranks = batch.total, batch.micro, batch.passes, batch.ranks
     if total is None:
         if micro and passes and ranks and micro * passes * ranks <= MOST:
@@ -143,14 +147,14 @@ def _report_micro(reading: Reading, batch: _Batch) -> None:
     elif total_typed:
         reading.follows(MICRO, "the batch, its passes and the ranks")
     elif reading.is_auto(MICRO):
-        return  # said with the default of train.global_batch
+        return  # reported with the default of train.global_batch
     elif batch.total is not None:
         reading.became(MICRO, f"train.global_batch={batch.total}", "train.global_batch")
     else:
         reading.follows(MICRO, "train.global_batch, once the ranks are known")
 
 
-# What of a DeepSpeed config becomes the plan, apart from its batch: precision, axes, ZeRO, offload, recompute.
+# The parts of a DeepSpeed config that become the plan, without its batch: precision, axes, ZeRO, offload, recompute.
 
 _ZERO = "zero_optimization"
 _DTYPES = {
@@ -169,7 +173,7 @@ _DTYPES = {
 
 
 def read_precision(reading: Reading) -> None:
-    """bf16, fp16 and torch_autocast become plan.precision; of fp16's loss scale, what is the same here."""
+    """Read bf16, fp16 and torch_autocast into plan.precision, and the settings of fp16's loss scale that Weft has."""
     given = {key: reading.switch(key) for key in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")}
     on = [key for key, value in given.items() if value]
     if "fp16.enabled" in on and len(on) > 1:
@@ -236,7 +240,7 @@ def _read_autocast(reading: Reading, on: list[str]) -> None:
 
 
 def read_axes(reading: Reading) -> None:
-    """Tensor, sequence, pipeline and expert parallelism become plan.tp, cp, pp and ep."""
+    """Read tensor, sequence, pipeline and expert parallelism into plan.tp, cp, pp and ep."""
     for key, axis in (
         ("tensor_parallel.tp.tp_size", "tp"),
         ("tensor_parallel.autotp_size", "tp"),
@@ -268,7 +272,7 @@ def _read_experts(reading: Reading) -> None:
 
 
 def read_zero(reading: Reading, dp: int | None) -> None:
-    """The stage and its groups become zero, dp_shard and dp_replicate. dp: data-parallel ranks; None: not known."""
+    """Read the stage and its groups into zero, dp_shard and dp_replicate. dp: data-parallel ranks, or None."""
     stage_key = _ZERO if _ZERO in reading.values else f"{_ZERO}.stage"
     if stage_key == _ZERO:
         old = reading.switch(_ZERO)
@@ -297,7 +301,7 @@ def read_zero(reading: Reading, dp: int | None) -> None:
 
 
 def _read_second_shards(reading: Reading, stage: int | None, dp: int | None) -> None:
-    """Ranks among which stage 3 keeps what forward gathered."""
+    """Read the group of ranks in which stage 3 keeps a secondary copy of gathered weights."""
     key = f"{_ZERO}.zero_hpz_partition_size"
     size = reading.whole(key, low=0)
     if size is None:
@@ -313,7 +317,7 @@ def _read_second_shards(reading: Reading, stage: int | None, dp: int | None) -> 
 
 
 def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None:
-    """Gradients and weights as int8, which DeepSpeed has at stage 3."""
+    """Read int8 gradients and weights, which DeepSpeed supports at stage 3."""
     for what, field in (("gradients", "compress"), ("weights", "gather")):
         key = f"{_ZERO}.zero_quantized_{what}"
         wanted = reading.switch(key)
@@ -330,7 +334,7 @@ def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None
 
 
 def _shard_group(reading: Reading, stage: int | None, dp: int | None) -> int | None:
-    """Ranks of one shard group under MiCS; None where all data-parallel ranks are one group."""
+    """Return the ranks of one shard group under MiCS, or None if all data-parallel ranks are one group."""
     key = f"{_ZERO}.mics_shard_size"
     if reading.values.get(key) == -1:
         reading.nothing(key, "switched off")
@@ -387,7 +391,7 @@ def _add_offload(reading: Reading, *parts: str) -> None:
 
 
 def read_recompute(reading: Reading) -> None:
-    """Activation checkpointing that is switched on becomes recompute=full; compile becomes compile=on."""
+    """Read enabled activation checkpointing into recompute=full, and compile into compile=on."""
     for key in (
         "activation_checkpointing.partition_activations",
         "activation_checkpointing.cpu_checkpointing",
@@ -420,12 +424,12 @@ def read_recompute(reading: Reading) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What a DeepSpeed config is to Weft.
+    """The translation of a DeepSpeed config.
 
-    name: of the file. plan: its text; one axis is `*` where the file leaves the number of ranks open.
+    name: file name. plan: plan text; one axis is `*` if the file does not fix the number of ranks.
     overrides: dotted setting of a RunConfig -> value. lines: one outcome for each key, in the file's order.
-    open: settings that the file leaves to "auto", or to the number of ranks: Weft's own values stand in them.
-    notes: where the two frameworks differ though no key says so.
+    open: settings that are "auto" or depend on the number of ranks in the file; they have Weft's defaults.
+    notes: differences between the two frameworks that no key covers.
     """
 
     name: str
@@ -437,13 +441,13 @@ class Imported:
 
     @property
     def typos(self) -> tuple[Outcome, ...]:
-        """The keys that DeepSpeed does not know."""
+        """The keys that DeepSpeed does not have."""
         return tuple(line for line in self.lines if line.kind == TYPO)
 
     def config(self) -> RunConfig:
-        """Return the run that the file describes, with Weft's defaults for what a DeepSpeed config does not say.
+        """Return the run that the file describes, with Weft's defaults for all other settings.
 
-        No rule has been asked; `config_rules.config_problems` tells which ones refuse it today.
+        No rules are checked. `config_rules.config_problems` returns the rules that it breaks.
         """
         tables: dict[str, object] = {"plan": self.plan}
         for setting, value in self.overrides.items():
@@ -462,9 +466,9 @@ def import_deepspeed(
 
     Args:
         source: the config.
-        world_size: number of ranks that will be started; None where it is not known.
-        not_built: the rules of what the plan can say and the runtime cannot do; a key that such a rule refuses is
-            translated, and said to be not built.
+        world_size: number of ranks that will be started, or None.
+        not_built: rules of plans that are valid but not implemented. A key that such a rule refuses is translated, and
+            marked as not built.
 
     Raises:
         ConfigError: with every mistake found, each with its file and line.
@@ -506,7 +510,7 @@ def _name(source: Source) -> str:
 def _mark_not_built(
     reading: Reading, plan: Plan, open_axis: str | None, not_built: Sequence[Rule]
 ) -> tuple[Outcome, ...]:
-    """The lines in the file's order; what became a field of the plan that a rule refuses is not built yet."""
+    """Return the lines in the file's order. Lines of plan fields that a rule refuses are marked as not built."""
     refused = {f"plan.{violation.field}" for violation in check(plan, Facts(open_axis=open_axis), not_built)}
     lines = [reading.lines[key] for key in reading.order if key in reading.lines]
     return tuple(
@@ -518,14 +522,14 @@ def _mark_not_built(
 
 
 def plan_from_deepspeed(source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
-    """Return the plan that a DeepSpeed config asks for: a path to ds_config.json, its text, or the dict of it.
+    """Return the plan of a DeepSpeed config: a path to ds_config.json, its text, or its dict.
 
-    world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or that the
-    file's batch sizes say. `import_deepspeed` also gives the settings and what each key became.
+    world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or the number that
+    follows from the file's batch sizes. `import_deepspeed` also returns the settings and the outcome of each key.
 
     Raises:
         ConfigError: with every mistake in the file.
-        PlanError: where the number of ranks is not known.
+        PlanError: if the number of ranks cannot be determined.
     """
     place = env.rank_env() if world_size is None else None
     plan, open_axis = Plan.read_open(import_deepspeed(source, place.world_size if place else world_size).plan)

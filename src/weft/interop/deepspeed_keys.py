@@ -1,4 +1,4 @@
-"""What became of one key of a DeepSpeed config."""
+"""Outcomes of the keys of a DeepSpeed config, the list of valid keys, and the state of reading one file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_BUILT = "not built"
 REMOVED = "removed"
 TYPO = "typo"
 
-#: How an outcome is said; its text goes on from there.
+#: First part of an outcome's sentence, by kind. The outcome's text follows.
 PHRASES = {
     BECAME: "became",
     FOLLOWS: "follows from",
@@ -39,10 +39,10 @@ PHRASES = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one key of the file is to Weft; a key that holds a table may stand for all that is in it.
+    """Translation of one key of the file. A key of a table may cover all keys in it.
 
-    key: dotted, as it is in the file. value: as it was typed, cut short. kind: a key of PHRASES.
-    text: goes on from the kind's phrase. fields: what it set, such as "plan.zero" or "optimizer.lr".
+    key: dotted, as in the file. value: as typed, truncated. kind: a key of PHRASES.
+    text: follows the kind's phrase. fields: the fields that it set, such as "plan.zero" or "optimizer.lr".
     """
 
     key: str
@@ -53,22 +53,22 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """'became optimizer.lr=0.0001'."""
+        """The outcome as text, such as 'became optimizer.lr=0.0001'."""
         return f"{PHRASES[self.kind]} {self.text}"
 
     def __str__(self) -> str:
         return f"{self.key} = {self.value}: {self.sentence}"
 
 
-# The keys that DeepSpeed knows, as `keys.toml` lists them, and what was probably meant by one that it does not.
+# DeepSpeed's keys, as listed in `keys.toml`, and suggestions for unknown ones.
 
-#: How near a name of another table must be: among hundreds, something is always a little alike.
+#: Minimum similarity to a name of another table: among hundreds, something is always a little similar.
 _ELSEWHERE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Keys of one table that mean the same to Weft; the fields are explained at the top of keys.toml."""
+    """Keys of one table with the same meaning in Weft. The fields are documented at the top of keys.toml."""
 
     keys: tuple[str, ...]  # dotted
     outcome: str
@@ -80,7 +80,7 @@ class Group:
 
 @functools.cache
 def groups() -> tuple[Group, ...]:
-    """Every group, in the order of the file."""
+    """Return every group, in the order of the file."""
     text = resources.files("weft.interop").joinpath("keys.toml").read_text(encoding="utf-8")
     return tuple(_group(table) for table in cast(list[dict[str, object]], tomllib.loads(text)["group"]))
 
@@ -99,13 +99,13 @@ def _group(table: dict[str, object]) -> Group:
 
 @functools.cache
 def known_keys() -> Mapping[str, Group]:
-    """Every key that DeepSpeed knows or knew, dotted, with its group."""
+    """Return every dotted key that DeepSpeed has or had, with its group."""
     return {key: group for group in groups() for key in group.keys}
 
 
 @functools.cache
 def sections() -> frozenset[str]:
-    """Every dotted name of a table that holds known keys."""
+    """Return every dotted name of a table that has valid keys."""
     parents: set[str] = set()
     for key in known_keys():
         while key := key.rpartition(".")[0]:
@@ -114,7 +114,7 @@ def sections() -> frozenset[str]:
 
 
 def meant(section: str, name: str) -> str:
-    """What was probably meant by an unknown key: ' Did you mean ...?', where it belongs, or ''."""
+    """Return ' Did you mean ...?' for an unknown key, with the right table if it is another one, or ''."""
     every = {*known_keys(), *sections()}
     here = {key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == section}
     alike = next((known for known in sorted(here) if known.lower() == name.lower()), "")
@@ -129,19 +129,19 @@ def meant(section: str, name: str) -> str:
     return f" Did you mean '{leaves[near]}'?" if near else ""
 
 
-# What has been read of one file so far: the readers take values from it and tell it what each key became.
+# State of reading one file: readers take values from it and report the outcome of each key to it.
 
 AUTO = "auto"
-#: As many ranks, passes or sequences as a plan and a config can hold.
+#: Maximum number of ranks, passes or sequences in a plan and a config.
 MOST = 999_999_999
 _KINDS = {"follows": FOLLOWS, "nothing": NOTHING, "not built": NOT_BUILT, "removed": REMOVED}
 _COMMENTS = ("comment", "comments", "$schema")
 
 
 class Reading:
-    """plan: fields of the plan. settings: dotted settings of a RunConfig. open: what the file leaves to "auto".
+    """plan: fields of the plan. settings: dotted settings of a RunConfig. open: settings that are "auto" in the file.
 
-    values: what was typed for the keys that become something; a key is gone from it where the file says null.
+    values: typed values of the keys that are translated. Keys whose value is null are omitted.
     """
 
     def __init__(self, source: Source):
@@ -158,7 +158,7 @@ class Reading:
         self._sort((), source.tables, is_off=False)
 
     def _sort(self, path: tuple[str, ...], table: Mapping[str, object], is_off: bool) -> None:
-        """Give each key its outcome from the list of keys, or keep its value for a reader."""
+        """Record each key's outcome from the list of keys, or keep its value for a reader."""
         for name, value in table.items():
             inner = (*path, name)
             key = dotted(inner)
@@ -193,7 +193,7 @@ class Reading:
         else:
             self._say(key, _KINDS[group.outcome], group.text)
 
-    # What the readers say
+    # Methods that report outcomes
 
     def became(self, key: str, text: str, *fields: str) -> None:
         self._say(key, BECAME, text, fields)
@@ -205,25 +205,25 @@ class Reading:
         self._say(key, NOTHING, text)
 
     def missing(self, key: str, text: str, *fields: str) -> None:
-        """What DeepSpeed has and Weft does not, even where something near to it was set."""
+        """Report a feature that DeepSpeed has and Weft does not, even if something similar was set."""
         self._say(key, NOT_BUILT, text, fields)
 
     def removed(self, key: str, text: str) -> None:
         self._say(key, REMOVED, text)
 
     def set(self, key: str, setting: str, value: object) -> None:
-        """A key of the file became a setting of the config."""
+        """Report a key that became a setting of the config."""
         self.settings[setting] = value
         self.became(key, f"{setting}={number_text(value)}", setting)
 
     def set_plan_field(self, key: str, **fields: object) -> None:
-        """A key of the file became fields of the plan."""
+        """Report a key that became fields of the plan."""
         self.plan |= fields
         words = " ".join(f"{name}={'on' if value is True else value}" for name, value in fields.items())
         self.became(key, f"plan {words}", *(f"plan.{name}" for name in fields))
 
     def wrong(self, key: str, rule: str, remedy: str) -> None:
-        """A mistake at a key: `<key>=<value>: <rule>. <remedy>.` A remedy may be a question."""
+        """Report a mistake at a key: `<key>=<value>: <rule>. <remedy>.` A remedy may be a question."""
         end = "" if remedy.endswith("?") else "."
         message = f"{key}={self._value(key)}: {rule}. {remedy}{end}"
         self.problems.append(Problem(key, message, self.source.origin(key)))
@@ -232,16 +232,16 @@ class Reading:
         self.lines[key] = Outcome(key, self._value(key), kind, text, tuple(fields))
 
     def _value(self, key: str) -> str:
-        """What was typed, fit to be shown to others: comet.api_key is a key of DeepSpeed."""
+        """Return the typed value, without secrets: comet.api_key is a key of DeepSpeed."""
         return "[redacted]" if is_secret(key.rpartition(".")[2]) else value_text(self.typed.get(key))
 
-    # What the readers ask: the value, or None where it is absent, "auto" or wrong (then that is said here)
+    # Methods that read values. They return None if the key is absent, "auto" or invalid, which they report.
 
     def is_auto(self, key: str) -> bool:
         return self.values.get(key) == AUTO
 
     def leave_open(self, key: str) -> None:
-        """A key that says "auto": its setting keeps Weft's own value until the user gives one."""
+        """Report a key that is "auto": its setting keeps Weft's default until the user sets it."""
         target = known_keys()[key].target
         if not target:
             self.wrong(key, '"auto" is not a value of this key', "Write the value, or leave the key out")
@@ -250,7 +250,7 @@ class Reading:
         self.follows(key, f"{target} ({default_text(target)} unless you set it)")
 
     def whole(self, key: str, low: int = 1, high: int = MOST) -> int | None:
-        """Return an integer from low to high. 8.0, 5e8 and numbers in quotes are accepted, as in DeepSpeed's files."""
+        """Return an integer from low to high. 8.0, 5e8 and quoted numbers are accepted, as in DeepSpeed's files."""
         value = _number_in_quotes(self._given(key))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -261,7 +261,7 @@ class Reading:
         return None
 
     def number(self, key: str, *, above_zero: bool = False, below: float = math.inf) -> float | None:
-        """Return a number from 0 (or above 0) and below a limit. Numbers in quotes are accepted."""
+        """Return a number from 0 (or above 0) and below a limit. Quoted numbers are accepted."""
         value = _number_in_quotes(self._given(key))
         if value is None or is_number(value, above_zero=above_zero, below=below):
             return None if value is None else float(cast(float, value))
@@ -271,7 +271,7 @@ class Reading:
         return None
 
     def switch(self, key: str) -> bool | None:
-        """true or false; DeepSpeed also reads the texts."""
+        """Return a boolean. Like DeepSpeed, accept it also as text."""
         value = self._given(key)
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
@@ -281,7 +281,7 @@ class Reading:
         return None
 
     def choice(self, key: str, known: Sequence[str]) -> str | None:
-        """One of `known`, in any case of letters; the spelling of `known` comes back."""
+        """Return one of `known`, in its spelling. The case of letters is ignored."""
         value = self._given(key)
         if value is None:
             return None
@@ -301,7 +301,7 @@ class Reading:
 
 
 def _number_in_quotes(value: object) -> object:
-    """Return the number that a text holds, or the value unchanged."""
+    """Return the number in a text, or the value unchanged."""
     if not isinstance(value, str) or len(value) > 40 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?", value):
         return value
     return int(value) if value.isdecimal() else float(value)
@@ -314,7 +314,7 @@ def is_number(value: object, *, above_zero: bool = False, below: float = math.in
 
 
 def default_text(target: str) -> str:
-    """Weft's own value of a setting or of a plan's field."""
+    """Return Weft's default of a setting or of a plan's field."""
     if target.startswith("plan."):
         return str(getattr(Plan(), target.removeprefix("plan.")))
     node: object = RunConfig()
@@ -324,7 +324,7 @@ def default_text(target: str) -> str:
 
 
 def number_text(value: object) -> str:
-    """Numbers as people write them: 2e8, not 200000000.0; the rest as TOML."""
+    """Return a number in its usual notation, such as 2e8 instead of 200000000.0, and other values as TOML."""
     if isinstance(value, float):
         short = f"{value:g}"
         text = short if float(short) == value else repr(value)
@@ -335,7 +335,7 @@ def number_text(value: object) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value of the file in an outcome or an error: on one line, and short."""
+    """Return a value of the file for an outcome or an error: on one line, and short."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""From a path, a text or a dict to the tables of a DeepSpeed config, with the line of every key."""
+"""Reads the tables of a DeepSpeed config from a path, a text or a dict, with the line of every key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import cast
 from weft.config.toml_values import KeyPath, dotted, shown
 from weft.errors import ConfigError, Problem, did_you_mean
 
-#: Deeper than any config; the readers and the printing of values stay far from Python's own limit.
+#: Maximum depth, which no config needs. It keeps recursion well below Python's limit.
 _MOST_DEPTH = 40
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
@@ -26,21 +26,21 @@ _LEXEME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """tables: what the file holds. name: its path, or '' for a dict. lines: dotted key -> line of the file."""
+    """tables: contents of the file. name: its path, or '' for a dict. lines: dotted key -> line of the file."""
 
     tables: Mapping[str, object]
     name: str = ""
     lines: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def origin(self, key: str) -> str:
-        """Where a key was typed: 'ds_config.json:12', the file where the line is not known, or ''."""
+        """Return the position of a key: 'ds_config.json:12', only the file if the line is unknown, or ''."""
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
         return f"{self.name}:{self.lines[key]}" if key else self.name
 
 
 def read_source(source: Path | str | Mapping[str, object]) -> Source:
-    """The tables of a config: a path, JSON text (it begins with a brace), or a dict. Raises ConfigError."""
+    """Read the tables of a config: a path, JSON text (it begins with a brace), or a dict. Raises ConfigError."""
     if isinstance(source, Mapping):
         _check_depth(source)
         return Source(_with_text_keys(source))
@@ -114,7 +114,7 @@ def _wrong(name: str, line: int, message: str) -> ConfigError:
 
 
 def _syntax(text: str, error: json.JSONDecodeError) -> str:
-    """What is wrong at the place where reading stopped, and what to type instead."""
+    """Return the syntax error at the position where reading stopped, and the remedy."""
     at = text[error.pos : error.pos + 1]
     line = text.split("\n")[error.lineno - 1].strip()
     if not text.strip():
@@ -127,7 +127,7 @@ def _syntax(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _scan(text: str, name: str) -> tuple[dict[KeyPath, int], list[Problem]]:
-    """The line of every key of valid JSON; keys given twice, numbers that are none, and too many levels."""
+    """Return the line of every key of valid JSON. Refuse duplicate keys, invalid numbers, and too deep nesting."""
     lines: dict[KeyPath, int] = {}
     problems: list[Problem] = []
     path: list[str | int] = []  # one entry for each open bracket, the key or index inside it
@@ -164,7 +164,7 @@ def _tokens(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _check_depth(tables: Mapping[str, object]) -> None:
-    """Refuse a dict that is nested too deep, or holds itself."""
+    """Refuse a dict that is nested too deep, or contains itself."""
     level: list[object] = [tables]
     for _ in range(_MOST_DEPTH + 1):
         level = list({id(inside): inside for value in level for inside in _inside(value)}.values())

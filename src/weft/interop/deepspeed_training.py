@@ -1,4 +1,4 @@
-"""What of a DeepSpeed config becomes settings of the run: optimizer, learning rate over time, clipping, printing."""
+"""The parts of a DeepSpeed config that become settings of the run: optimizer, schedule, clipping, printing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import cast
 from weft.interop.deepspeed_keys import Reading, default_text, is_number, known_keys, number_text
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-#: DeepSpeed's optimizer, in small letters -> Weft's name, and the values that DeepSpeed takes for what is left out.
+#: DeepSpeed's optimizer, in lower case -> Weft's name, and DeepSpeed's defaults for omitted parameters.
 OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "adam": ("adamw", _ADAM),
     "adamw": ("adamw", _ADAM),
     "sgd": ("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
 }
-#: Optimizers that DeepSpeed builds itself or takes from torch, and that Weft's config does not name.
+#: Optimizers that DeepSpeed builds or takes from torch, and that Weft's config does not support.
 OTHER_OPTIMIZERS = (
     *("Lion", "Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
     *("RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "LBFGS", "Adafactor", "SparseAdam"),
@@ -26,7 +26,10 @@ REMOVED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """kind: Weft's schedule. final: its last factor. params: what DeepSpeed's takes. near: nearest only, not equal."""
+    """kind: Weft's schedule. final: its last factor. params: DeepSpeed's parameters.
+
+    near: description of DeepSpeed's schedule if Weft's is only similar, else "".
+    """
 
     kind: str
     final: float
@@ -47,7 +50,7 @@ SCHEDULES: Mapping[str, _Schedule] = {
         near="one cycle of learning rate and momentum",
     ),
 }
-#: Schedules that DeepSpeed or torch has, and Weft has nothing near to.
+#: Schedules of DeepSpeed or torch without a similar one in Weft.
 OTHER_SCHEDULES = (
     *("LRRangeTest", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR"),
     *("ExponentialLR", "PolynomialLR", "CosineAnnealingLR", "CyclicLR", "OneCycleLR", "CosineAnnealingWarmRestarts"),
@@ -56,7 +59,7 @@ _OPTIMIZER, _SCHEDULER = "optimizer.params", "scheduler.params"
 
 
 def read_clipping(reading: Reading) -> None:
-    """gradient_clipping becomes optimizer.max_grad_norm, steps_per_print becomes log.every."""
+    """Read gradient_clipping into optimizer.max_grad_norm, and steps_per_print into log.every."""
     key, inner = "gradient_clipping", f"{_OPTIMIZER}.max_grad_norm"
     norm, other = reading.number(key), reading.number(inner)
     if norm is not None:
@@ -84,7 +87,7 @@ def _read_printing(reading: Reading) -> None:
 
 
 def read_optimizer(reading: Reading) -> str:
-    """The optimizer and its parameters; returns Weft's name of it, or '' where the file has none that Weft knows."""
+    """Read the optimizer and its parameters, and return Weft's name of it, or '' if the file has no supported one."""
     key = "optimizer.type"
     named = reading.choice(key, (*_TITLES.values(), *OTHER_OPTIMIZERS, *REMOVED_OPTIMIZERS))
     if named is None:
@@ -177,7 +180,7 @@ def _report_params(reading: Reading, section: str, source: str) -> None:
 
 
 def read_scheduler(reading: Reading, optimizer: str) -> None:
-    """The scheduler becomes schedule.*, train.steps and, as in DeepSpeed, the peak learning rate."""
+    """Read the scheduler into schedule.*, train.steps and, as in DeepSpeed, the peak learning rate."""
     key = "scheduler.type"
     named = reading.choice(key, (*SCHEDULES, *OTHER_SCHEDULES))
     schedule = SCHEDULES.get(named or "")
@@ -252,7 +255,7 @@ def _read_warmup_type(reading: Reading, named: str, schedule: _Schedule) -> None
 
 
 def _read_peak(reading: Reading, named: str, optimizer: str) -> None:
-    """warmup_max_lr (or cycle_max_lr) takes the place of the optimizer's lr, as in DeepSpeed."""
+    """Read warmup_max_lr (or cycle_max_lr), which replaces the optimizer's lr, as in DeepSpeed."""
     lr, cycle = f"{_OPTIMIZER}.lr", named == "OneCycle"
     key = f"{_SCHEDULER}.{'cycle_max_lr' if cycle else 'warmup_max_lr'}"
     if key.rpartition(".")[2] not in SCHEDULES[named].params:
@@ -266,7 +269,7 @@ def _read_peak(reading: Reading, named: str, optimizer: str) -> None:
                 reading.follows(other, "optimizer.type: its learning rates do not suit adamw")
         return
     if peak is None and key not in reading.values and named == "WarmupDecayLR":
-        reading.settings["optimizer.lr"] = 1e-3  # replaces what the optimizer was given
+        reading.settings["optimizer.lr"] = 1e-3  # replaces the optimizer's value
         reading.notes.append("optimizer.lr=0.001 is WarmupDecayLR's default warmup_max_lr; the file leaves it out.")
         if lr in reading.values:
             reading.follows(lr, "scheduler.type: WarmupDecayLR's default warmup_max_lr=0.001 replaces it")

@@ -1,4 +1,4 @@
-"""Plans compared with one process, and ranks on this machine for tests."""
+"""Comparison of plans with one process, and a pool of local ranks for tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A Hugging Face model by the folder of its config: what `weft verify` builds, feeds and knows of it.
+"""Hugging Face models from a config folder, and random inputs for them, for `weft verify`.
 
-Weights are random and no code of the folder is run. Inputs follow from the config and from what `forward` takes:
-tokens, images, sound, and the decoder's own tokens where there is an encoder beside it.
+Weights are random and no code of the folder is run. Inputs follow from the config and from the arguments of `forward`:
+tokens, images, sound, and decoder tokens if there is also an encoder.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ _PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size: int | None) -> Any:
-    """The config of a folder, dropout and router noise off, with the depth, width and vocabulary that are given.
+    """Read the config of a folder with the requested depth, width and vocabulary, without dropout and router noise.
 
-    Raises ModelError where transformers cannot read it, MissingExtra without transformers.
+    Raises:
+        ModelError: if transformers cannot read it.
+        MissingExtra: without transformers.
     """
     config = hugging_face.load_model_config(path)
     for part in _parts(config):
@@ -44,7 +46,7 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
 
 
 def _parts(config: Any) -> list[Any]:
-    """The config, and those of the models within."""
+    """Return the config and the configs of its submodels."""
     return [config, *(found for name in _PARTS if (found := getattr(config, name, None)) is not None)]
 
 
@@ -75,16 +77,16 @@ def _reduce_width(config: Any, dim: int) -> None:
 
 
 def has_inputs(model: nn.Module) -> bool:
-    """Whether `inputs_of` knows what the model is fed."""
+    """Return True if `inputs_of` supports the model."""
     config = getattr(model, "config", None)
     return config is not None and bool(hugging_face.input_shapes(model, 1))
 
 
 def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
-    """A batch of `size` random samples for a Hugging Face model, with labels where its output has a place for them.
+    """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them.
 
-    Tokens are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves
-    (size, samples). The last sample has no trained token, so that ranks have uneven counts.
+    Tokens are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
+    samples). The last sample has no trained token, so that ranks have uneven counts.
     """
     config: Any = model.config
     shapes, batch = hugging_face.input_shapes(model, seq_len), {}
@@ -104,16 +106,18 @@ def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng
 
 
 def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, seed: int) -> dry_run.LoadedSamples:
-    """Random samples, one or two images in each, of a model that writes images over tokens (LLaVA, Qwen2-VL).
+    """Return random samples with one or two images each, for a model with images in token positions.
 
-    A sample's ids begin with the tokens of its images, each with an ordinary one behind it. All have the same number
-    of tokens, at least `seq_len`; the last of each `group` has no trained one. Raises ModelError where the model's
-    images cannot be made.
+    Such models are LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text
+    token. All have the same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token.
+
+    Raises:
+        ModelError: if the model's images cannot be created.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config
     tokens = _tokens_of_image(model, rng)
-    every = tokens + 1  # without a border, models that place images in a grid take two for one
+    every = tokens + 1  # without a border, models with image grids treat two images as one
     length = max(seq_len, -(-2 * every // 8) * 8)
     vocab_size, image = hugging_face.vocab_size(config) or 1, hugging_face.image_token(config) or 0
     marks = torch.tensor([value for name, value in vars(config).items() if "token" in name and type(value) is int])
@@ -132,19 +136,19 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
             if "mm_token_type_ids" in takes:
                 sample["mm_token_type_ids"] = is_image.int()
             samples.append(sample | _images(config, num_images, rng))
-    dataset: Any = samples[:count]  # a list is one, by its methods alone
+    dataset: Any = samples[:count]  # a list has the methods of a dataset
     return dry_run.LoadedSamples(DataLoader(dataset, collate_fn=_collate))
 
 
 def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Tokens are stacked; images and patches of all samples follow one another."""
+    """Stack tokens, and concatenate images and patches of all samples."""
     joined = ("pixel_values", "image_grid_thw")
     rows = {name: [sample[name] for sample in samples] for name in samples[0]}
     return {name: torch.cat(each) if name in joined else torch.stack(each) for name, each in rows.items()}
 
 
 def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Tensor]:
-    """What a model reads of so many images: (count, channels, side, side), or patches and each image's grid."""
+    """Return the model's input for `count` images: (count, channels, side, side), or patches and each image's grid."""
     vision = config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is not None and getattr(vision, "temporal_patch_size", None):
@@ -163,7 +167,7 @@ def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Te
 
 
 def _tokens_of_image(model: Any, rng: torch.Generator) -> int:
-    """So many tokens of the text are written over for one image."""
+    """Return the number of text tokens that one image replaces."""
     dtype = next(model.parameters()).dtype
     image = {
         name: each.to(dtype) if each.is_floating_point() else each
@@ -172,7 +176,7 @@ def _tokens_of_image(model: Any, rng: torch.Generator) -> int:
     try:
         with torch.no_grad():
             features = model.get_image_features(**image)
-    except Exception as error:  # the model's own code, called with what it may not expect
+    except Exception as error:  # the model's code may not support these arguments
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(
             f"model of type {model.config.model_type}: Weft cannot make images for it ({first}). Return "
@@ -184,7 +188,7 @@ def _tokens_of_image(model: Any, rng: torch.Generator) -> int:
 
 
 def token_labels(vocab_size: int, shape: tuple[int, int], rng: torch.Generator) -> torch.Tensor:
-    """Labels of some tokens, fewer from sample to sample and none in the last, so that counts are uneven."""
+    """Return labels of some tokens, fewer from sample to sample and none in the last, so that counts are uneven."""
     labels = torch.randint(vocab_size, shape, generator=rng)
     labels[torch.rand(shape, generator=rng) > torch.linspace(1.0, 0.5, shape[0])[:, None]] = IGNORE
     labels[-1] = IGNORE

@@ -1,6 +1,6 @@
-"""Which plans are tried: listed from the rules, so that a plan that becomes legal is tested without being asked for.
+"""Lists the plans that tests try. It derives them from the rules, so that new legal plans are tested automatically.
 
-`legal` lists every legal plan of N ranks; `covering` chooses few rows of a table in which all pairs still occur.
+`legal` lists every legal plan of N ranks. `covering` chooses few rows of a table in which all pairs still occur.
 Nothing here imports torch.
 """
 
@@ -19,14 +19,14 @@ from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
 from weft.config.plan_rules import RULES
 from weft.config.rule import Facts, Rule
 
-#: Fields that say how ranks divide the work; the others say how one rank does its part.
+#: Fields that divide the work among ranks. All others concern the work of one rank.
 LAYOUT_FIELDS = tuple(name for name, field in PLAN_FIELDS.items() if field.divides_work)
 
 Row = Mapping[str, Hashable]
 
 
 def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Sequence[object]]:
-    """The values of each field that tests try."""
+    """Return the values of each field that tests try."""
     return {name: field.tried(num_ranks, passes) for name, field in PLAN_FIELDS.items()}
 
 
@@ -44,11 +44,11 @@ def legal(
 
     Args:
         num_ranks: size of the world.
-        model: what the rules may look at; None breaks no rule.
+        model: facts for the rules; None breaks no rule.
         global_batch: sequences of a step; None breaks no rule.
         seq_len: tokens of a sequence; None breaks no rule.
-        passes: numbers of microbatches that are tried.
-        rules: those that count.
+        passes: numbers of microbatches to try.
+        rules: the rules to apply.
         **only: other values of single fields, such as zero=(3,).
     """
     facts = Facts(model=model, world_size=num_ranks, global_batch=global_batch, seq_len=seq_len)
@@ -56,22 +56,22 @@ def legal(
 
 
 def row_of(plan: Plan, **more: Hashable) -> dict[str, Hashable]:
-    """A plan as a row for `covering`: each field, its layout as one value, and `more` columns."""
+    """Return a plan as a row for `covering`: each field, its layout as one value, and `more` columns."""
     fields = {name: getattr(plan, name) for name in plan_fields()}
     return {**fields, "layout": layout_of(plan), **more}
 
 
 def layout_of(plan: Plan) -> str:
-    """Return how the plan's ranks divide the work, as text."""
+    """Return the division of work among the plan's ranks, as text."""
     return Plan(**{name: getattr(plan, name) for name in LAYOUT_FIELDS}).format() or "one rank"
 
 
 def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """All pairs of columns."""
+    """Return all pairs of columns."""
     return list(itertools.combinations(columns, 2))
 
 
-#: What a small choice of plans covers: all pairs of values of two fields, and every layout.
+#: A small selection of plans with all pairs of values of two fields, and every layout.
 USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
 
 
@@ -81,15 +81,15 @@ def covering(
     seed: int = 0,
     besides: Sequence[Row] = (),
 ) -> list[int]:
-    """Choose few rows in which, for each group of columns, all values occur that occur in `rows`; as indices.
+    """Choose few rows that contain, for each group of columns, all values that occur in `rows`; return indices.
 
-    Greedy: next comes the row with the most that is new. The same rows and seed give the same choice everywhere.
+    Greedy: the next row is the one with the most new values. The same rows and seed always give the same choice.
 
     Args:
         rows: values by column.
-        groups: of columns. A pair as a group: every pair of their values that is in some row.
-        seed: decides among equals.
-        besides: rows that are tried anyway; what they have is not asked for again.
+        groups: groups of columns. For a pair of columns, every pair of values in `rows` is covered.
+        seed: decides among equal rows.
+        besides: rows that are tried in any case; their values are not required again.
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -107,7 +107,7 @@ def covering(
 
 
 def _numbered(rows: Sequence[Row], groups: Sequence[tuple[str, ...]]) -> npt.NDArray[np.int64]:
-    """Number what rows have of each group: equal numbers in a column are equal values, and columns share none."""
+    """Number the values of each group: equal numbers in a column are equal values, and columns share no numbers."""
     columns: dict[str, npt.NDArray[np.int64]] = {}
     for name in {name for group in groups for name in group}:
         known: dict[Hashable, int] = {}
@@ -125,7 +125,7 @@ def _numbered(rows: Sequence[Row], groups: Sequence[tuple[str, ...]]) -> npt.NDA
 
 
 def sample(plans: Sequence[Plan], count: int, seed: int = 0) -> list[Plan]:
-    """At most `count` of the plans, drawn by `seed`, in their order."""
+    """Return at most `count` of the plans, drawn by `seed`, in their order."""
     if count >= len(plans):
         return list(plans)
     return [plans[index] for index in sorted(random.Random(seed).sample(range(len(plans)), count))]

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, exactly: what a step really keeps, on any device, without a GPU's allocator."""
+"""Exact bytes of live tensors in a step, on any device, without a GPU's allocator."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from weft.verify.private_torch import storage_behind
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, follows every storage that an operation makes.
+    """While active, tracks every storage that an operation creates.
 
-    now: bytes of those that are alive, whoever holds them (autograd's graph too). peak: the most there were after
-    any operation. Storages of `known` tensors, such as parameters, are not counted. Compiled code is not seen.
+    now: bytes of live storages, including storages that autograd's graph references. peak: maximum after any operation.
+    Storages of `known` tensors, such as parameters, are not counted. Operations of compiled code are not tracked.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()):
@@ -50,7 +50,7 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """The bytes of the storages that are alive."""
+        """The bytes of live storages."""
         self._made = {key: value for key, value in self._made.items() if not value[0].expired()}
         return sum(size for _, size in self._made.values())
 
@@ -65,18 +65,18 @@ class LiveTensors(TorchDispatchMode):
         return outputs
 
 
-# Bytes that autograd keeps for backward; of compiled code too, whose operations nothing else sees.
+# Bytes that autograd saves for backward, also in compiled code, whose operations are not visible otherwise.
 
 
 def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of storages that autograd keeps of one forward.
+    """Return the bytes of storages that autograd saves in one forward.
 
     Args:
-        forward: run here.
+        forward: called here.
         known: tensors that are not counted, such as parameters.
     """
     ignored = {storage_key(tensor.untyped_storage()) for tensor in known}
-    found: dict[int, torch.UntypedStorage] = {}  # held, so that none is freed and its place taken
+    found: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that no address is reused
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -89,13 +89,13 @@ def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) ->
     return sum(storage.nbytes() for storage in found.values())
 
 
-# The most bytes of live tensors in one training step: what it begins with, and what it makes.
+# Peak bytes of live tensors in one training step, including tensors that exist before it.
 
 
 class StepBytes(LiveTensors):
-    """Counts what a step begins with too, as long as it lives, and what is read that was made out of sight.
+    """Also counts tensors that exist before a step, and tensors that it reads but that were created without dispatch.
 
-    Storages count with the size that they have: those of gathered parameters are emptied, and live on.
+    Storages count with their current size: storages of gathered parameters are resized to zero, and stay alive.
     """
 
     def __init__(self, begins_with: Iterable[torch.Tensor], outside: Iterable[torch.Tensor]):
@@ -123,11 +123,11 @@ class StepBytes(LiveTensors):
 
 
 def peak_of_step(step: TrainStep, batch: Any) -> int:
-    """Return the bytes on this rank at the fullest moment of a step, the batch not counted. Trains one step.
+    """Return this rank's peak bytes in a step, without the batch. Trains one step.
 
     Args:
-        step: of the model.
-        batch: what it is given: a dict, or microbatches.
+        step: the step to measure.
+        batch: its batch: a dict, or microbatches.
     """
     gc.collect()
     parts = [batch] if isinstance(batch, dict) else list(batch)
@@ -139,7 +139,7 @@ def peak_of_step(step: TrainStep, batch: Any) -> int:
 
 
 def _states(step: TrainStep) -> Iterator[torch.Tensor]:
-    """Weights, gradients and optimizer states. Nobody keeps what this gives."""
+    """Yield weights, gradients and optimizer states. Callers must not keep references to them."""
     pieces = [param for group in step.optimizer.param_groups for param in group["params"]]
     for param in (*step.model.parameters(), *pieces):
         yield param.detach()
@@ -150,7 +150,7 @@ def _states(step: TrainStep) -> Iterator[torch.Tensor]:
     yield from step.local_gradients()
 
 
-# The fullest moment of a step with an adapter, measured and planned.
+# Peak memory of a step with an adapter, measured and planned.
 
 _MODEL = DecoderSpec(
     vocab_size=512, dim=256, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=768, max_seq_len=128, tied=False
@@ -159,11 +159,11 @@ _RANK, _ROWS, _TOKENS = 8, 2, 32
 
 
 def adapter_peaks(text: str, base: str) -> tuple[float, float]:
-    """Return the bytes of live tensors at the fullest moment of a step on one rank, and what the planner expects.
+    """Return the measured peak bytes of live tensors in a step on one rank, and the planner's estimate.
 
     Args:
-        text: of the plan.
-        base: how frozen linear layers keep their weights.
+        text: plan text.
+        base: storage format of frozen linear layers.
     """
     plan = Plan.parse(text)
     mesh, model = build_mesh(plan), build_decoder(_MODEL)
@@ -173,7 +173,7 @@ def adapter_peaks(text: str, base: str) -> tuple[float, float]:
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
     ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(_TOKENS).repeat(_ROWS, 1)}
-    step(batch)  # makes the optimizer's states
+    step(batch)  # creates the optimizer's states
     live = peak_of_step(step, batch)
     shape, cluster = Shape.of_decoder(_MODEL), ClusterSpec.parse("1xh100")
     job = Job(
@@ -188,7 +188,7 @@ def adapter_peaks(text: str, base: str) -> tuple[float, float]:
     return live, sum(float(memory[name][0]) for name in classes)
 
 
-# What a plan keeps: bytes per parameter between steps, and saved activations; measured, and what the planner says.
+# Persistent memory of a plan, measured and planned: bytes per parameter between steps, and saved activations.
 
 MODEL = DecoderSpec(
     vocab_size=2048, dim=128, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=32, tied=True
@@ -222,7 +222,7 @@ class PerParameter:
 
 
 def formula(plan: Plan) -> PerParameter:
-    """What the planner counts for AdamW: weights, fp32 gradients, two fp32 moments, and masters where rounded."""
+    """Return the planner's count for AdamW: weights, fp32 gradients, two fp32 moments, masters of rounded weights."""
     shape = Shape.of_decoder(MODEL)
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
     job = Job(shape=shape, seq_len=8, global_batch=batch_unit(plan.dp_size, plan.microbatches_per_step))
@@ -248,7 +248,7 @@ _SAVING_MODEL = DecoderSpec(
 
 
 def planned_saving(plan: Plan) -> float:
-    """Bytes that one layer of the project's decoder keeps for backward, per token and unit of width, by the planner."""
+    """Return the planner's bytes that one decoder layer saves for backward, per token and unit of width."""
     shape = Shape.of_decoder(_SAVING_MODEL)
     job = Job(shape=shape, seq_len=_PARAMETER_TOKENS, global_batch=_PARAMETER_ROWS * plan.dp_size)
     return float(layer_bytes(job, Columns.of([plan], job)).kept[0]) / (
@@ -257,13 +257,13 @@ def planned_saving(plan: Plan) -> float:
 
 
 def measure_saving(plan_text: str) -> float:
-    """The same, of tensors that are alive after forward: what two layers more add."""
+    """Measure the same from live tensors after forward: the difference of two more layers."""
     two, four = (_alive_bytes(Plan.parse(plan_text), layers) for layers in (2, 4))
     return (four - two) / 2 / (_PARAMETER_ROWS * _PARAMETER_TOKENS * _SAVING_MODEL.dim)
 
 
 def _alive_bytes(plan: Plan, num_layers: int) -> int:
-    """Bytes of what forward and loss made and did not let go, without parameters."""
+    """Return the bytes of tensors that forward and loss created and did not free, without parameters."""
     mesh = build_mesh(plan)
     model = build_decoder(dataclasses.replace(_SAVING_MODEL, num_layers=num_layers))
     parallelize(model, mesh)
@@ -277,7 +277,7 @@ def _alive_bytes(plan: Plan, num_layers: int) -> int:
     return found
 
 
-#: Plans whose fullest moment is measured, by what fills it; models, sequences and tokens of the batch.
+#: Plans whose peak is measured, grouped by the dominant part; models, sequences and tokens of the batch.
 _WIDE_VOCABULARY = dataclasses.replace(_SAVING_MODEL, vocab_size=16384, tied=False)
 _MANY_PARAMETERS = dataclasses.replace(_SAVING_MODEL, dim=384, num_layers=8, num_kv_heads=4, ffn_dim=1536, tied=False)
 FULLEST: dict[str, tuple[DecoderSpec, int, int]] = {
@@ -296,10 +296,10 @@ FULLEST: dict[str, tuple[DecoderSpec, int, int]] = {
 
 
 def planned_peak(plan: Plan, of_host: bool = False) -> dict[str, float]:
-    """Bytes by class at the fullest moment of a step with a plan of `FULLEST`, by the planner or its half for hosts."""
+    """Return planned bytes by class at the peak of a step with a plan of `FULLEST`. of_host: the host's estimate."""
     spec, rows, tokens = FULLEST[plan.format()]
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
-    # What is measured runs on a CPU, with its buckets.
+    # The measured step runs on a CPU, with the CPU's bucket size.
     stack = Stack(bucket_params=bucket_bytes("cpu") // 4)
     job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=rows * plan.dp_size, stack=stack)
     columns = Columns.of([plan], job)
@@ -309,7 +309,7 @@ def planned_peak(plan: Plan, of_host: bool = False) -> dict[str, float]:
 
 
 def measure_peak(plan_text: str) -> int:
-    """Bytes of live tensors at that moment, on this rank of those that are joined."""
+    """Measure the peak bytes of live tensors in a step on this rank."""
     plan = Plan.parse(plan_text)
     spec, rows, tokens = FULLEST[plan.format()]
     mesh = build_mesh(plan)
@@ -319,12 +319,12 @@ def measure_peak(plan_text: str) -> int:
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(tokens).repeat(rows, 1)}
-    step(batch)  # makes the optimizer's states
+    step(batch)  # creates the optimizer's states
     return peak_of_step(step, batch)
 
 
 def measure(plan_text: str) -> PerParameter:
-    """After one step with AdamW, on this rank of those that are joined."""
+    """Measure the bytes per parameter on this rank after one step with AdamW."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model = build_decoder(MODEL)

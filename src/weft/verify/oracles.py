@@ -1,4 +1,4 @@
-"""What torch.compile makes of a piece of code: graphs, breaks, and what it compiled anew. Exact, on any device."""
+"""Exact test oracles on any device: torch.compile's graphs and breaks, recorded operators, compressed sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.verify.private_torch import changes_arguments, name_of
 
 @dataclass(slots=True)
 class Graphs:
-    """graphs: different ones that were compiled. breaks: reasons, and how often. recompiles: why, one for each."""
+    """graphs: number of distinct compiled graphs. breaks: counts by reason. recompiles: reason of each."""
 
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
@@ -30,9 +30,9 @@ class Graphs:
 
 @contextmanager
 def counted_graphs() -> Iterator[Graphs]:
-    """Forget what was compiled before, and count inside; the numbers are there when the block is left.
+    """Forget earlier compilation, and count inside the block. The numbers are set when the block ends.
 
-    What would be left uncompiled, for it was compiled anew too often, raises FailOnRecompileLimitHit.
+    Code that would run uncompiled after too many recompilations raises FailOnRecompileLimitHit.
     """
     found = Graphs()
     limit = torch._dynamo.config.fail_on_recompile_limit_hit
@@ -50,11 +50,11 @@ def counted_graphs() -> Iterator[Graphs]:
         found.recompiles = [reason for reason in reasons if reason]
 
 
-# A stand-in for CUDA graphs on a CPU: operators as they were called, on the tensors that they were called with.
+# A stand-in for CUDA graphs on a CPU: it records operators and replays them on the same tensors.
 
 T = TypeVar("T")
 
-#: Operators for which the host waits, by why.
+#: Operators that make the host wait, with the reason.
 _WAITS = {
     "aten::_local_scalar_dense": "the host reads a value",
     "aten::equal": "the host reads a value",
@@ -71,7 +71,7 @@ _WAITS = {
 class OpRecorder:
     """Records operators; see `weft.memory.graph_recorder.Recorder`.
 
-    num_ops: operators in each recording, in their order. num_replays: of all, without the first run of each.
+    num_ops: operators of each recording, in order. num_replays: replays of all recordings, without their first runs.
     """
 
     def __init__(self) -> None:
@@ -82,11 +82,11 @@ class OpRecorder:
         """Run a function and record its operators.
 
         Args:
-            act: gives them.
-            what: it is, for errors.
-            apart: whether others' replays must leave its results alone; they always do.
+            act: the function to run.
+            what: name for errors.
+            apart: ignored: replays of other recordings never change the results.
         """
-        del apart  # all memory is kept
+        del apart  # all memory stays allocated
         mode, before = _Ops(), torch.get_rng_state()
         try:
             with mode:
@@ -103,11 +103,11 @@ class OpRecorder:
 
 
 class _HostWaits(RuntimeError):
-    """What is recorded needs the host."""
+    """A recorded operator needs the host."""
 
 
 class _Ops(TorchDispatchMode):
-    """It carries operators out and observes nobody, so where Weft shuts out modes that watch, it stays."""
+    """Executes and records operators. It is an infra mode, so Weft does not disable it like observing modes."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -115,7 +115,7 @@ class _Ops(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        #: Operator, arguments, and results that are new memory.
+        #: Operator, arguments, and results in new memory.
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
 
     def __torch_dispatch__(
@@ -136,7 +136,7 @@ class _Ops(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Call them again."""
+        """Run the operators again."""
         for func, args, kwargs, new in self.calls:
             found = func(*args, **kwargs)
             if new:
@@ -151,13 +151,13 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1])
 
 
-# What ranks must get that sum tensors as a wire: the same codec, on one process, without a collective.
+# Expected sums of ranks for a wire format: the same codec, on one process, without a collective.
 
 
 class WireOracle:
-    """Sums over ranks by one wire, step after step; keeps what every rank would carry. name: of the wire.
+    """Sums over ranks with one wire format, step by step. It keeps the error feedback of every rank.
 
-    key: the name of the tensor's coder.
+    name: the wire format. key (of the methods): name of the tensor's coder.
     """
 
     def __init__(self, name: str):
@@ -168,11 +168,11 @@ class WireOracle:
         self._calls: dict[tuple[object, int], int] = {}
 
     def commit(self) -> None:
-        """Go on to the next step."""
+        """Start the next step."""
         self.turn, self.calls, self._calls = self.turn + 1, 0, {}
 
     def reduce_scatter(self, flats: Sequence[torch.Tensor], key: object) -> list[torch.Tensor]:
-        """Each rank's part of the sum of all ranks' flat tensors."""
+        """Return each rank's part of the sum of all ranks' flat tensors, each (numel,) of one floating-point dtype."""
         if (added_in := self._wire.added_in(flats[0].dtype)) is not None:
             return list(_add(flats, added_in).chunk(len(flats)))
         parts = [self._as_sent(flat.view(len(flats), -1), (key, rank), "summands") for rank, flat in enumerate(flats)]
@@ -182,7 +182,7 @@ class WireOracle:
         return list(total)
 
     def all_reduce(self, flats: Sequence[torch.Tensor], key: object) -> torch.Tensor:
-        """The sum of all ranks' flat tensors."""
+        """Return the sum of all ranks' flat tensors, each (numel,) of one floating-point dtype."""
         if (added_in := self._wire.added_in(flats[0].dtype)) is not None:
             return _add(flats, added_in)
         numel, size = flats[0].numel(), len(flats)
@@ -205,7 +205,7 @@ class WireOracle:
 
 
 def _add(flats: Sequence[torch.Tensor], added_in: torch.dtype) -> torch.Tensor:
-    """In a tree over ranks; summands and the sum are rounded to `added_in`, which is added in float32 at least."""
+    """Add in a tree over ranks. Inputs and sum are rounded to `added_in`; the additions use at least float32."""
     wide = torch.promote_types(added_in, torch.float32)
     level = [flat.to(added_in).to(wide) for flat in flats]
     while len(level) > 1:

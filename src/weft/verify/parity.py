@@ -1,4 +1,4 @@
-"""Train the same small model on the same data under any plan, and keep every number for comparison."""
+"""Train the same small model on the same data under any plan, and return all numbers for comparison."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
-#: (what, name, whole tensor), where what is "gradient" or "weight".
+#: (kind, name, full tensor), with kind "gradient" or "weight".
 See = Callable[[str, str, torch.Tensor], None]
-#: (model, what this rank runs of the first step's batch, the whole batch as one microbatch).
+#: (model, this rank's microbatches of the first step's batch, the full batch as one microbatch).
 Watch = Callable[[nn.Module, Microbatches, Microbatches], AbstractContextManager[None]]
 
 
 class Case(Protocol):
-    """A model, its data and its optimizer: all that a training needs besides a plan."""
+    """A model, its data and its optimizer: all inputs of a training run except the plan."""
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that are trained."""
+        """The number of training steps."""
         ...
 
     @property
     def max_grad_norm(self) -> float:
-        """The norm that gradients are clipped to; 0 is no clipping."""
+        """The norm that gradients are clipped to; 0 disables clipping."""
         ...
 
     def model(self) -> nn.Module:
@@ -55,7 +55,7 @@ class Case(Protocol):
     def batch(self, step: int) -> Any:
         """Return the global batch of one step: a pure function of the step.
 
-        Each row is a sample where the case does not say itself how a batch is cut, as `SampleCase` does.
+        Each row is a sample, unless the case defines how a batch is divided, as `SampleCase` does.
         """
         ...
 
@@ -69,21 +69,21 @@ class Case(Protocol):
 
 
 class SampleCase:
-    """What a case has in place of `batch` whose rows are not samples: the samples, and how a batch is made of some."""
+    """A case whose batches do not have samples as rows. It defines the samples, and how to make a batch of some."""
 
     def samples(self, step: int) -> list[Any]:
-        """Those of one step's global batch: a pure function of the step."""
+        """Return the samples of one step's global batch: a pure function of the step."""
         raise NotImplementedError
 
     def collate(self, samples: list[Any]) -> Any:
-        """A batch of some samples."""
+        """Build a batch of some samples."""
         raise NotImplementedError
 
     def batch(self, step: int) -> Any:
         return self.collate(self.samples(step))
 
     def microbatches(self, step: int, plan: Plan, dp_rank: int) -> Microbatches:
-        """A rank's part of a step's global batch, as the plan cuts it."""
+        """Return a rank's part of a step's global batch, divided by the plan."""
         samples = self.samples(step)
         own = shares.microbatch_samples(len(samples), plan.dp_size, plan.microbatches_per_step, dp_rank)
         return Microbatches.of_samples(samples.__getitem__, own, self.collate, len(samples))
@@ -91,7 +91,10 @@ class SampleCase:
 
 @dataclass(frozen=True, slots=True)
 class DecoderCase:
-    """A decoder, its data and its optimizer. masked: share of untrained positions, drawn unevenly over the samples."""
+    """A decoder, its data and its optimizer.
+
+    masked: share of untrained positions, distributed unevenly over the samples.
+    """
 
     spec: DecoderSpec
     num_steps: int = 5
@@ -109,7 +112,7 @@ class DecoderCase:
         shape = (self.global_batch, self.seq_len)
         ids = torch.randint(self.spec.vocab_size, shape, generator=generator)
         labels = torch.randint(self.spec.vocab_size, shape, generator=generator)
-        # Sample k keeps a share of its labels that falls with k; the last sample has none at all.
+        # Sample k keeps a share of its labels that decreases with k. The last sample has no labels.
         keep = torch.linspace(1.0, 0.0, self.global_batch)[:, None] if self.masked else torch.ones(self.global_batch, 1)
         labels[torch.rand(shape, generator=generator) > keep.clamp(max=1.0)] = IGNORE
         if self.masked:
@@ -127,7 +130,7 @@ class DecoderCase:
         return build_decoder(self.spec, dtype=torch.float64, seed=self.seed)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer that `optimizer` names, of the model's parameters."""
+        """Build the optimizer named by `optimizer` for the model's parameters."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
@@ -140,17 +143,17 @@ class DecoderCase:
         """Return the sum of losses and the number of trained tokens."""
         return token_cross_entropy(output, batch)
 
-    #: So that with a cut vocabulary the head gives the loss, as in a run.
+    #: With a sharded vocabulary the head returns the loss, as in a run.
     loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
 
 
-#: A float64 gradient is nothing but rounding where it is below so much of what it sums: 4096 units in the last place.
+#: A float64 gradient below this share of its summed terms is pure rounding: 4096 units in the last place.
 ROUNDING = 2.0**-40
 
 
 @dataclass(slots=True)
 class ParityResult:
-    """Numbers of one training: per step the losses and norms, at the end gradients and weights by name."""
+    """Results of one training: losses and norms by step, and final gradients and weights by name."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -159,9 +162,9 @@ class ParityResult:
     reduced_bytes: int = 0
 
     def largest_difference(self, other: ParityResult) -> float:
-        """Return the largest difference of any number, relative to the largest of its tensor or list.
+        """Return the largest difference of any number, relative to the maximum of its tensor or list.
 
-        Scales are no smaller than `least_scales` says.
+        Scales are at least `least_scales`.
         """
         lists = [(self.losses, other.losses), (self.grad_norms, other.grad_norms)]
         exact = torch.float64
@@ -174,17 +177,18 @@ class ParityResult:
         ):
             assert ours.keys() == theirs.keys()
             found += [_difference(ours[name], theirs[name], least[name]) for name in theirs]
-        return float(torch.tensor(found, dtype=exact).max())  # NaN where any is; Python's max may pass it over
+        return float(torch.tensor(found, dtype=exact).max())  # NaN if any is NaN; Python's max may skip it
 
     def least_scales(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return below which size differences of each gradient and of each weight do not count.
+        """Return the minimum scales of gradients and of weights for relative differences.
 
-        A gradient that is nothing but rounding (of a key bias: softmax does not see it) has no scale of its own, nor
-        has a weight that started at zero and that only such a gradient moved, through Adam's division. The least
-        scale is therefore a millionth of the largest gradient, and a thousandth of the largest weight: less than one
-        update of the optimizer. A millionth is too small for float64, whose rounding is 2e-16 of the terms that
-        cancel: where a bias has nothing but rounding, those are as large as the gradient of its layer's weight. In
-        float32 nobody can tell rounding from a small gradient, so the scale stays as it is.
+        Some gradients are pure rounding, such as a key bias's, on which softmax does not depend. They have no
+        meaningful scale, and neither have weights that started at zero and changed only by such a gradient, through
+        Adam's division. The minimum scale is therefore a millionth of the largest gradient, and a thousandth of the
+        largest weight: less than one update of the optimizer. A millionth is too small for float64, whose rounding is
+        2e-16 of the terms that cancel: for a bias whose gradient is pure rounding, these terms are as large as the
+        gradient of its layer's weight. In float32, rounding and a small gradient cannot be distinguished, so the scale
+        is not changed.
         """
         grads = {name: _largest(grad) for name, grad in self.grads.items()}
         floor = 1e-6 * max(grads.values(), default=0.0)
@@ -206,23 +210,23 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float
 
 
 def train_cases(plan_text: str, cases: Mapping[str, Case]) -> dict[str, ParityResult]:
-    """Train each case as `train_case` does, by name: many cases in one call of ranks that are there already."""
+    """Train each case with `train_case`, by name: many cases in one call of existing ranks."""
     return {name: train_case(plan_text, case) for name, case in cases.items()}
 
 
 def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
-    """Train a decoder as `train_case` does."""
+    """Train a decoder with `train_case`."""
     return train_case(plan_text, case)
 
 
 def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch | None = None) -> ParityResult:
-    """Train `case` under a plan on the ranks that are joined (or on one process) and return what this rank has.
+    """Train `case` under a plan on the connected ranks (or on one process) and return this rank's results.
 
     Args:
         plan_text: one line, without `*`.
         case: model, data and optimizer.
-        see: called with each whole gradient and weight at the end, which are then not kept.
-        watch: gives what the first step runs inside of.
+        see: called with each full gradient and weight at the end, which are then not kept.
+        watch: returns a context manager for the first step.
     """
     plan = Plan.parse(plan_text)
     ledger = Ledger()
@@ -254,7 +258,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     visible = dict(model.named_parameters())
     for name, weight in engine.weights():
         see("weight", name, weight) if see else result.weights.update({name: weight.detach().clone()})
-        # What forward sees is what was trained, up to the plan's format.
+        # Forward must use the trained weights, up to the plan's dtype.
         param = visible.get(name)
         if type(param) is nn.Parameter and param.shape == weight.shape:
             is_seen = plan.gather == "diff4" or torch.equal(param.detach(), weight.detach().to(param.dtype))
@@ -264,7 +268,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
 
 @contextmanager
 def several_buckets(model: nn.Module) -> Iterator[None]:
-    """Buckets that a small model fills some of, as large models do: with one alone much that can go wrong cannot."""
+    """Make buckets so small that a small model fills several, as large models do: one bucket hides many errors."""
     known = FlatModel.usual_bucket_bytes
     most = max(256, sum(param.nbytes for param in model.parameters()) // 8)
     patched: Any = FlatModel
@@ -276,10 +280,10 @@ def several_buckets(model: nn.Module) -> Iterator[None]:
 
 
 def train_plain(case: Case) -> ParityResult:
-    """Train `case` on this process with nothing of Weft in it: what PyTorch alone computes of the whole batch.
+    """Train `case` on this process without Weft: the result of plain PyTorch on the full batch.
 
     A parameter that the loss does not reach has a zero gradient, as under every plan. Routers that balance their
-    experts do that here too: it belongs to the model's step.
+    experts also do so here: it belongs to the model's step.
     """
     model = case.model()
     balance = ExpertBalance(model, build_mesh(Plan())) if any(balanced_routers(model)) else None
@@ -292,8 +296,8 @@ def train_plain(case: Case) -> ParityResult:
         if balance is not None:
             balance.begin(1.0)
         loss_sum, num_tokens = case.loss(case.forward(model, batch), batch)
-        # Divided after backward, as under every plan: inside some float64 models are float32 parts, and what those
-        # round depends on the scale.
+        # Divide after backward, as under every plan: some float64 models contain float32 parts, whose rounding depends
+        # on the scale.
         loss_sum.backward()
         if balance is not None:
             balance.start()
@@ -313,14 +317,15 @@ def train_plain(case: Case) -> ParityResult:
 
 
 def microbatches_of_case(case: Case, step: int, plan: Plan, dp_rank: int) -> Microbatches:
-    """This rank's part of a step's global batch: as the case itself cuts it, or by rows that are samples."""
+    """Return this rank's part of a step's global batch, divided by the case, or by rows that are samples."""
     cut = getattr(case, "microbatches", None)
     return local_microbatches(case.batch(step), plan, dp_rank) if cut is None else cut(step, plan, dp_rank)
 
 
 def local_microbatches(batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
-    """This rank's microbatches of a global batch in whose tensors each row is a sample.
+    """Return this rank's microbatches of a global batch whose rows are samples.
 
-    Raises ModelError where rows are not samples.
+    Raises:
+        ModelError: if rows are not samples.
     """
     return Microbatches.of_rows(batch, plan, dp_rank)

@@ -1,4 +1,4 @@
-"""Several gloo ranks on this machine, started once and given many cases."""
+"""A pool of gloo ranks on this machine, started once for many cases."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from typing import Any, cast
 from weft import env
 from weft.errors import CommError, WeftError
 
-#: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
+#: Failures, the most informative first: a rank that raised, a dead rank, a rank that waits for these.
 _TELLING = ("error", "dead", "late")
-#: What every rank imports: one process does, and ranks of gloo are forked off it. Imports by each take seconds.
+#: Modules that every rank imports. One process imports them, and gloo ranks are forked from it: imports take seconds.
 _IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train", "weft.verify.parity"]
-#: How long (s) the other ranks may take once one has failed.
+#: Seconds that the other ranks may take after one has failed.
 _AFTER_FAILURE_S = 5.0
 
 
 class RankError(CommError):
-    """A rank failed, or did not answer. said: the text of its WeftError; empty for other errors. refusal: the same,
-    where it refused by itself and not for what another rank did."""
+    """A rank failed, or did not answer. said: message of its WeftError, or "" for other errors.
+
+    refusal: the same message, if the rank itself refused and did not fail because of another rank.
+    """
 
     def __init__(self, message: str, said: str = "", refusal: str = ""):
         super().__init__(message)
@@ -35,7 +37,7 @@ class RankError(CommError):
 
 
 class RankPool:
-    """`num_ranks` processes joined in one gloo group; `run` calls a function on all of them.
+    """`num_ranks` processes in one gloo group; `run` calls a function on all of them.
 
     The first pool of a process costs seconds (torch is imported once for all ranks), so keep one pool for many cases:
 
@@ -45,9 +47,9 @@ class RankPool:
     The function must be importable from its module, and its arguments and results picklable.
 
     Args:
-        num_ranks: how many processes.
+        num_ranks: number of processes.
         timeout_s: seconds that a call may take.
-        backend: of the process group, as torch.distributed takes it.
+        backend: backend of the process group, as in torch.distributed.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float = 120.0, backend: str = "gloo"):
@@ -59,7 +61,8 @@ class RankPool:
     def _start(self) -> None:
         self._is_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        # Where an import has asked CUDA anything, no child can use it: ranks with devices import for themselves.
+        # If an import in the parent initializes CUDA, forked children cannot use it: ranks with devices import
+        # themselves.
         if self._backend == "gloo":
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_IMPORTED)
@@ -81,20 +84,21 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank; results in order of rank.
+        """Call `function(*args, **kwargs)` on every rank and return the results in order of rank.
 
-        The next call has new ranks where one is stuck. A rank's refusal comes before what others make of it.
+        If a rank hangs, the next call starts new ranks. A rank's refusal is raised before errors that it causes on
+        others.
 
         Args:
-            function: found by its module and name on the ranks.
-            *args: can be pickled.
-            **kwargs: can be pickled.
+            function: importable by its module and name on the ranks.
+            *args: picklable.
+            **kwargs: picklable.
 
         Raises:
             RankError: with the traceback of the first rank that failed, or when one does not answer in time.
         """
         if self._is_broken:
-            # A rank that did not answer is still in the last call, or gone.
+            # A rank that did not answer is still in the last call, or dead.
             self.close()
             self._start()
         for pipe in self._pipes:
@@ -108,13 +112,15 @@ class RankPool:
         return [value for _, value in answers]
 
     def _answers(self) -> list[tuple[str, Any]]:
-        """What each rank says, whoever says it first: ("done", result), or "error", "late", "dead" with a text and what
-        a `RankError` is told of it."""
+        """Return each rank's answer: ("done", result), or a kind of failure with the arguments of a `RankError`.
+
+        The kinds are "error", "late" and "dead".
+        """
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         limit_s = left_s = self._timeout_s
         while waiting and left_s > 0:
-            # In slices: time in which this process was stopped, ranks and all, is nobody's silence.
+            # Wait in slices: time in which this process was suspended does not count against the ranks.
             slice_s = min(1.0, left_s)
             ready = cast("list[Connection]", wait(list(waiting), slice_s))
             left_s = left_s if ready else left_s - slice_s
@@ -125,13 +131,13 @@ class RankPool:
                 except EOFError:
                     answers[rank] = ("dead", ("the process ended without an answer", "", ""))
                 if answers[rank][0] != "done" and limit_s == self._timeout_s:
-                    # Once one rank has failed the others may wait for it for ever: give them little time.
+                    # After a rank has failed, the others may wait for it forever: shorten their time limit.
                     limit_s = left_s = min(_AFTER_FAILURE_S, self._timeout_s)
         answers |= dict.fromkeys(waiting.values(), ("late", (f"no answer within {limit_s:.0f} s", "", "")))
         return [answers[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
-        """End the ranks, in order where they still answer."""
+        """End the ranks, cleanly if they still answer."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)
@@ -156,8 +162,8 @@ class RankPool:
 def _serve(
     rank: int, num_ranks: int, store: str, pipe: Connection, backend: str, environment: Mapping[str, str]
 ) -> None:
-    """One rank's life: join, answer calls until None comes, part."""
-    env.take_over(environment)  # that of the process which imported is older than the pool
+    """Run one rank: connect, answer calls until None arrives, disconnect."""
+    env.take_over(environment)  # the forkserver's environment is older than the pool
     import torch
     import torch.distributed as dist
 
@@ -173,21 +179,22 @@ def _serve(
             break
         function, args, kwargs = call
         try:
-            # Results leave before anything else can fail: gloo may abort a process that parts out of order.
+            # Send results before anything else can fail: gloo may abort a process that disconnects out of order.
             pipe.send(("done", function(*args, **kwargs)))
         except BaseException as error:
             said = str(error) if isinstance(error, WeftError) else ""
             pipe.send(("error", (traceback.format_exc(), said, "" if isinstance(error, CommError) else said)))
-        # What a call left behind goes before the next; what outlives it is imports and caches: not looked at again.
+        # Free the objects of this call before the next one. The survivors are imports and caches, which gc need not
+        # scan.
         gc.collect()
         gc.freeze()
     if num_ranks > 1:
-        # No parting barrier: another rank may be gone already, and nothing is left to lose.
+        # No barrier at the end: another rank may have exited already, and there is nothing left to protect.
         os._exit(0)
 
 
 def _send_tensors_inline() -> None:
-    """Let results hold the bytes of tensors. torch opens a file and a socket for each: 1 ms a tensor and rank."""
+    """Make results contain the bytes of tensors. torch opens a file and a socket for each: 1 ms per tensor and rank."""
     import torch
     from torch import nn
 

@@ -1,8 +1,9 @@
-"""Which of a model's legal plans are tried, and in what order, when some of them the model itself refuses.
+"""Selection and order of the legal plans to try if the model refuses some, and the model that `weft verify` trains.
 
-Rules know shapes, not modules: only laying a model out shows that it has no layers for tensor parallelism or that its
-tokens meet outside of attention. Each technique is tried first in the plan that asks for least besides; what is refused
-there takes all plans that ask for at least as much out of the choice, so that the choice covers what can run.
+Rules use shapes, not modules: only parallelizing a model shows that it has no layers for tensor parallelism, or that
+its tokens interact outside of attention. Each technique is tried first in the plan with the fewest other techniques. If
+it is refused there, all plans with at least the same techniques are dropped, so that the selection covers plans that
+can run.
 """
 
 from __future__ import annotations
@@ -48,27 +49,27 @@ from weft.verify.foreign_config import has_inputs, inputs_of, read_config, sampl
 from weft.verify.matrix import covering, row_of, sample
 from weft.verify.parity import SampleCase, local_microbatches
 
-#: What is tried by itself before anything else.
+#: Techniques that are tried alone first.
 _PROBED = frozenset(name for name, field in PLAN_FIELDS.items() if field.probed)
 
 
 def techniques_of(plan: Plan) -> frozenset[str]:
-    """What a plan asks of a model, as words: "tp", "cp_mode=ring", "zero=3", "recompute=full"."""
+    """Return the techniques that a plan needs from a model: "tp", "cp_mode=ring", "zero=3", "recompute=full"."""
     asked = {name: field for name, field in PLAN_FIELDS.items() if field.asks and getattr(plan, name) != field.default}
     return frozenset(name if field.asks == "use" else f"{name}={getattr(plan, name)}" for name, field in asked.items())
 
 
 def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
-    """Choose few of the plans, in which each layout and all pairs of settings occur."""
+    """Choose few of the plans that still contain each layout and all pairs of settings."""
     return [plans[index] for index in covering([row_of(plan) for plan in plans])]
 
 
 @dataclass
 class Sweep:
-    """Plans to try, one after the other; `refuse` says that the model cannot be laid out as the last one asks.
+    """Plans to try one after the other. Call `refuse` if the model cannot be parallelized by the last one.
 
-    every: all legal plans. choose: which of the allowed ones are worth trying. limit: so many that are not refused,
-    drawn by `seed`. refused: what was refused, each with the reason that was given.
+    every: all legal plans. choose: selects plans worth trying from the allowed ones. limit: maximum number of plans
+    that are not refused, drawn by `seed`. refused: refused techniques, each with the reason.
     """
 
     every: Sequence[Plan]
@@ -79,27 +80,27 @@ class Sweep:
     num_refused: int = 0
 
     def refuse(self, plan: Plan, reason: str) -> None:
-        """Leave out all plans that ask for at least what this one asks for."""
+        """Leave out all plans that need at least the techniques of this one."""
         self.num_refused += 1
         if asked := techniques_of(plan):
             self.refused.setdefault(asked, reason)
 
     def is_refused(self, plan: Plan) -> bool:
-        """Return whether the plan asks for all of something that was refused."""
+        """Return True if the plan needs all techniques of a refused one."""
         asked = techniques_of(plan)
         return any(other <= asked for other in self.refused)
 
     def reasons(self) -> dict[str, str]:
-        """Return why plans were refused, by what they ask for: only what asks for no more than another one."""
+        """Return the reasons of refusals by techniques, only for minimal sets of techniques."""
         least = [asked for asked in self.refused if not any(other < asked for other in self.refused)]
         return {" ".join(sorted(asked)): self.refused[asked] for asked in least}
 
     def allowed(self) -> list[Plan]:
-        """Return the legal plans that ask for nothing that was refused."""
+        """Return the legal plans without refused techniques."""
         return [plan for plan in self.every if not self.is_refused(plan)]
 
     def plans(self) -> Iterator[Plan]:
-        """Yield each technique by itself, then the chosen plans; say what was refused before asking for the next."""
+        """Yield each technique alone, then the chosen plans. Call `refuse` before requesting the next one."""
         done: dict[Plan, None] = {}
         for plan in self._probes():
             done[plan] = None
@@ -115,9 +116,9 @@ class Sweep:
                     left = left if left is None or self.is_refused(plan) else left - 1
 
     def part(self, number: int, count: int) -> Iterator[Plan]:
-        """Yield each technique by itself, then every `count`-th of the plans that are chosen after that.
+        """Yield each technique alone, then every `count`-th of the plans that are chosen after that.
 
-        A model refuses the same in every part, so all parts together are the whole choice.
+        A model refuses the same in every part, so all parts together are the full selection.
         """
         done = set[Plan]()
         for plan in self._probes():
@@ -136,7 +137,7 @@ class Sweep:
         return rest
 
     def _probes(self) -> Iterator[Plan]:
-        """For each technique, the plan that asks for least besides."""
+        """Yield, for each technique, the plan with the fewest other techniques."""
         asked = {plan: techniques_of(plan) for plan in self.every}
         seen: set[str] = set()
         for plan in sorted(self.every, key=lambda plan: len(asked[plan])):
@@ -146,12 +147,13 @@ class Sweep:
                 yield plan
 
 
-# What `weft verify` trains: the user's own model from wherever it is, as a case with data, loss and optimizer.
+# The model that `weft verify` trains: the user's model from any source, as a case with data, loss and optimizer.
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 
-#: Of AdamW where no config chooses the optimizer. Softmax does not see a key bias, so its gradient is rounding (1e-18
-#: beside 1e-2), and no plan repeats it; with the usual 1e-8 AdamW makes weights of it that differ by 4e-10.
+#: AdamW's eps if no config sets the optimizer. Softmax does not depend on a key bias, so its gradient is rounding
+#: (1e-18 instead of 1e-2), and differs under every plan. With the usual 1e-8, AdamW turns it into weights that differ
+#: by 4e-10.
 EPS = 1e-6
 
 #: Modules that draw random numbers in training, at a rate `p`.
@@ -160,9 +162,9 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is trained.
+    """Amount of training.
 
-    dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the model's own where None.
+    dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: None uses the model's values.
     """
 
     num_steps: int = 3
@@ -177,9 +179,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model by its source, so that each process builds its own.
+    """A model by its source, so that each process can build it.
 
-    kind: "decoder", "task", "hf" or "function". config: of a task. folder: of a task's run, where its data is ready.
+    kind: "decoder", "task", "hf" or "function". config: a task's config. folder: a task's run folder with prepared
+    data.
     """
 
     source: str
@@ -193,7 +196,7 @@ class Subject:
     folder: str = ""
 
     def prepared(self, folder: Path) -> Subject:
-        """Return the same with a task's data made ready, and what ranks open of it in `folder`."""
+        """Return a copy whose task data is prepared, with the files that ranks open in `folder`."""
         if self.config is None:
             return self
         run = RunFolder(folder / "run")
@@ -205,7 +208,7 @@ class Subject:
         return replace(self, folder=str(run.path))
 
     def facts(self, world_size: int | None = None) -> Facts:
-        """Return what the rules of plans may know."""
+        """Return the facts that plan rules use."""
         if self.config is not None and world_size is not None:
             return find_task(self.config).facts(world_size)
         return Facts(
@@ -214,14 +217,14 @@ class Subject:
 
     @property
     def even_batch(self) -> int | None:
-        """Samples of a step where they must come out even, as in `weft train`; None where ranks may differ."""
+        """Samples of a step if ranks must have equal numbers, as in `weft train`; None if they may differ."""
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:
         """Return the model with its data and loss.
 
         Raises:
-            ModelError: where it cannot be had.
+            ModelError: if it cannot be built.
         """
         torch.manual_seed(self.settings.seed)
         dtype = DTYPES[self.settings.dtype]
@@ -256,14 +259,14 @@ class Subject:
             raise ModelError(f"model={self.source}: {rule}.")
 
     def _build_task(self, dtype: torch.dtype) -> BuiltCase:
-        """The task's own model with the weights that it starts from, its training batches, forward and loss."""
+        """Build the task's model with its initial weights, its training batches, forward and loss."""
         assert self.config is not None
         task = find_task(self.config)
         if self.folder:
             task.open(RunFolder(Path(self.folder)))
         model = task.initial_model(Plan())
         weights = task.initial_weights(model)
-        if weights is not None:  # each rank would read its slices into shapes; here one process has all
+        if weights is not None:  # a rank would read its slices into meta tensors; here one process reads all
             model = task.build()
             fill_full(model, weights)
         model = with_adapter(model, self.config).to(dtype)
@@ -271,13 +274,13 @@ class Subject:
 
 
 class _Called(Exception):
-    """A forward was called, with these arguments."""
+    """Raised by a forward, with its arguments."""
 
 
 class BuiltCase(SampleCase):
-    """A `Case` around a built model; `model()` gives that model once.
+    """A `Case` for a built model; `model()` returns that model once.
 
-    data: samples of a loader, or batch_fn(step, size). task: whose batches a rank asks for as in a run.
+    data: samples of a loader, or batch_fn(step, size). task: the task whose batches a rank reads, as in a run.
     """
 
     def __init__(
@@ -304,7 +307,7 @@ class BuiltCase(SampleCase):
         self.notes = _quieten(model)
         if subject.settings.dtype == "float64":
             _loop_over_experts(model)
-        # The project's own loss, as a run has it: whatever hangs on it for plans hangs on it here.
+        # The same loss object as in a run, with the attributes that plans use.
         own = token_cross_entropy if subject.kind == "decoder" else None if task is None else task.loss
         self.loss = self._loss if own is None else own
 
@@ -315,8 +318,10 @@ class BuiltCase(SampleCase):
         return build_optimizer(model.named_parameters(), self._optimizer)
 
     def batch(self, step: int) -> Any:
-        """Of the subject's own data; else random tokens or images, of which the last sample has no trained token, so
-        that counts are uneven."""
+        """Return a batch of the subject's data, or of random tokens or images.
+
+        The last random sample has no trained token, so that counts are uneven.
+        """
         size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
         if self._task is not None:
             return self.microbatches(step, Plan(), 0)[0]
@@ -358,7 +363,7 @@ class BuiltCase(SampleCase):
         return self._forward(model, batch) if self._forward else call_model(model, batch)
 
     def example(self, model: nn.Module) -> Any:
-        """Arguments of a forward, or None if they are given both by position and by name."""
+        """Return arguments of a forward, or None if they are passed both by position and by name."""
 
         def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
             raise _Called(args, kwargs)
@@ -388,10 +393,10 @@ class BuiltCase(SampleCase):
 
 
 def find_subject(source: str, settings: Settings) -> Subject:
-    """Return what `source` stands for; the table is at the top of the file.
+    """Return the subject of `source`: a model name, a config file, a Hugging Face folder, or package.module:function.
 
     Raises:
-        ModelError: where no model can be found or its sizes cannot be changed.
+        ModelError: if no model is found or its sizes cannot be changed.
         ConfigError: for a config file that breaks rules.
     """
     path = Path(source)
@@ -427,7 +432,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
 
 
 def layout_of(config: RunConfig) -> Layout | None:
-    """The layout that a config gives."""
+    """Return the layout of a config."""
     return Layout.read(config.layout) if config.layout else None
 
 
@@ -443,7 +448,7 @@ def _refuse_reduction(maker: str, settings: Settings) -> None:
 
 
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
-    """The shape with the depth, width and vocabulary that the settings ask for; heads stay as many as they can."""
+    """Return the shape with the requested depth, width and vocabulary. The number of heads is kept if possible."""
     changes: dict[str, int] = {"max_seq_len": max(shape.max_seq_len, settings.seq_len)}
     if settings.num_layers:
         changes["num_layers"] = settings.num_layers
@@ -462,7 +467,7 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
 
 
 def _quieten(model: nn.Module) -> list[str]:
-    """Take out what draws random numbers, and say so; say what is compared of batch norms."""
+    """Disable random numbers, and return notes about them and about the comparison of batch norms."""
     notes = []
     dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
     for module in dropouts:
@@ -485,10 +490,10 @@ def _quieten(model: nn.Module) -> list[str]:
 
 
 def _loop_over_experts(model: nn.Module) -> None:
-    """Have transformers' experts multiplied one by one: the grouped product that it prefers refuses float64."""
+    """Make transformers multiply experts one by one: its default grouped product does not support float64."""
     for module in model.modules():
         if (choose := getattr(module, "set_experts_implementation", None)) is not None:
-            choose("eager")  # of all models within, too
+            choose("eager")  # also in submodels
             return
 
 
@@ -497,11 +502,11 @@ def _floats(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _first_tensor(output: Any) -> torch.Tensor:
-    """The logits, the agreement of each pair of a two-tower model, or the first tensor of what a model returns."""
+    """Return the logits, the similarities of a two-tower model's pairs, or the first tensor of a model's output."""
     if isinstance(output, torch.Tensor):
         return output
     if getattr(output, "text_embeds", None) is not None and getattr(output, "image_embeds", None) is not None:
-        # Its logits compare all samples of a batch with each other, so they would depend on how a batch is cut.
+        # Its logits compare all samples of a batch with each other, so they would depend on how a batch is divided.
         return (output.text_embeds * output.image_embeds).sum(-1, keepdim=True)
     if getattr(output, "logits", None) is not None:
         return output.logits

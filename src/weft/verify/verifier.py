@@ -1,4 +1,4 @@
-"""When two trainings count as equal: tolerances by number format, and the difference of each tensor.
+"""Tolerances by dtype for two trainings to count as equal, and the comparison of a plan with one process.
 
 | dtype | loss | grad norm | gradients, weights | measure of a tensor |
 |---|---|---|---|---|
@@ -7,8 +7,8 @@
 | bfloat16 | 2^-5 | 2^-5 | 2^-3 | mean difference / largest value |
 | float16 | 2^-8 | 2^-8 | 2^-5 | the same |
 
-Ranks split a batch, so sums are made in another order: float64 leaves no room for anything else. The reference of the
-half formats is one process of Weft in that format, of the others PyTorch alone.
+Ranks split a batch, so sums are computed in another order. In float64 nothing else may differ. The reference of the
+half dtypes is one process of Weft in that dtype. For the others it is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from weft.verify.subject import BuiltCase, Subject
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest relative differences that count as equal. by_mean: of a tensor, the mean difference is looked at."""
+    """Maximum relative differences that count as equal. by_mean: if True, compare a tensor's mean difference."""
 
     loss: float
     grad_norm: float
@@ -62,8 +62,10 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One number or tensor that was compared. what: "loss", "grad norm", "gradient" or "weight"; relative: its
-    difference as a share of its scale; limit: the largest that counts as equal."""
+    """One compared number or tensor. what: "loss", "grad norm", "gradient" or "weight".
+
+    relative: difference as a share of its scale. limit: maximum that counts as equal.
+    """
 
     what: str
     name: str
@@ -78,13 +80,13 @@ class Difference:
 def number_differences(
     ours: ParityResult, losses: Sequence[float], grad_norms: Sequence[float], tolerance: Tolerance
 ) -> Iterator[Difference]:
-    """Losses and gradient norms, step by step."""
+    """Return the differences of losses and gradient norms, step by step."""
     for what, mine, other, limit in (
         ("loss", ours.losses, losses, tolerance.loss),
         ("grad norm", ours.grad_norms, grad_norms, tolerance.grad_norm),
     ):
         for step, (left, right) in enumerate(zip(mine, other, strict=True), 1):
-            # Equal infinities and NaN of both are equal: the plan did what one process does.
+            # Equal infinities, and NaN on both sides, are equal: the plan matches one process.
             same = left == right or (left != left and right != right)
             yield Difference(what, f"step {step}", 0.0 if same else abs(left - right) / max(abs(right), 1e-300), limit)
 
@@ -92,7 +94,10 @@ def number_differences(
 def tensor_difference(
     what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor | None, least: float, tolerance: Tolerance
 ) -> Difference:
-    """One whole gradient or weight. least: its scale is no smaller, see `ParityResult.least_scales`."""
+    """Return the difference of one full gradient or weight.
+
+    least: its minimum scale, from `ParityResult.least_scales`.
+    """
     if theirs is None or ours.shape != theirs.shape:
         return Difference(what, name, float("inf"), tolerance.tensor)
     if not theirs.numel():
@@ -102,14 +107,14 @@ def tensor_difference(
     return Difference(what, name, found / max(float(theirs.abs().max()), least, 1e-300), tolerance.tensor)
 
 
-# The first module in which a plan's activations part from those of one process.
+# The first module whose activations under a plan differ from one process.
 
-#: Of one module's call: which call of it, and which tensor of what it gives.
+#: (module path, index of the call, index of the output tensor).
 Key = tuple[str, int, int]
 
 
 class OutputRecorder:
-    """Keeps outputs by (module path, call, tensor), in the order in which modules finish."""
+    """Records outputs by (module path, call, tensor), in the order in which modules return."""
 
     def __init__(self) -> None:
         self.outputs: dict[Key, torch.Tensor] = {}
@@ -119,9 +124,9 @@ class OutputRecorder:
 
 
 class Watcher:
-    """Compares outputs of microbatches with the rows of the recorded ones that are their samples'.
+    """Compares outputs of microbatches with the recorded rows of the same samples.
 
-    own: the microbatches. every: the whole batch as one. Both know their samples.
+    own: the microbatches. every: the full batch as one. Both have sample numbers.
     """
 
     def __init__(self, outputs: dict[Key, torch.Tensor], own: Microbatches, every: Microbatches, limit: float):
@@ -131,7 +136,7 @@ class Watcher:
         self._order = {key: index for index, key in enumerate(outputs)}
         self._seen: dict[tuple[str, int], int] = {}
         self.num_compared = 0
-        #: (place in the order, module path, relative difference) of the earliest module that parted.
+        #: (index in the order, module path, relative difference) of the earliest module that differs.
         self.parted: tuple[int, str, float] | None = None
 
     def see(self, key: Key, output: torch.Tensor) -> None:
@@ -153,7 +158,7 @@ class Watcher:
             self.parted = (order, path or "the model", apart)
 
     def _rows(self, micro: int, count_of_all: int, count: int) -> torch.Tensor | None:
-        """Where the rows of a microbatch's output are among those of the whole batch; None where they are not."""
+        """Return the indices of a microbatch's output rows in the full batch, or None if they are not all in it."""
         own = self._own[micro]
         are_samples = count == len(own.numbers)
         if own.is_empty or are_samples != (count_of_all == len(self._every.numbers)):
@@ -166,7 +171,7 @@ class Watcher:
 
 @contextmanager
 def watching(model: nn.Module, eyes: OutputRecorder | Watcher) -> Iterator[None]:
-    """While inside, `eyes` see what every module of the model gives in forward; replays in backward are no calls."""
+    """Pass every module output in forward to `eyes` inside the block. Recomputation in backward is not counted."""
     counts: dict[str, int] = {}
     handles = []
 
@@ -190,20 +195,19 @@ def watching(model: nn.Module, eyes: OutputRecorder | Watcher) -> Iterator[None]
             handle.remove()
 
 
-# Float64 throughout: Hugging Face models compute norms, softmax and rotary angles in float32 whatever they are
-# given.
+# Float64 throughout: Hugging Face models compute norms, softmax and rotary angles in float32 for any input dtype.
 
 
 class Float64Throughout(TorchFunctionMode):
-    """While active, nothing turns a float64 tensor into float32, or asks an operation on one for a float32 result."""
+    """While active, no operation converts a float64 tensor to float32, or returns float32 for one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Asked at each call, even for a dtype: what most calls need comes first, and costs a microsecond.
+        # This runs on every call, even for a dtype: the common case is checked first, and costs a microsecond.
         kwargs = kwargs or {}
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             if (roots := _roots_of(func, args, kwargs)) is not None:
-                # A mode is off while it is asked; what is recomputed in backward must be as it was in forward. Through
-                # torch.autograd.backward it would be asked once more.
+                # A mode is inactive inside its handler, but recomputation in backward must equal forward.
+                # torch.autograd.backward would call the handler again.
                 with self:
                     return run_backward(*roots, False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif func is torch.Tensor.float or _names_float32(args) or kwargs.get("dtype") is torch.float32:
@@ -217,7 +221,7 @@ class Float64Throughout(TorchFunctionMode):
 
 
 def _names_float32(args: Any) -> bool:
-    """Whether float32 itself is among them. Not by `in`: to compare it with a tensor takes 20 us."""
+    """Return True if float32 is one of the arguments. It avoids `in`, which compares tensors and takes 20 us."""
     for arg in args:  # noqa: SIM110 (a generator takes twice as long)
         if arg is torch.float32:
             return True
@@ -225,7 +229,7 @@ def _names_float32(args: Any) -> bool:
 
 
 def _roots_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Tensors and their gradients, where a call is a plain backward of one: the step's, or a pipeline's."""
+    """Return tensors and their gradients if a call is a plain backward, as in the step or a pipeline, else None."""
     if func is torch.Tensor.backward and len(args) == 1 and not any(kwargs.values()):
         return args, (torch.ones_like(args[0]),)
     if func is torch.autograd.backward and not any(value for name, value in kwargs.items() if name != "grad_tensors"):
@@ -236,20 +240,20 @@ def _roots_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return None
 
 
-# Does a plan train what one process trains? The user's own model, some steps, every number compared.
+# Checks that a plan trains the same as one process: the user's model, some steps, every number compared.
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-#: How long (s) a rank may take for one plan.
+#: Seconds that a rank may take for one plan.
 LONGEST_S = 1800.0
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of one plan. parameters: of each, the larger relative difference of gradient and weight.
+    """Result for one plan. parameters: the larger relative difference of gradient and weight, by name.
 
-    parts: the first thing in which the plan parts from one process, in words. causes: what in the model, its loss or
-    its data makes numbers depend on how a batch is divided, found on one process. refused: why the model cannot be laid
-    out so. error: how a rank failed.
+    parts: description of the first difference from one process. causes: parts of the model, its loss or its data whose
+    results depend on how a batch is divided, found on one process. refused: the reason that the plan cannot be applied
+    to the model. error: the error of a failed rank.
     """
 
     plan: str
@@ -268,27 +272,27 @@ class Verdict:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dict for JSON; numbers that JSON does not know become text."""
+        """Return a dict for JSON. Numbers that JSON does not support become text."""
         return json.loads(json.dumps(asdict(self)), parse_constant=str)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """folder: holds reference.safetensors ("gradient/name", "weight/name", "start/name")."""
+    """folder: contains reference.safetensors ("gradient/name", "weight/name", "start/name")."""
 
     folder: str
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    least: dict[str, dict[str, float]]  # by "gradient" or "weight" and name: see ParityResult.least_scales
+    least: dict[str, dict[str, float]]  # by "gradient" or "weight" and name, from ParityResult.least_scales
 
 
 class Verifier:
-    """Verifies plans of one number of ranks for one subject; a context, because it holds ranks and a folder.
+    """Verifies plans of one number of ranks for one subject. It is a context manager that owns ranks and a folder.
 
     Args:
-        subject: the model, and how much of it is trained.
-        num_ranks: of every plan.
-        pool: ranks that run already, for several subjects in turn; they are left running. None: new ones.
+        subject: the model, and the amount of training.
+        num_ranks: ranks of every plan.
+        pool: running ranks, to share them among subjects; they are left running. None starts new ones.
     """
 
     def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):
@@ -317,7 +321,7 @@ class Verifier:
         self._exits.close()
 
     def verify(self, plan: Plan, explain: bool = True) -> Verdict:
-        """Train under the plan and compare. explain: where it differs, run one step more to find where it parts."""
+        """Train under the plan and compare. explain: if it differs, run one more step to find the first difference."""
         start = time.perf_counter()
         dtype = self.subject.settings.dtype
         verdict = Verdict(plan.format(), dtype, reference_loss=list(self._reference.losses))
@@ -348,7 +352,7 @@ class Verifier:
         verdict.passed = all(difference.is_equal for difference in every)
 
     def _explain(self, text: str) -> str:
-        """The first module or gradient of the first step that is not as on one process."""
+        """Return the first module or gradient of the first step that differs from one process."""
         one = replace(self.subject, settings=replace(self.subject.settings, num_steps=1))
         case, recorder = one.build(), OutputRecorder()
         folder = Path(self._folder) / "first"
@@ -377,7 +381,7 @@ class Verifier:
         return "the update: outputs and gradients of step 1 agree"
 
     def _causes(self, plan: Plan) -> list[str]:
-        """Return sentences about noise, samples that meet and buffers that move, from runs of one process alone."""
+        """Return sentences about noise, interacting samples and changing buffers, from runs on one process."""
         case, forwards = self.subject.build(), plan.microbatches_per_step
         limit = {"float64": 1e-9, "float32": 1e-4}.get(self.subject.settings.dtype, 5e-2)
         probed = Probed(
@@ -392,7 +396,7 @@ class Verifier:
 
 @dataclass(slots=True)
 class _Answer:
-    """Of one rank."""
+    """Results of one rank."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -407,7 +411,7 @@ def check_subject(subject: Subject, plan: Plan) -> None:
 
 
 def _larger(one: float, other: float) -> float:
-    """The larger; NaN where one is."""
+    """Return the larger number, or NaN if one is NaN."""
     return other if other != other or other > one else one
 
 
@@ -417,7 +421,7 @@ def _throughout(subject: Subject) -> AbstractContextManager[Any]:
 
 
 def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list[str] | None = None) -> _Reference:
-    """notes: gets what the reference shows besides."""
+    """Train the reference and save it. notes: receives observations about the reference."""
     start = {f"start/{name}": tensor.detach().clone() for name, tensor in _state(case.model())}
     with _throughout(subject):
         half = subject.settings.dtype in ("bfloat16", "float16")
@@ -437,7 +441,7 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list
 
 
 def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
-    """PyTorch alone. ModelError where that fails: nothing of Weft runs there, so it is the model, its data or loss."""
+    """Train with plain PyTorch. Raise ModelError if that fails: the model, its data or its loss is wrong."""
     try:
         return train_plain(case)
     except WeftError:
@@ -454,7 +458,7 @@ def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Watch | None = None) -> _Answer:
-    """On each rank. Raises WeftError where the model cannot be laid out so."""
+    """Train and compare on each rank. Raises WeftError if the plan cannot be applied to the model."""
     tolerance = TOLERANCES[subject.settings.dtype]
     found: list[Difference] = []
     with safe_open(Path(reference.folder) / "reference.safetensors", "pt") as file, _throughout(subject):
@@ -480,7 +484,7 @@ def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: 
 
 
 def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answer:
-    """As `_compare_on_rank` with one step, watching what modules give."""
+    """Run `_compare_on_rank` for one step and compare module outputs."""
     with safe_open(Path(reference.folder) / "outputs.safetensors", "pt") as file:
         names = [name.split("\n") for name in json.loads(file.metadata()["names"])]
         outputs = {

@@ -34,9 +34,9 @@ from weft.train.step.pure_forward import seed_all, traceless
 
 #: Samples that run together; half of them run alone.
 _SAMPLES = 4
-#: Bytes of buffers, of which a copy is made, in a model that is checked.
+#: Maximum bytes of buffers in a checked model: the check copies them.
 _MOST_BUFFERS = 2**30
-#: By the plan's precision, relative mean differences that count as rounding; of half formats and TF32, the last.
+#: Relative mean differences that count as rounding, by the plan's precision. Half dtypes and TF32 use _COARSE.
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
 _COARSE = 5e-2
 
@@ -63,7 +63,7 @@ class Probed:
         loss_fn: (output, batch) -> (sum, number); None: the loss is left out.
         inside: returns the context for a forward of some samples.
         limit: relative difference that counts as rounding.
-        parts: into how many parts the plan divides a batch.
+        parts: number of parts that the plan divides a batch into.
         forwards: forwards in one step on one rank.
     """
 
@@ -174,7 +174,7 @@ def check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) 
 
 
 def causes_of(probed: Probed, batch: Any) -> list[str]:
-    """Return sentences about what depends on how a batch is divided; on one process, without ranks.
+    """Return sentences about results that depend on how a batch is divided. Runs on one process, without ranks.
 
     Args:
         probed: the model and its loss.
@@ -189,14 +189,14 @@ def causes_of(probed: Probed, batch: Any) -> list[str]:
 
 
 def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
-    """Return whether it holds on all ranks (min) or on any (max)."""
+    """Return True if it holds on all ranks (min) or on any (max)."""
     if mesh.world_size == 1:
         return holds
     return bool(all_reduce(torch.tensor(float(holds), device=mesh.device), mesh.world, op))
 
 
 def _first_rank(mesh: Mesh, holds: bool) -> int:
-    """Return the first rank on which it holds, or a number that no rank has."""
+    """Return the first rank on which it holds, or a number above all ranks."""
     mine = torch.tensor(mesh.rank if holds else 2**40, dtype=torch.float64, device=mesh.device)
     return int(all_reduce(mine, mesh.world, "min"))
 
@@ -211,7 +211,7 @@ def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
         return None
     numbers: Sequence[int] = samples.numbers[:_SAMPLES]
     try:
-        # Of a microbatch of one sample two run: so many need less memory than its backward.
+        # A microbatch of one sample runs with two only, because they need less memory than its backward.
         every = _SAMPLES if count > 1 else 2
         if count < every:
             batch, numbers = _longer(batch, count), range(numbers[0], numbers[0] + every)
@@ -242,7 +242,7 @@ def _runs(
     except ModelError:
         raise
     except Exception:
-        return None  # not for so few samples; what fails with the full batch, the step reports
+        return None  # too few samples for the model; the step reports failures of the full batch
 
 
 def _run(
@@ -254,7 +254,7 @@ def _run(
     still: bool = False,
     records: bool = False,
 ) -> Ran:
-    """Run one small batch from the state that was kept. still: random functions give constants."""
+    """Run one small batch from the saved state. still: random functions return constants."""
     for buffer, values in kept.values():
         buffer.copy_(values)
     seed_all(seed)
@@ -281,19 +281,19 @@ def _run(
 
 
 def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
-    """Return which of outputs, loss, number and buffers show that something depends on the division."""
+    """Return the parts of the result (outputs, loss, number, buffers) that depend on the division."""
     every, *halves = runs
     found = ["outputs"] * _outputs_differ(every, halves, probed.limit)
     if _loss_differs(every, halves, probed.limit):
         found.append("loss")
     is_sum = every.number is None or abs(every.number - sum(one.number or 0.0 for one in halves)) <= 1e-6
-    if not is_sum and (found or every.number == 1):  # else a constant: the size of the microbatches, written down
+    if not is_sum and (found or every.number == 1):  # otherwise a constant: the size of the microbatches
         found.append("number")
     return found + ["buffers"] * bool(every.buffers)
 
 
 def _outputs_differ(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
-    """Whether some rows came out otherwise than in their half, of outputs that have rows for samples."""
+    """Return True if some rows differ from the same rows in their half, among outputs that have rows for samples."""
     for half, ran in enumerate(halves):
         for output, alone in zip(every.outputs, ran.outputs, strict=False):
             if (among := _rows_of(output, alone, ran.samples, half)) is not None and _differ(among, alone, limit):
@@ -326,12 +326,12 @@ def _loss_differs(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
 
 
 def _equal(one: float, other: float) -> bool:
-    """Whether two losses are the same number, or both none."""
+    """Return True if two losses are equal, or both None."""
     return one == other or (one != one and other != other)
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
-    """Whether two tensors differ by more than rounding, in the mean: a router may break a tie differently."""
+    """Return True if two tensors differ by more than rounding, in the mean: a router may break a tie differently."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -360,14 +360,14 @@ def find_causes(
     found = [noisy] if noisy else []
     if not noisy:
         found += _interactions(probed, runs, alike or runs)
-    elif still and same and not _noise(probed, same):  # noise of unknown functions hides if samples meet
+    elif still and same and not _noise(probed, same):  # noise of unknown functions hides interacting samples
         found += _interactions(probed, still, still)
     buffers = "" if moved is None else _moved_buffers(probed, moved, kept)
     return found + ([buffers] if buffers else [])
 
 
 def _noise(probed: Probed, runs: list[Ran]) -> str:
-    """Return a sentence if the same samples give other numbers with another seed, else ""."""
+    """Return a sentence if the same samples have other results with another seed, else ""."""
     one, other = runs
     if any(_differ(left, right, probed.limit) for left, right in zip(one.outputs, other.outputs, strict=False)):
         where = _culprit(one, other, probed.limit) or "the model"
@@ -483,7 +483,7 @@ def _culprit(every: Ran, alone: Ran, limit: float, half: int = 0) -> str:
 
 
 class _Draws(TorchFunctionMode):
-    """Notes which functions draw random numbers, and refuses gradients by frequency. still: draws become constants."""
+    """Records functions that draw random numbers, and refuses gradients by frequency. still: draws are constants."""
 
     def __init__(self, still: bool):
         super().__init__()
@@ -505,7 +505,7 @@ class _Draws(TorchFunctionMode):
 
     @staticmethod
     def _drops(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call of a dropout function drops something; other functions always draw."""
+        """Return True if a call of a dropout function drops something. Other functions always draw."""
         if func not in _DROPPING:
             return True
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else func is not F.dropout))

@@ -1,7 +1,8 @@
-"""Whether replicas still hold the same weights: a checksum of them travels in the totals of every fiftieth step.
+"""Check that replicas have equal weights: every fiftieth step adds their checksum to the step's all-reduce.
 
-Nothing makes replicas equal again: each applies the same sums to what it has. A bit that flips in the memory of one, or
-an optimizer that computes otherwise on one machine, stays, and spreads through its gradients to all of them.
+Nothing makes replicas equal again: each applies the same gradients to its own weights. A flipped bit in the memory of
+one, or an optimizer that computes differently on one machine, persists and spreads through its gradients to all of
+them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from weft.comm.pending import LateCopy
 from weft.errors import CommError
 from weft.parallel.state.gradients import DataParallel
 
-#: Steps from one look to the next: a look reads all masters once.
+#: Steps between two checks. A check reads all masters once.
 EVERY = 50
 _MASK = 2**32 - 1
 
 
 class ReplicaWatch:
-    """Compares the masters of ranks that must hold the same.
+    """Compares the master weights of ranks that must be equal.
 
     Args:
-        engine: holds them.
-        mesh: of the ranks.
+        engine: owner of the masters.
+        mesh: the ranks.
     """
 
     def __init__(self, engine: DataParallel, mesh: Mesh):
@@ -39,7 +40,7 @@ class ReplicaWatch:
         self._steps, self._checksum = 0, 0
 
     def number(self) -> torch.Tensor | None:
-        """Return what to add up over all ranks: zero where all are equal. None in most steps, on all ranks alike."""
+        """Return a value whose sum over all ranks is zero if all are equal, or None in steps without a check."""
         self._steps += 1
         if self._axis.size == 1 or self._steps % EVERY:
             return None
@@ -48,10 +49,10 @@ class ReplicaWatch:
         return torch.tensor([float(self._checksum * times)], dtype=torch.float64, device=self._mesh.device)
 
     def check(self, total: float) -> None:
-        """Look at the sum. All ranks call it.
+        """Check the sum. All ranks call it.
 
         Raises:
-            CommError: on all ranks, where some hold other weights: names them.
+            CommError: on all ranks, if weights differ. It names the ranks.
         """
         if total == 0.0:
             return
@@ -59,7 +60,7 @@ class ReplicaWatch:
         own = torch.tensor([self._checksum], dtype=torch.int64, device=device)
         found = all_gather(own, self._axis).tolist()
         (most, number), *_ = Counter(found).most_common()
-        # 1: another than most. 2: one of those that differ, of which nobody knows which is right.
+        # 1: differs from the majority. 2: ranks differ and there is no majority.
         said = int(self._checksum != most) if 2 * number > len(found) else 2
         all_said = all_gather(torch.tensor([said], device=device), self._mesh.world).tolist()
         ranks = [str(rank) for rank, one in zip(self._mesh.world.ranks, all_said, strict=True) if one]
@@ -71,30 +72,30 @@ class ReplicaWatch:
 
 
 def checksum(tensors: list[torch.Tensor]) -> int:
-    """Return 32 bits that any change of a bit in the tensors changes."""
+    """Return a 32-bit checksum of the tensors that any flipped bit changes."""
     total = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        if flat.numel():  # a tensor without elements, or none at all, is the same
+        if flat.numel():  # an empty tensor and no tensor have the same checksum
             total = total * 31 + int(flat.view(torch.int32).sum(dtype=torch.int64))
     return total & _MASK
 
 
-# How far a step moved the weights: the norm of its update over the norm of the weights.
+# Update ratio of a step: the norm of its update over the norm of the weights.
 
-#: A rank with more elements looks at about so many: at all of small parameters, and at short runs of large ones, evenly
-#: spread. The ratio is then a few tenths of a percent off, and looking costs a thousandth of a step or less.
+#: A rank with more elements samples about this many: all of small parameters, and short, evenly spaced runs of large
+#: ones. The ratio is then a few tenths of a percent off, and sampling costs at most a thousandth of a step.
 MOST_ELEMENTS = 1 << 16
-#: Elements of a parameter that are looked at in any case, and of a run: memory is read by the line.
+#: Minimum of sampled elements of a parameter, and elements of a run, which fills memory lines.
 _LEAST, _RUN = 256, 64
 
 
 class UpdateRatio:
-    """Measures updates of one model; all ranks measure the same steps.
+    """Measures the update ratio of one model. All ranks measure the same steps.
 
     Args:
-        engine: of the model's parameters.
-        device: that the sums are wanted on.
+        engine: owner of the model's parameters.
+        device: device of the sums.
     """
 
     def __init__(self, engine: DataParallel, device: torch.device):
@@ -102,7 +103,7 @@ class UpdateRatio:
         self._weights: dict[object, torch.Tensor] = {}
 
     def around(self, update: Callable[[], None]) -> Callable[[], float | None]:
-        """Let a step's update happen. Returns what gives its ratio, None where all weights are zero; this may wait."""
+        """Call `update` and return a function that returns its ratio, or None if all weights are zero. It may wait."""
         places = self._places()
         before = [_read(views) for _, views in places]
         update()
@@ -111,14 +112,14 @@ class UpdateRatio:
             new = _read(views)
             moved = new - old
             found = torch.stack([torch.dot(weights * moved, moved), torch.dot(weights * new, new)])
-            sums += found.to(sums.device, non_blocking=True)  # from the memory of a host that steps
+            sums += found.to(sums.device, non_blocking=True)  # from host memory, if the host steps
         told = LateCopy(all_reduce(sums, self._engine.axes.world))
         return lambda: _ratio(*told.values)
 
     def _places(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Views of what is looked at, and how many elements of the model each element there stands for: 1-D, float64.
+        """Return the sampled views, and the number of elements that each sampled one represents: 1-D, float64.
 
-        One pair for each device and format.
+        One pair for each device and dtype.
         """
         held = [(one, number) for one, number in self._engine.counted_weights() if one.is_floating_point()]
         most = max(_LEAST, MOST_ELEMENTS // max(1, len(held)))
@@ -135,7 +136,7 @@ class UpdateRatio:
         ]
 
     def _weights_on(self, device: torch.device, weights: list[float], counts: list[int]) -> torch.Tensor:
-        """One for each element. Kept, because a copy from the host would wait for the device."""
+        """Return one weight for each element. It is cached, because a copy from the host would wait for the device."""
         key = device, *weights, *counts
         if key not in self._weights:
             each = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
@@ -149,17 +150,17 @@ def _read(views: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Return a view of at most about so many of its elements."""
+    """Return a view of at most about `most` elements."""
     number = tensor.numel()
     stride = _stride(number, most)
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if stride <= 1 or span != number:  # what has gaps in memory is looked at whole
+    if stride <= 1 or span != number:  # tensors with gaps in memory are read completely
         return tensor
     return tensor.as_strided((-(-(number // _RUN) // stride), _RUN), (stride * _RUN, 1))
 
 
 def _stride(num_elements: int, most: int) -> int:
-    """A step from one run that is seen to the next: an odd prime, so that no columns of a matrix are left out."""
+    """Return the stride between sampled runs: an odd prime, so that no columns of a matrix are left out."""
     stride = -(-num_elements // most)
     while stride > 1 and any(stride % divisor == 0 for divisor in (2, *range(3, math.isqrt(stride) + 1))):
         stride += 1

@@ -1,6 +1,6 @@
-"""When memory runs out: what was live on this rank, and the smallest changes of the plan that would help.
+"""Explanation of out-of-memory errors: live bytes on this rank by class, and the smallest plan changes that would help.
 
-Nothing is allocated on the device here: sizes are read off the tensors that training holds anyway.
+Nothing is allocated on the device here: sizes are read from tensors that training already has.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from weft.units import format_bytes, parse_bytes
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-#: Pieces of the texts of RuntimeErrors that mean: no memory. CUDA has an exception of its own besides.
+#: Substrings of RuntimeError messages that report a lack of memory. CUDA has a separate exception.
 _TEXTS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 #: "Tried to allocate 2.50 GiB" (CUDA), "you tried to allocate 1048576 bytes" (CPU).
 _ASKED = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
 
 
 class ExplainedStep(Protocol):
-    """What a training step must show to be explained."""
+    """The interface of a training step that explanations read."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     mesh: Mesh
 
     def local_gradients(self) -> Iterable[torch.Tensor]:
-        """The tensors that gradients lie in, also those that no parameter's `.grad` shows."""
+        """The tensors of this rank's gradients, including those that no parameter's `.grad` references."""
         ...
 
 
@@ -55,7 +55,7 @@ _S = TypeVar("_S", bound=ExplainedStep)
 
 @dataclass(frozen=True, slots=True)
 class MemoryByKind:
-    """Bytes of what training holds on this rank. expected_optimizer: of states that the first update will make."""
+    """Live bytes of training on this rank. expected_optimizer: bytes of states that the first update will create."""
 
     parameters: int
     gradients: int
@@ -65,12 +65,12 @@ class MemoryByKind:
 
     @property
     def total(self) -> int:
-        """What is live now."""
+        """Live bytes."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 def explains_memory(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[Concatenate[_S, Any, _P], _R]:
-    """For a step's call on its batch: raise OutOfMemory, with what would help, where memory runs out in it."""
+    """Decorate a step's call on its batch to raise OutOfMemory, with suggestions, if memory runs out in it."""
 
     @functools.wraps(call)
     def explained(self: _S, batch: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -85,7 +85,7 @@ def explains_memory(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[Co
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that host or device memory ran out. False for one that is explained already."""
+    """Return True if an exception reports that host or device memory ran out, and is not explained already."""
     if isinstance(error, OutOfMemory):
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -96,12 +96,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def live_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()
 ) -> MemoryByKind:
-    """Count what model and optimizer hold on this rank, each storage once.
+    """Count the live bytes of model and optimizer on this rank, each storage once.
 
     Args:
         model: its parameters and buffers.
         optimizer: its parameters and states.
-        gradients: those that `.grad` hides.
+        gradients: tensors that no `.grad` references.
     """
     seen: set[int] = set()
     params = list(model.parameters())
@@ -115,7 +115,7 @@ def live_bytes(
 
 
 def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
-    """The text of OutOfMemory: what was live, by class, and three changes of the plan."""
+    """Return the message of OutOfMemory: live bytes by class, and three changes of the plan."""
     mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.local_gradients())
     asked = _asked(error)
     held, other, lines = _rows(mesh.device, live)
@@ -136,11 +136,11 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
     )
     missing = live.expected_optimizer + asked
     if shape is not None and tokens:
-        # The allocation that failed was not the last one that the pass had before it.
+        # The failed allocation was not the last one of the pass.
         whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
     facts = Facts(world_size=mesh.world_size, model=shape)
-    # An accelerator reports its full memory by this error; a host's memory is full for what offload moves, too.
+    # This error means that the accelerator is full. Host memory can also be full of offloaded tensors.
     can_offload = mesh.device.type != "cpu" or isinstance(error, torch.OutOfMemoryError)
     found = footprint.remedies(mesh.plan, usage, missing, facts, shape, can_offload)
     wanted = f"an allocation of {format_bytes(asked)} failed" if asked else "an allocation failed"
@@ -156,7 +156,7 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
 
 
 def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]]:
-    """(total in words, bytes of activations and temporaries, table) of this rank."""
+    """Return (total as text, bytes of activations and temporaries, table) of this rank."""
     rows = [
         ("parameters", live.parameters),
         ("gradients", live.gradients),
@@ -166,7 +166,7 @@ def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]
     now, peak = memory_bytes(device)
     other = max(0, peak - live.total)
     if device.type == "cuda":
-        # The peak, because what a failed backward held is freed before anybody can look.
+        # Use the peak, because a failed backward frees its tensors before this code runs.
         reserve = max(0, torch.cuda.memory_reserved(device) - now)
         rows += [("activations", other), ("reserve", reserve)]
         held = f"{format_bytes(peak)} live at the peak"
@@ -178,7 +178,7 @@ def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]
 
 
 def _asked(error: BaseException) -> int:
-    """How many bytes the allocation that failed was for; 0 where its text does not say."""
+    """Return the size in bytes of the failed allocation, or 0 if the message does not contain it."""
     match = _ASKED.search(str(error))
     if match is None:
         return 0
@@ -187,10 +187,10 @@ def _asked(error: BaseException) -> int:
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Bytes of the storages that were not met before; they are added to `seen`."""
+    """Return the bytes of storages that `seen` does not contain, and add them to it."""
     total = 0
     for tensor in tensors:
-        # A DTensor's storage here is that of its local shard.
+        # For a DTensor, this is the storage of the local shard.
         local = getattr(tensor, "_local_tensor", tensor)
         storage = local.untyped_storage()
         if storage_key(storage) not in seen:
@@ -200,17 +200,17 @@ def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 
 def _expected(optimizer: torch.optim.Optimizer, owned: list[torch.Tensor]) -> int:
-    """States that the first update makes, for the optimizers whose options tell."""
+    """Return the size of states that the first update creates, for optimizers whose options determine it."""
     options = optimizer.defaults
     copies = 2 if "betas" in options else int(bool(options.get("momentum")))
     return copies * sum(getattr(param, "_local_tensor", param).nbytes for param in owned)
 
 
-# Models whose own code needs whole tensors: what the first step says where it fails on a rank's part of them.
+# Explanation of failures in the first step of models whose code needs full tensors but gets a rank's part of them.
 
 
 class CheckedStep(Protocol):
-    """What a training step must show: its model, its plan, and whether a step has ended before."""
+    """The interface of a training step: its model, its plan, and a flag for finished steps."""
 
     model: nn.Module
     mesh: Mesh
@@ -223,9 +223,9 @@ _StepT = TypeVar("_StepT", bound=CheckedStep)
 def names_the_module(
     call: Callable[Concatenate[_StepT, _P], _R],
 ) -> Callable[Concatenate[_StepT, _P], _R]:
-    """For a step's call: raise ModelError, with the module and a plan to use, where the first step fails in the model.
+    """Decorate a step's call to raise ModelError, with module and plan, if the first step fails in the model.
 
-    Only under plans that give a module's forward a part of its tensors; the model's own error is the cause.
+    It applies only under plans that give a module's forward a part of its tensors. The model's error is the cause.
     """
 
     @functools.wraps(call)
@@ -248,9 +248,9 @@ def names_the_module(
 
 
 def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
-    """Which module failed, on which part of its tensors, and what to use; None where no part or no module is seen."""
+    """Return the failed module, the part of its tensors and the remedy, or None if no part or no module is found."""
     if isinstance(model, layers.KnownModel):
-        return None  # Weft's own decoders take every plan: their failure is a defect, and not the user's to avoid
+        return None  # Weft's decoders support every plan: their failure is a bug that the user cannot avoid
     parts, path = _parts(plan), _failed_module(error, model)
     if not parts or path is None:
         return None
@@ -264,7 +264,7 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
 
 
 def _parts(plan: Plan) -> list[tuple[str, str, str]]:
-    """For each field that divides what a module computes with: the field, what it divides, and the remedy."""
+    """Return (field, divided tensors, remedy) for each plan field that divides a module's inputs or weights."""
     found = [
         (plan.sp, "sp=on", "the tokens between layers", "sp=off"),
         (plan.tp > 1, f"tp={plan.tp}", "the features, heads or vocabulary", "tp=1"),
@@ -276,7 +276,7 @@ def _parts(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _failed_module(error: Exception, model: nn.Module) -> str | None:
-    """The path of the innermost module of the model whose method raised; None where none did."""
+    """Return the path of the innermost module of the model whose method raised, or None."""
     paths = {id(module): path for path, module in model.named_modules()}
     found, trace = None, error.__traceback__
     while trace is not None:
@@ -285,11 +285,12 @@ def _failed_module(error: Exception, model: nn.Module) -> str | None:
     return found
 
 
-# Whether all ranks were given the same samples, because nobody cut the loader: asked once, within the step's sums.
+# Detects that all ranks read the same samples, because the loader is not sharded. Checked once, within the step's
+# all-reduce.
 
-#: Fingerprints are below this: the squares of 2**17 ranks' add up in float64 without rounding.
+#: Upper bound of fingerprints: the squares of 2**17 ranks' fingerprints sum in float64 without rounding.
 _BOUND = 2**18
-#: Values of each tensor that are looked at.
+#: Sampled values of each tensor.
 _LOOKED_AT = 4096
 
 
@@ -312,9 +313,12 @@ def fingerprint(batch: Any) -> torch.Tensor:
 
 
 def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
-    """Warn where all ranks' fingerprints are one number. sums: of `fingerprint`. num_readers: data-parallel ranks."""
+    """Warn if all ranks' fingerprints are equal.
+
+    sums: summed results of `fingerprint`. num_readers: data-parallel ranks.
+    """
     num_known, total, squares = map(int, sums)
-    # Equal only where no number differs from the mean; whole numbers, so nothing is rounded.
+    # Equality holds only if no number differs from the mean. They are integers, so nothing is rounded.
     if num_known < num_ranks or num_ranks * squares != total**2:
         return
     warnings.warn(

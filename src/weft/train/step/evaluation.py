@@ -32,13 +32,13 @@ from weft.train.tasks.description import Which
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Compute loss and metrics of this rank's batches, added over the data-parallel ranks. A collective.
+    """Compute loss and metrics of this rank's batches, summed over the data-parallel ranks. A collective.
 
     Args:
-        model: what `parallelize` returned.
-        batches: as many on each rank.
-        mesh: of the ranks.
-        task: gives forward, loss and metrics.
+        model: result of `parallelize`.
+        batches: the same number on each rank.
+        mesh: the ranks.
+        task: defines forward, loss and metrics.
     """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
@@ -46,7 +46,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
     def add(output: Any, local: Any, counts: bool) -> None:
         output = in_float32(output) if widens else output
-        # What stands in is measured too: to measure may take the model, whose weights other ranks gather meanwhile.
+        # Measure stand-in batches too: measuring may run the model, whose weights other ranks gather meanwhile.
         found = list(task.loss(output, local))
         if task.sum_names:
             sums = task.sums(output, local)
@@ -66,7 +66,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
 @torch.no_grad()
 def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task, totals: torch.Tensor) -> None:
-    """Add to `totals` what this rank's samples give: losses within their global batch, scores within the whole set."""
+    """Add this rank's results to `totals`: losses within their global batch, scores within the full set."""
     loss: Any = task.loss
     every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
     per_batch = mesh.plan.microbatches_per_step
@@ -92,17 +92,18 @@ def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
 def mean_loss(
     model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn, seed: int = 0
 ) -> tuple[float, int]:
-    """Compute the mean loss of all data-parallel ranks' batches, and the number that it is the mean over.
+    """Compute the mean loss of all data-parallel ranks' batches, and the count of the mean.
 
-    Equal on all ranks; a collective. A model that draws random numbers draws the same ones in every evaluation.
+    The result is equal on all ranks; it is a collective. A model with random numbers draws the same ones in every
+    evaluation.
 
     Args:
-        model: what `parallelize` returned.
-        batches: plain ones or `Microbatches`, as many on each rank.
-        mesh: of the ranks.
-        loss_fn: as `TrainStep` takes it.
-        forward: as `TrainStep` takes it.
-        seed: of torch's generators, which are restored afterwards.
+        model: result of `parallelize`.
+        batches: plain ones or `Microbatches`, the same number on each rank.
+        mesh: the ranks.
+        loss_fn: as in `TrainStep`.
+        forward: as in `TrainStep`.
+        seed: seed of torch's generators, which are restored afterwards.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     widens = needs_float32(loss_fn, mesh.plan)
@@ -136,11 +137,11 @@ def each_output(
     forward: ForwardFn,
     add: Callable[[Any, Any, bool], None],
 ) -> None:
-    """Forward each batch in evaluation mode; `add` gets what came of it, on the last stage alone under a pipeline.
+    """Forward each batch in evaluation mode and call `add` on each output, under a pipeline only on the last stage.
 
-    That is the output, the batch, and whether it counts: not where it stands in for a microbatch without samples.
+    `add` receives the output, the batch, and a flag. The flag is False for stand-ins of microbatches without samples.
     """
-    counts = True  # of the batch that is under way
+    counts = True  # of the current batch
 
     def forward_to_loss(model: nn.Module, local: Any) -> Any:
         with expect_labels(model, loss_fn, local):
@@ -168,21 +169,24 @@ def each_output(
 
 
 def counted_ranks(mesh: Mesh) -> Axis:
-    """The ranks whose sums add up; of a pipeline, only the last stage has any, and all want to know."""
+    """Return the ranks whose sums are added.
+
+    In a pipeline only the last stage has sums, and all stages need the result.
+    """
     return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]
 
 
-# Forwards that a task asks for outside of a step: without gradients, in evaluation mode, under any plan.
+# Forwards that a task runs outside of a step: without gradients, in evaluation mode, under any plan.
 
 
 class RankForwards:
-    """One rank's part of a model, as `weft.train.tasks.description.Forwards` describes it.
+    """One rank's implementation of `weft.train.tasks.description.Forwards`.
 
     Args:
-        model: what `parallelize` returned.
-        mesh: of the ranks.
-        task: gives forward and loss.
-        second: a model of the same plan that nothing changes; None: there is none.
+        model: result of `parallelize`.
+        mesh: the ranks.
+        task: defines forward and loss.
+        second: a frozen model under the same plan, or None.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, second: nn.Module | None = None):
@@ -192,41 +196,41 @@ class RankForwards:
 
     @property
     def plan(self) -> Plan:
-        """Return what the model lies on its ranks by."""
+        """Return the plan that the model is sharded by."""
         return self._mesh.plan
 
     @property
     def device(self) -> torch.device:
-        """Return where this rank computes."""
+        """Return this rank's device."""
         return self._mesh.device
 
     @property
     def rank(self) -> int:
-        """Return this rank's number among all of the run's world."""
+        """Return this rank's global rank."""
         return self._mesh.rank
 
     @property
     def size(self) -> int:
-        """Return how many ranks the world has."""
+        """Return the world size."""
         return self._mesh.world_size
 
     def wait(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait for all ranks."""
         barrier(self._mesh.world)
 
     @property
     def is_counted(self) -> bool:
-        """Whether this rank's losses count: of the ranks of cp, on the first one alone."""
+        """True if this rank's losses count. Of the ranks of cp, only the first one counts."""
         return self._mesh["cp"].rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's place among those that read different samples."""
+        """Return this rank's index among the ranks that read different samples."""
         return self._mesh.data.rank
 
     @property
     def data_size(self) -> int:
-        """Return how many ranks read different samples."""
+        """Return the number of ranks that read different samples."""
         return self._mesh.data.size
 
     def rows(
@@ -235,9 +239,9 @@ class RankForwards:
         """Return numbers of the rows of batches, summed over cp; 0 on ranks without the last stage.
 
         Args:
-            batches: as many on each rank.
-            each: (output, this rank's part of a batch) to numbers, (R,).
-            of: whose weights compute.
+            batches: the same number on each rank.
+            each: (output, this rank's part of a batch) -> numbers, (R,).
+            of: the weights that compute.
         """
         model = self._second if of == "second" else self._model
         assert model is not None
@@ -254,18 +258,18 @@ class RankForwards:
 
     @torch.no_grad()
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model), for a batch that was cut for this rank."""
+        """Return call(second model), for a batch that is already divided for this rank."""
         assert self._second is not None
         with sequence_in_use(self._second):
             return call(self._second)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up numbers over the ranks with different samples; equal on all ranks."""
+        """Sum numbers over the ranks with different samples. The result is equal on all ranks."""
         given = values.to(self._mesh.device, torch.float64)
         return all_reduce(given if self.is_counted else torch.zeros_like(given), counted_ranks(self._mesh))
 
     def along_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up numbers over cp, with gradients."""
+        """Sum numbers over cp, with gradients."""
         return sum_over(values, self._mesh["cp"])
 
     def on_first(self, act: Callable[[], Any]) -> Any:
@@ -274,6 +278,6 @@ class RankForwards:
 
 
 def _without_adapter(model: nn.Module) -> AbstractContextManager[None]:
-    """A stage of a pipeline may have none of the adapted layers."""
+    """Return a context that disables the adapter, if there is one: a stage of a pipeline may have no adapted layers."""
     has_one = any(isinstance(module, AdaptedLinear) for module in model.modules())
     return without_adapter(model) if has_one else nullcontext()

@@ -1,4 +1,4 @@
-"""What the forward of each microbatch runs inside of: which samples it has, and who counts them."""
+"""CUDA graph capture and replay of microbatch forward and backward passes, and the context of each forward."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from weft.parallel.zero_flat.step import PassEnd, RecordedPasses
 
 
 def insides_of(model: nn.Module, experts: ExpertBalance, samples: Sequence[SampleNumbers], key: int) -> Inside:
-    """Return what gives, for the number of a microbatch, what its forward runs inside of.
+    """Return a function from a microbatch's index to the context manager of its forward.
 
     Args:
-        model: what `parallelize` returned.
-        experts: of the model.
-        samples: of each microbatch.
-        key: of the step's dropout.
+        model: result of `parallelize`.
+        experts: balance of the model's experts.
+        samples: samples of each microbatch.
+        key: key of the step's dropout.
     """
     drops, norms = drops_of(model), norm_groups_of(model)
 
@@ -53,15 +53,15 @@ def insides_of(model: nn.Module, experts: ExpertBalance, samples: Sequence[Sampl
     return inside
 
 
-# A batch in memory that stays, into which others of the same shapes are copied.
+# A batch in persistent memory, into which others of the same shapes are copied.
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def shape_of(batch: Any) -> Hashable | None:
-    """Return what two batches must have in common to be computed by the same kernels; None where that is not known.
+    """Return a key that is equal for batches that the same kernels can compute, or None if it cannot be determined.
 
-    Shapes, strides and formats of tensors, their places in containers, and all that is neither tensor nor container.
+    The key contains shapes, strides and dtypes of tensors, their positions in containers, and all other values.
     """
     if isinstance(batch, Tensor):
         holds_others = hasattr(type(batch), "__tensor_flatten__")
@@ -79,10 +79,9 @@ def shape_of(batch: Any) -> Hashable | None:
 
 
 class FixedBatch:
-    """The memory of one shape.
+    """Persistent memory for batches of one shape.
 
-    Whoever would look at its values on the host leaves a check, which looks at each batch that comes. batch: as the
-    model is given it.
+    Code that reads values on the host registers a check, which runs on each new batch. batch: the model's input.
 
     Args:
         like: a batch of that shape.
@@ -100,26 +99,26 @@ class FixedBatch:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    found = torch.empty_like(tensor)  # of other strides where elements share memory, or leave some out
+    found = torch.empty_like(tensor)  # strides differ if elements overlap or have gaps
     mark_reused_buffer(found)
     return found
 
 
-# Forward and backward of microbatches as recordings: one for each shape of batches, and each place in a step.
+# Recorded forward and backward passes: one for each batch shape and each position in a step.
 
 #: Eager passes before a recording.
 WARM_UPS = 2
-#: Shapes of batches that are recorded, and recordings in all: of a shape, one for each place in a step.
+#: Maximum number of recorded shapes, and of recordings: a shape has one for each position in a step.
 MOST_SHAPES, MOST_RECORDINGS = 8, 32
-#: Passes that were seen and are not recorded yet.
+#: Maximum number of passes that are counted before they are recorded.
 _MOST_SEEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchInputs:
-    """What changes from one pass to the next.
+    """The inputs that change from one pass to the next.
 
-    batch: on the device. samples: of the batch. key: of the step's dropout. scale: what the loss is multiplied by.
+    batch: on the device. samples: samples of the batch. key: key of the step's dropout. scale: factor of the loss.
     """
 
     batch: Any
@@ -129,7 +128,7 @@ class MicrobatchInputs:
 
 
 class _PassMemory:
-    """The memory in which a recording finds them. like: those of any pass of its shape. drops: of the model."""
+    """The memory of a recording's inputs. like: inputs of any pass of its shape. drops: the model's dropout."""
 
     def __init__(self, like: MicrobatchInputs, drops: Drops | None, device: torch.device):
         self.batch = FixedBatch(like.batch)
@@ -138,7 +137,7 @@ class _PassMemory:
         self._sent: float | None = None
 
     def fill(self, given: MicrobatchInputs) -> None:
-        """Bring them there."""
+        """Copy inputs into the memory."""
         self.batch.fill(given.batch)
         if self.draws is not None:
             self.draws.fill(given.key, given.samples)
@@ -152,29 +151,29 @@ class _PassMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A recorded pass: the memory that it reads, its recording, and what it leaves of gradients."""
+    """A recorded pass: its input memory, its recording, and the state of gradients after it."""
 
     memory: _PassMemory
     recording: Recording[Tensor]
     end: PassEnd
 
 
-#: (batch, 0-d tensor that the loss is multiplied by) -> sum of losses and number, (2,) float64: forward and backward.
+#: (batch, 0-d factor of the loss) -> sum of losses and number, (2,) float64. Runs forward and backward.
 Compute = Callable[[Any, Tensor], Tensor]
 
 
 class GraphedPasses:
-    """Runs passes by replay, where that is possible.
+    """Runs passes by graph replay, if possible.
 
     Args:
-        recorder: of recordings.
-        model: what is trained.
-        engine: of its gradients.
-        way: of these gradients, of the same engine.
-        drops: what the model drops by; None: it drops nothing.
-        device: of the model.
-        recomputes: whether backward computes parts of forward again.
-        speaks: whether this rank says what is not recorded.
+        recorder: records graphs.
+        model: the trained model.
+        engine: owner of its gradients.
+        way: the engine's support for recorded passes.
+        drops: the model's dropout, or None.
+        device: the model's device.
+        recomputes: if True, backward recomputes parts of forward.
+        speaks: if True, this rank logs passes that are not recorded.
     """
 
     def __init__(
@@ -193,16 +192,18 @@ class GraphedPasses:
         self._shapes: set[Hashable] = set()
         self._passes: dict[Hashable, _Pass] = {}
         self._said: set[str] = set()
-        #: Replays so far, recordings among them.
+        #: Replays so far, including recordings.
         self.num_replays = 0
 
     def run(self, given: MicrobatchInputs, compute: Compute, *, last: bool) -> Tensor | None:
-        """Run one microbatch. Returns sum of losses and number, (2,) float64; None: the caller runs it eagerly.
+        """Run one microbatch and return sum of losses and number, (2,) float64.
+
+        It returns None if the pass cannot be replayed. The caller then runs it eagerly.
 
         Args:
-            given: what changes.
+            given: the inputs that change.
             compute: runs forward and backward of a batch. It is recorded, and not called in a replay.
-            last: of the step.
+            last: True for the last microbatch of the step.
         """
         found = self._found(given, last)
         if found is None:
@@ -221,9 +222,9 @@ class GraphedPasses:
             return known.recording.result.clone()
 
     def _found(self, given: MicrobatchInputs, last: bool) -> Hashable | None:
-        """What a recording of this pass depends on; None where there can be none."""
+        """Return the key of this pass's recording, or None if it cannot be recorded."""
         if given.samples.is_empty:
-            return None  # a stand-in, at the end of an epoch
+            return None  # a stand-in at the end of an epoch
         shape = shape_of(given.batch)
         if shape is None:
             self._say("batches hold more than plain tensors, numbers and text, so nothing is recorded")
@@ -243,7 +244,7 @@ class GraphedPasses:
         return shape, len(given.samples.numbers), last, modes, beside, self._kernel_choice.found(last)
 
     def _is_ready(self, found: Hashable) -> bool:
-        """Whether a pass ran eagerly often enough; else it does once more."""
+        """Return True if a pass ran eagerly often enough. Otherwise count one more eager pass."""
         count = self._seen.pop(found, 0)
         if count >= WARM_UPS:
             if len(self._passes) < MOST_RECORDINGS:
@@ -256,7 +257,7 @@ class GraphedPasses:
         return False
 
     def _recorded(self, given: MicrobatchInputs, compute: Compute, last: bool) -> _Pass:
-        """Record a pass, which is done by that."""
+        """Record a pass. Recording also runs it."""
         drops, keeps = self._drops, self._kernel_choice.keeps(last)
         memory = _PassMemory(given, drops, self._device)
         memory.fill(given)
@@ -271,23 +272,23 @@ class GraphedPasses:
         return _Pass(memory, recording, self._kernel_choice.left())
 
     def _say(self, what: str) -> None:
-        """Say once what is not recorded, and why."""
+        """Warn once about passes that are not recorded, with the reason."""
         if self._speaks and what not in self._said:
             warnings.warn(f"graphs=on: {what}.", WeftWarning, stacklevel=2)
         self._said.add(what)
 
 
 def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, compares: bool) -> GraphedPasses:
-    """Return what runs the passes of a model under graphs=on, and let its optimizer's steps be recorded too.
+    """Build the graph runner of a model under graphs=on, and enable recording of its optimizer's steps.
 
     Args:
-        model: what `parallelize` returned.
-        mesh: of the plan.
-        recorder: of recordings; None: CUDA's.
-        compares: whether the loss compares samples of several microbatches.
+        model: result of `parallelize`.
+        mesh: the plan's mesh.
+        recorder: records graphs; None for CUDA's.
+        compares: if True, the loss compares samples of several microbatches.
 
     Raises:
-        PlanError: where nothing can be recorded.
+        PlanError: if nothing can be recorded.
     """
     engine = data_parallel(model)
     way = recorded_passes(engine)
@@ -311,15 +312,15 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
 def compute_of(
     forward: Callable[[Any], Any], loss: CountedLoss, inside: Inside
 ) -> Callable[[int, Any, Tensor], Tensor]:
-    """Return forward and backward of a microbatch as a recording takes them.
+    """Return forward and backward of a microbatch as a function that can be recorded.
 
     Args:
-        forward: of a batch.
+        forward: forward of a batch.
         loss: (output, batch, index) -> sum of losses and their number.
-        inside: what forwards run inside of.
+        inside: context managers of forwards, by index.
 
     Returns:
-        What runs a microbatch, given its number and what `Compute` takes.
+        A function of a microbatch's index and the arguments of `Compute`.
     """
 
     def compute(index: int, batch: Any, scale: Tensor) -> Tensor:
@@ -332,7 +333,7 @@ def compute_of(
 
 
 def _counted(loss_sum: Tensor, number: Tensor | float) -> Tensor:
-    """Sum of losses and their number, (2,) float64."""
+    """Return the sum of losses and their number, (2,) float64."""
     if not isinstance(number, Tensor):
         number = torch.full((), number, dtype=torch.float64, device=loss_sum.device)
     if number.device != loss_sum.device:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from weft.models.initialize import BATCH_NORMS
 
-#: Containers whose contents are restored; others are restored as attributes alone.
+#: Containers whose contents are restored. For other attributes, only the reference is restored.
 _CONTAINERS = (list, dict, set, deque)
-#: Attributes that engines exchange while a forward runs.
+#: Attributes that engines change while a forward runs.
 _KEPT = frozenset({"_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-#: Whose hooks are parts of the forward.
+#: Modules whose hooks are parts of the forward.
 _OWNERS = ("torch.", "weft.")
 
 

@@ -1,4 +1,4 @@
-"""From what the ranks found in a step that went wrong: the event that names module, rank and samples, in words."""
+"""The event of a failed step, from the ranks' findings: it names module, rank and samples."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from weft.train.engine import TraceKind
 
-#: Where the highest loss is not above the median of the other samples by this factor, no sample stands out.
+#: No sample is an outlier unless the highest loss exceeds the median of the others by this factor.
 _STANDS_OUT = 1.5
-#: A module is named for a spike where its output is so many times larger or smaller than for other samples.
+#: A module is named for a spike if its output is larger or smaller than for other samples by this factor.
 _UNUSUAL = 2.0
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LossPart:
-    """What one rank found of some samples: sum of the losses, their number, whether all that was seen was finite."""
+    """One rank's result for some samples: sum of the losses, their number, and True if all outputs were finite."""
 
     loss_sum: float
     count: float
@@ -27,7 +27,7 @@ class LossPart:
 
     @classmethod
     def joined(cls, parts: Sequence[LossPart]) -> LossPart:
-        """Return what ranks that compute the same samples found together."""
+        """Combine the results of ranks that compute the same samples."""
         return cls(
             math.fsum(part.loss_sum for part in parts)
             if all(math.isfinite(part.loss_sum) for part in parts)
@@ -38,30 +38,31 @@ class LossPart:
 
     @property
     def is_bad(self) -> bool:
-        """Whether something was not finite."""
+        """True if a value was not finite."""
         return not (self.is_finite and math.isfinite(self.loss_sum))
 
     @property
     def mean(self) -> float:
-        """The mean loss; of nothing it is below all others."""
+        """The mean loss, or a value below all others without losses."""
         return self.loss_sum / self.count if self.count else -math.inf
 
 
 def worst(parts: Sequence[LossPart]) -> int:
-    """Return the place of the first part that is not finite, or of the highest mean loss."""
+    """Return the index of the first part that is not finite, or of the highest mean loss."""
     bad = [place for place, part in enumerate(parts) if part.is_bad]
     return bad[0] if bad else max(range(len(parts)), key=lambda place: parts[place].mean)
 
 
 @dataclass(frozen=True, slots=True)
 class RankFinding:
-    """What one rank says of the samples that it computed once more.
+    """One rank's findings about the samples that it recomputed.
 
-    data, stage, place: of the rank: among those that read different samples, in the pipeline, within its stage.
-    order, module: the first call whose output was not finite, and whose; -1: all were finite. got_finite: what that
-    module got was finite. input_finite: so was the batch. weights, gradients: parameters of which this rank holds
-    values that are not finite. sizes: of modules' outputs, where no other samples of this rank are known. unusual:
-    (module, size, size that is usual), where they are. error: why there is nothing.
+    data, stage, place: the rank's index among the ranks with different samples, in the pipeline, and within its stage.
+    order, module: index and module of the first call with a nonfinite output; -1 if all were finite.
+    got_finite: True if that module's input was finite. input_finite: True if the batch was finite. weights, gradients:
+    parameters with nonfinite values on this rank.
+    sizes: sizes of modules' outputs, if this rank has no other samples to compare with.
+    unusual: (module, size, usual size), or None. error: the reason for missing results.
     """
 
     data: int
@@ -80,9 +81,10 @@ class RankFinding:
 
 @dataclass(frozen=True, slots=True)
 class TracedSamples:
-    """Which samples were found. data: of the ranks that read them. losses: of all samples that were compared.
+    """The samples that caused the failure. data: index of the ranks that read them.
 
-    numbers: in the global batch. all_bad: every sample that was looked at is as bad.
+    losses: losses of all compared samples. numbers: indices in the global batch. all_bad: True if all compared samples
+    are equally bad.
     """
 
     data: int
@@ -97,9 +99,9 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     """Return cause, module, rank, parameters, figures and text.
 
     Args:
-        kind: what was wrong.
-        samples: that stand out.
-        findings: of all ranks, in their order.
+        kind: kind of the failure.
+        samples: the outliers.
+        findings: findings of all ranks, in their order.
     """
     failed = next((one.error for one in findings if one.error), "")
     ranks = [rank for rank, one in enumerate(findings) if one.data == samples.data]
@@ -127,7 +129,7 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
 def _of_module(
     found: RankFinding, rank: int, samples: TracedSamples, findings: Sequence[RankFinding]
 ) -> dict[str, Any]:
-    """The first module whose output is not finite."""
+    """Return the event of the first module whose output is not finite."""
     holders = [place for place, one in enumerate(findings) if _own(one.weights, found.module)]
     every = ", for every sample" if samples.all_bad else ""
     if holders:
@@ -145,7 +147,7 @@ def _of_module(
 
 
 def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
-    """The gradient of backward's first module that is not finite: the last of the model's order."""
+    """Return the event of the first nonfinite gradient of backward: the last one in the model's order."""
     held = [rank for rank, one in enumerate(findings) if one.gradients]
     text = "the loss and the outputs of all modules are finite, but the gradient is not"
     if not held:
@@ -157,8 +159,8 @@ def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
 
 
 def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Sequence[int]) -> dict[str, Any]:
-    """The module whose output is most out of its usual beside other samples."""
-    # Without the highest, which these samples are of.
+    """Return the event of the module whose output differs most from its size on other samples."""
+    # Without the highest loss, which belongs to these samples.
     others = sorted(loss for loss in samples.losses if math.isfinite(loss))[:-1]
     usual = statistics.median(others) if others else None
     rank, found = ranks[0], None
@@ -188,7 +190,7 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
 
 
 def _compared_with_others(own: RankFinding, findings: Sequence[RankFinding]) -> Sequence[Any] | None:
-    """(module, size, usual) beside ranks that computed other samples with the same part of the model."""
+    """Return (module, size, usual), compared with ranks that ran the same part of the model on other samples."""
     peers = [
         one.sizes for one in findings
         if one.sizes and one.data != own.data and (one.stage, one.place) == (own.stage, own.place)
@@ -197,10 +199,10 @@ def _compared_with_others(own: RankFinding, findings: Sequence[RankFinding]) -> 
 
 
 def unusual(sizes: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> tuple[str, float, float] | None:
-    """Return (module, size, usual size) of the output that is most out of the usual; None of nothing to compare.
+    """Return (module, size, usual size) of the output that deviates most, or None without a comparison.
 
     Args:
-        sizes: of outputs by module.
+        sizes: sizes of outputs by module.
         others: the same for other samples.
     """
     found = None
@@ -208,7 +210,7 @@ def unusual(sizes: Mapping[str, float], others: Sequence[Mapping[str, float]]) -
         known = [one[module] for one in others if module in one and math.isfinite(one[module])]
         if known and math.isfinite(size):
             seen = (module, size, statistics.median(known))
-            # The first of those that are as far out: what follows only passes it on.
+            # Take the first of equally large deviations: later modules only pass it on.
             if found is None or _factor(seen) > 1.05 * _factor(found):
                 found = seen
     return found
@@ -222,7 +224,7 @@ def _factor(seen: Sequence[Any]) -> float:
 
 
 def _own(names: Sequence[str], module: str) -> list[str]:
-    """Those parameters that are a module's own, or of modules inside."""
+    """Return the names of parameters of a module and its submodules."""
     return [name for name in names if name.startswith(f"{module}.")]
 
 

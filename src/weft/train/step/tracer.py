@@ -1,4 +1,4 @@
-"""What the modules of a rank gave in some forwards: how large, and whether it was finite."""
+"""Records the sizes of module outputs in some forwards, and traces failed steps to samples and modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from weft.train.tasks.data_share import Batches
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One module's output in one forward. size: root mean square. input_size: of what it got. Not finite: so was it."""
+    """One module's output in one forward. size: root mean square. input_size: the same for its input.
+
+    Both are nonfinite if a value is.
+    """
 
     module: str
     size: float
@@ -39,13 +42,16 @@ class ModuleCall:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the output was finite."""
+        """True if the output was finite."""
         return math.isfinite(self.size)
 
 
 @dataclass
 class ModuleWatch:
-    """Looks at every module of a model through hooks; numbers stay on the device until `calls` asks for them."""
+    """Records the output of every module of a model through hooks.
+
+    Numbers stay on the device until `calls` reads them.
+    """
 
     model: nn.Module
     _names: list[list[str]] = field(default_factory=list)
@@ -53,7 +59,7 @@ class ModuleWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at the forwards inside; compiled modules run as they are written."""
+        """Record the forwards inside the block. Compiled modules run eagerly."""
         hooks = [
             module.register_forward_hook(self._hook(own_name(name)))
             for name, module in self.model.named_modules()
@@ -67,14 +73,14 @@ class ModuleWatch:
                 hook.remove()
 
     def each(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Give batches one after another: what modules give until the next one is of this one."""
+        """Yield the batches. Module outputs are recorded under the last yielded batch."""
         for batch in batches:
             self._names.append([])
             self._sizes.append([])
             yield batch
 
     def calls(self) -> list[list[ModuleCall]]:
-        """Return what was seen of each batch, in the order in which modules ended. Waits for the device."""
+        """Return the recorded calls of each batch, in the order in which modules returned. Waits for the device."""
         found = []
         for names, sizes in zip(self._names, self._sizes, strict=True):
             numbers: list[list[float]] = torch.stack(sizes).tolist() if sizes else []
@@ -94,14 +100,14 @@ class ModuleWatch:
 
 
 def size_of(value: Any) -> torch.Tensor | None:
-    """Root mean square of all floating-point values of a nested value, on its device, float64; None of no such values.
+    """Compute the root mean square of all floating-point values, on their device, float64, or None without values.
 
-    Not finite where one of them is not.
+    The result is not finite if a value is not.
     """
     squares, count = None, 0
     for tensor in map(local_part, tensors_in(value)):
         if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
-            # In float64, where the squares of what is large in other formats are finite.
+            # In float64 the squares of large values of other dtypes are finite.
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
             squares = norm.square() + (0.0 if squares is None else squares)
             count += tensor.numel()
@@ -109,25 +115,25 @@ def size_of(value: Any) -> torch.Tensor | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor that is spread over ranks."""
+    """Return this rank's part of a sharded tensor."""
     here: Any = getattr(tensor, "to_local", None)
     return tensor if here is None else here()
 
 
 def own_name(name: str) -> str:
-    """The name that a module has in the model's own code, without what compiling puts around it."""
+    """Return a module's name in the model's code, without the prefixes of compiled modules."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def spoilt_parameters(model: nn.Module) -> list[str]:
-    """List the parameters of which this rank holds values that are not finite."""
+    """List the parameters with nonfinite values on this rank."""
     return _not_finite((name, param) for name, param in model.named_parameters())
 
 
 def spoilt_gradients(model: nn.Module, whole: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List the parameters of this rank whose gradient has values that are not finite anywhere, in the model's order.
+    """List this rank's parameters whose full gradient is not finite, in the model's order.
 
-    whole: the whole gradients by name.
+    whole: the full gradients by name.
     """
     bad = set(_not_finite(whole))
     return [name for name in map(own_name, dict(model.named_parameters())) if name in bad]
@@ -142,22 +148,22 @@ def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [name for (name, _), size in zip(known, sizes, strict=True) if not math.isfinite(size)]
 
 
-# Computes again, without gradients, what a step went wrong with, and finds out where: all ranks together.
+# Recomputes a failed step without gradients to find the cause, on all ranks together.
 
-#: A microbatch is cut into so many parts, and so is the worst of them, until a part is one sample.
+#: A microbatch is divided into this many parts, and so is the worst of them, until a part is one sample.
 _PARTS = 16
-#: Where samples cannot be told apart, so many microbatches are compared.
+#: If samples cannot be separated, this many microbatches are compared.
 _WHOLE = 4
-#: Samples that an event names.
+#: Maximum number of samples that an event names.
 _MOST_SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What a rank keeps of a step until its numbers are known.
+    """A rank's data of a step, kept until its numbers are checked.
 
-    number: from 1. batches: its microbatches as the task gave them. losses: by place, sum and number of those that
-    this rank computes the loss of, on the device.
+    number: from 1. batches: its microbatches as the task built them. losses: by microbatch index, sum and count of the
+    losses that this rank computes, on the device.
     """
 
     number: int
@@ -167,9 +173,9 @@ class TracedStep:
 
 @dataclass
 class _Round:
-    """What was found of some parts of a microbatch. joined: of each part, by the ranks' samples, of all who compute it.
+    """Results for some parts of a microbatch.
 
-    runs: rows of each part of this rank's own.
+    joined: for each data rank, the combined results of its ranks by part. runs: rows of each part on this rank.
     """
 
     runs: list[range]
@@ -183,10 +189,10 @@ class StepTracer:
     """Traces steps of one model.
 
     Args:
-        model: what `parallelize` returned.
-        mesh: of the ranks.
-        task: gives forward and loss.
-        batches: say which samples each step takes.
+        model: result of `parallelize`.
+        mesh: the ranks.
+        task: defines forward and loss.
+        batches: define the samples of each step.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
@@ -196,11 +202,11 @@ class StepTracer:
     def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
         """Return the event of a step, the same on all ranks. A collective.
 
-        Where its gradient is not finite, the model must hold its gradients.
+        If its gradient is not finite, the model must still have its gradients.
 
         Args:
-            kind: what was wrong with its numbers, equal on all ranks.
-            step: which one.
+            kind: kind of the failure, equal on all ranks.
+            step: the step to trace.
         """
         numbers = samples_of(Microbatches(step.batches), len(step.batches), self._mesh.reader)
         given = self._task.before_step(step.batches)
@@ -234,7 +240,7 @@ class StepTracer:
     # --- which samples ---
 
     def _choose(self, step: TracedStep, given: Sequence[Any], numbers: Sequence[SampleNumbers]) -> tuple[int, int]:
-        """The data rank and the number of the microbatch that is the worst of the step."""
+        """Return the data rank and the index of the worst microbatch of the step."""
         if isinstance(self._task.loss, GlobalBatchLoss):
             found = self._compute(list(given), [range(0)] * len(given)).parts
         else:
@@ -251,7 +257,7 @@ class StepTracer:
     def _narrow(
         self, given: Sequence[Any], numbers: Sequence[SampleNumbers], index: int
     ) -> tuple[list[float], _Round, bool]:
-        """Mean losses of all parts of the first round; the last round; whether its parts are parts of a microbatch."""
+        """Return mean losses of the first round, the last round, and True if it compares parts of one microbatch."""
         batch, own = given[index], numbers[index]
         rows = range(max(1, len(own.numbers)))
         said = self._share([_can_split(batch, own), len(rows)])
@@ -277,7 +283,7 @@ class StepTracer:
         return means, last, True
 
     def _named(self, last: _Round, place: int) -> list[int]:
-        """The rows that are named: all that are not finite; where all are so, or none is, those of the worst part."""
+        """Return the rows to report: all nonfinite ones, or the rows of the worst part if all or none are nonfinite."""
         joined = last.joined[self._mesh.data.rank]
         bad = [one for one, part in enumerate(joined) if part.is_bad]
         places = bad if 0 < len(bad) < len(joined) else [place]
@@ -286,7 +292,7 @@ class StepTracer:
     # --- computing ---
 
     def _compute(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
-        """Forward each batch, in evaluation mode and without gradients. counts: they are samples, and no stand-in."""
+        """Forward each batch, in evaluation mode and without gradients. counts: False for stand-ins."""
         task, watch = self._task, ModuleWatch(self._model)
         found: list[torch.Tensor] = []
 
@@ -303,7 +309,7 @@ class StepTracer:
                 each_output(self._model, watch.each(batches), self._mesh, task.loss, task.forward, add)
         except CommError:
             raise
-        except Exception as error:  # a step that went wrong is no reason to end the run
+        except Exception as error:  # tracing must not end the run
             return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], _in_words(error))
         calls = watch.calls()
         pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)
@@ -314,7 +320,7 @@ class StepTracer:
         return _Round(runs, parts, calls)
 
     def _look(self, batch: Any, last: _Round, place: int) -> dict[str, Any]:
-        """What this rank says of a part."""
+        """Return this rank's findings about a part."""
         mesh, calls = self._mesh, last.calls[place]
         bad = next((order for order, call in enumerate(calls) if not call.is_finite), -1)
         sizes = [{call.module: call.size for call in seen} for seen in last.calls]
@@ -335,10 +341,10 @@ class StepTracer:
             "error": last.error,
         }
 
-    # --- together ---
+    # --- exchange among ranks ---
 
     def _join(self, own: _Round) -> _Round:
-        """Let the ranks that compute the same samples know what each found."""
+        """Exchange the results among the ranks that compute the same samples."""
         said = self._share([self._mesh.data.rank, [asdict(part) for part in own.parts]])
         own.joined = _joined(said)
         return own
@@ -348,7 +354,7 @@ class StepTracer:
 
 
 def _joined(said: Sequence[Sequence[Any]]) -> dict[int, list[LossPart]]:
-    """By data rank, what all ranks with its samples found of each part."""
+    """Return the combined results of each part, by data rank."""
     found: dict[int, list[list[LossPart]]] = {}
     for data, parts in said:
         found.setdefault(data, []).append([LossPart(**part) for part in parts])
@@ -356,12 +362,12 @@ def _joined(said: Sequence[Sequence[Any]]) -> dict[int, list[LossPart]]:
 
 
 def _means(found: _Round) -> list[float]:
-    """The mean losses of all parts of all ranks."""
+    """Return the mean losses of all parts of all ranks."""
     return [part.mean for parts in found.joined.values() for part in parts if part.count and not part.is_bad]
 
 
 def _can_split(batch: Any, own: SampleNumbers) -> bool:
-    """Whether the rows of a microbatch are its samples."""
+    """Return True if the rows of a microbatch are its samples."""
     if samples_in(batch) != max(1, len(own.numbers)):
         return False
     try:

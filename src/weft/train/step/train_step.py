@@ -1,4 +1,4 @@
-"""What a step says of itself, on the host at once or when somebody looks."""
+"""One optimizer step, and its metrics, which are read immediately or on first access."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from weft.train.step.graphed_passes import MicrobatchInputs, compute_of, graphed
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one step did, equal on all ranks.
+    """Metrics of one step, equal on all ranks.
 
     loss: mean over all tokens of the global batch, before the update. grad_norm: before clipping.
-    skipped: why the weights were left as they were, or None. wants_stop: some rank asked to stop.
-    update_ratio: norm of the update over the norm of the weights, in a step that measures it and is taken.
+    skipped: reason for a skipped update, or None. wants_stop: True if a rank requested a stop.
+    update_ratio: norm of the update over the norm of the weights, in a measured step that is applied.
 
-    On a GPU the first look at a number waits until the device has made it. The step before has passed by then, so a
-    loop that shows the metrics of the step before never waits.
+    On a GPU the first access to a number waits until the device has computed it. The previous step has finished by
+    then, so a loop that shows the metrics of the previous step never waits.
     """
 
     loss: float
@@ -63,11 +63,11 @@ class StepMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient are finite."""
+        """True if loss and gradient are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def moved(self, ratio: Callable[[], float | None] | None) -> StepMetrics:
-        """Return the same with its update's ratio, where the step was taken. ratio: gives it; None: not measured."""
+        """Return a copy with the update ratio if the step was applied. ratio: computes it, or None."""
         return self if ratio is None or self.skipped is not None else replace(self, update_ratio=ratio())
 
     @classmethod
@@ -75,9 +75,10 @@ class StepMetrics:
         """Return the metrics of a step.
 
         Args:
-            numbers: sum of losses, number of tokens, ranks that want to stop, ..., norm of the gradient as it lies.
-            nominal: what the loss was divided by before backward.
-            scale: as it was in this step.
+            numbers: sum of losses, number of tokens, ranks that want to stop, ..., norm of the unscaled gradient
+                buffers.
+            nominal: divisor of the loss before backward.
+            scale: the loss scale in this step.
         """
         loss_sum, num_tokens, stops, *_, norm = numbers
         loss = loss_sum / max(num_tokens, 1.0)
@@ -94,12 +95,12 @@ class StepMetrics:
 
 
 def to_mean(nominal: float, num_tokens: float, scale: LossScale) -> float:
-    """Return what brings gradients, which hold sum / nominal * scale, to the mean over the tokens."""
+    """Return the factor that turns gradients of sum / nominal * scale into gradients of the mean over the tokens."""
     return nominal / (max(num_tokens, 1.0) * scale.factor())
 
 
 class LateMetrics(StepMetrics):
-    """Metrics whose numbers are on the device until somebody looks at one. read: waits for them."""
+    """Metrics whose numbers stay on the device until one is read. read: waits for them."""
 
     __slots__ = ("_read",)
 
@@ -119,20 +120,21 @@ class LateMetrics(StepMetrics):
 
 
 def power_of_two(number: int) -> float:
-    """Return the power of two nearest below: multiplying by it loses no bit."""
+    """Return the largest power of two up to `number`: multiplying by it is exact."""
     return 2.0 ** math.floor(math.log2(max(1, number)))
 
 
-# What a step of all replicas says of itself where each trains by itself: some bytes, which travel during the
-# update.
+# Metrics of a step over all replicas, if each trains locally. They are all-reduced during the update.
 
 
 class JointNumbers:
-    """The replicas' metrics of one step on their way. All ranks make it and ask for `metrics` at the same place.
+    """A pending all-reduce of the replicas' metrics of one step.
+
+    All ranks construct it and call `metrics` in the same order.
 
     Args:
-        own: of this rank's replica.
-        sync: of the replicas.
+        own: metrics of this rank's replica.
+        sync: the replicas' synchronization.
     """
 
     def __init__(self, own: StepMetrics, sync: RareSync):
@@ -144,7 +146,7 @@ class JointNumbers:
         self._pending = start_all_reduce(sums, axis)
 
     def metrics(self) -> StepMetrics:
-        """Return those of all: the loss over all tokens, and the mean of the replicas' norms."""
+        """Return the metrics of all replicas: the loss over all tokens, and the mean of the gradient norms."""
         loss_sum, num_tokens, norms, skipped, stops = self._pending.wait().tolist()
         why = None
         if skipped:
@@ -170,21 +172,22 @@ class TrainStep:
     """Forward, backward, reduction, clipping and update of a parallelized model.
 
     Args:
-        model: what `parallelize` returned.
+        model: result of `parallelize`.
         optimizer: built on the model's parameters after `parallelize`.
         loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
-        mesh: the mesh that the model lies on.
-        forward: forward(model, batch) -> output; None: as `Run.train_step` says.
-        max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
-        nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
-            any result.
-        meter: times the phases of steps; None: one of the step's own.
-        weights_follow: new weights of zero=1 and 2 may still travel when a step returns: in the next forward each block
-            waits for its own. Whoever reads parameters in between calls `arrive` before.
-        reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
-            its numbers; None: on a GPU.
-        recorder: of graphs under graphs=on; None: CUDA's.
-        check_batch: the first step warns of what depends on how the plan divides a batch, by some small forwards.
+        mesh: the model's mesh.
+        forward: forward(model, batch) -> output; None: as in `Run.train_step`.
+        max_grad_norm: the norm that the full gradient is clipped to; 0 or None disables clipping.
+        nominal_tokens: approximate number of tokens in a global batch; keeps scaled losses in range, and does not
+            change any result.
+        meter: times the phases of steps; None creates one.
+        weights_follow: new weights of zero=1 and 2 may still be gathered when a step returns: in the next forward each
+            block waits for its own. Call `arrive` before reading parameters in between.
+        reads_late: from the second step on, the device decides if a step is applied, and the host does not wait for its
+            numbers; None enables it on a GPU.
+        recorder: records graphs under graphs=on; None for CUDA's.
+        check_batch: if True, the first step runs some small forwards to warn of results that depend on how the plan
+            divides a batch.
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class TrainStep:
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm or 0.0
         self.wants_stop = self.asks = self.has_trained = False
-        #: Whether steps measure how far they move the weights; equal on all ranks.
+        #: True if steps measure their update ratio; equal on all ranks.
         self.measures_update = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, mesh, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
@@ -240,12 +243,12 @@ class TrainStep:
         may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
         self._may_read_late, self._is_first = may_read_late and self._rarely is None, True
         self._unread: LateMetrics | None = None
-        self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
-        self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
-        #: Passes that are launched as one; None: all are launched kernel by kernel.
+        self._next_scale: torch.Tensor | None = None  # if only the device has it
+        self._unchecked = False  # a gradient was not finite, and the ranks were not checked yet
+        #: Passes that run as one graph launch; None launches each kernel.
         self._compares = self._whole is not None or isinstance(self._loss.loss_fn, GroupLoss)
         self.graphs = graphed_passes(model, mesh, recorder, compares=self._compares) if mesh.plan.graphs else None
-        #: Of the last step's microbatches by their place, as far as this rank computes them: loss sum and number.
+        #: Loss sum and count of the last step's microbatches, by index, if this rank computes them.
         self.microbatch_losses: dict[int, tuple[torch.Tensor, torch.Tensor | int]] = {}
 
     @explains_memory
@@ -253,18 +256,21 @@ class TrainStep:
     def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
         """Train on this rank's part of one global batch.
 
-        batch: tensors in a tuple, list, dict or dataclass, as a DataLoader gives them, on any device: they are moved to
-        the run's, and split along dim 0 into as many microbatches as the plan says; or `Microbatches` that are cut, as
-        `run.shard` gives them. Ranks and microbatches may differ in size; one without samples counts for nothing.
-        seeds: of torch's generators, one per microbatch, for models that draw random numbers; None: derived from the
-        run's seed, the steps of the model and the microbatch's first sample, and the generators are restored after the
-        step. dropout_key: what this step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
+        batch: tensors in a tuple, list, dict or dataclass, as a DataLoader returns them, on any device. They are moved
+        to the run's device, and split along dim 0 into the plan's number of microbatches. Or `Microbatches`, as
+        `run.shard` returns them, which are split already. Ranks and microbatches may differ in size. A microbatch
+        without samples is not counted.
+        seeds: seeds of torch's generators, one per microbatch, for models that draw random numbers. None derives them
+        from the run's seed, the model's step count and the microbatch's first sample, and restores the generators after
+        the step.
+        dropout_key: key of this step's dropout, equal on all ranks. None uses the model's step count.
         """
         refusing_old = OriginalParameters.refusing_old(self.model) if self._is_first else nullcontext()
         with refusing_old, kept_generators(self.mesh.device) if seeds is None else nullcontext():
             numbers, has_watched = self._sums(batch, seeds, dropout_key)
         with self._meter.phase("reduce"):
-            # Else the only wait for the device in a step: all that the decision needs, in one copy.
+            # Otherwise this is the only wait for the device in a step: one copy of all numbers that the decision
+            # needs.
             known = None if not has_watched and self._reads_late() else numbers.tolist()
         if known is not None:
             if has_watched:
@@ -276,25 +282,25 @@ class TrainStep:
         return metrics
 
     def compute_again(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> None:
-        """Compute the gradients of a step again, with the weights as they are, and update nothing. All ranks call it.
+        """Compute the gradients of a step again with the current weights, without an update. All ranks call it.
 
         Args:
-            batch: of the step, as `__call__` took it.
-            seeds: of the step.
-            dropout_key: of the step.
+            batch: the step's batch, as in `__call__`.
+            seeds: the step's seeds.
+            dropout_key: the step's dropout key.
         """
         with kept_generators(self.mesh.device) if seeds is None else nullcontext():
             self._sums(batch, seeds, dropout_key, again=True)
         self._finish(moved=False)
-        self._data_parallel.scale(1.0)  # which lets everyone find them
+        self._data_parallel.scale(1.0)  # makes the gradients available
         self.mesh.pulse.in_step = False
 
     def _sums(
         self, batch: Any, seeds: Sequence[int] | None, dropout_key: int | None, *, again: bool = False
     ) -> tuple[torch.Tensor, bool]:
-        """Compute the gradients of a batch. again: to look at how: replicas compare nothing, and no graph is launched.
+        """Compute the gradients of a batch. again: for tracing: replicas are not compared, and no graph is launched.
 
-        Returns what the decision about the step needs, on the device, float64, and whether replicas compare weights.
+        Returns the inputs of the step's decision, on the device, float64, and True if replicas compare weights.
         """
         with self._meter.phase("data"):
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
@@ -313,14 +319,14 @@ class TrainStep:
         totals = self._first_totals(batch, watched)
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
         coders = self._data_parallel.coders
-        if coders.has_residual:  # and then the host decides about every step
+        if coders.has_residual:  # then the host decides about every step
             coders.set_unit(float(scale))
         self._experts.begin(scale)
         if self._norms is not None:
             self._norms.begin()
         drops = drops_of(self.model)
         key = dropout_key if dropout_key is not None else 0 if drops is None else drops.next_key()
-        # Other threads of a run that gives seeds may draw from numpy's and Python's generators.
+        # If a run passes seeds, its other threads may use numpy's and Python's generators.
         self._reseed: Callable[[int], Any] = seed_generators if seeds is None else torch.manual_seed
         if drops is not None:
             drops.places_noise = seeds is None
@@ -331,7 +337,7 @@ class TrainStep:
             parts = [shard_sequence(self.model, microbatch) for microbatch in microbatches]
             loss = self._counted_loss(samples)
             work = StepWork(parts, self._forward, self._with_labels, loss, scale, totals, seeds, inside)
-            # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
+            # One engine pass: the gradients of all microbatches are one sum, in any order of the schedule.
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
@@ -340,7 +346,7 @@ class TrainStep:
         if self._norms is not None:
             self._norms.start()
         if self.mesh["tp"].rank:
-            totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
+            totals[:2] = 0.0  # the ranks of tp have the same tokens: only the first one counts them
         with self._meter.phase("reduce"):
             self.finalize()
             self._data_parallel.finish(totals)
@@ -348,12 +354,12 @@ class TrainStep:
             return torch.cat([totals, norm.to(totals).reshape(1)]), watched is not None
 
     def _first_totals(self, batch: Any, watched: torch.Tensor | None) -> torch.Tensor:
-        """Sum of losses, token count, ranks that want to stop; then what is looked for. One collective for all.
+        """Return zeros for loss sum and token count, the stop vote, and values of checks. One collective sums them.
 
-        float64, (3 or more,): small and exact. watched: what replicas compare.
+        float64, (3 or more,): small and exact. watched: value of the replica check, or None.
         """
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        # An assignment would send the number, and wait until it is there.
+        # An assignment would copy the number from the host and wait for the copy.
         totals[2].fill_(float(self.wants_stop or self.asks))
         looked = [] if watched is None else [watched]
         if self._looks_for_copies and not isinstance(batch, Microbatches):
@@ -362,22 +368,23 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> LossScale:
-        """Return the scale of the next step's loss; waits for the last step's numbers."""
+        """Return the scale of the next step's loss. Waits for the last step's numbers."""
         self._read()
         return self._loss_scale
 
     @property
     def is_unread(self) -> bool:
-        """Whether only the device knows what it decided of the last step."""
+        """True if the host has not read the device's decision about the last step."""
         return self._unread is not None
 
     def finalize(self, metrics: StepMetrics | None = None) -> None:
-        """Read what the device decided of the last step. All ranks call it.
+        """Read the device's decision about the last step. All ranks call it.
 
-        metrics: of the step to read; nothing waits where a later one was launched, which has read it. None: the last.
+        metrics: metrics of the step to read. If a later step was launched, it has read them already. None reads the
+        last step.
 
         Raises:
-            CommError: where its gradient was not finite because ranks disagreed.
+            CommError: if its gradient was not finite because ranks disagreed.
         """
         if metrics is None or metrics is self._unread:
             self._read()
@@ -386,16 +393,16 @@ class TrainStep:
             self._data_parallel.check()
 
     def arrive(self) -> None:
-        """Wait for the last step's weights, before anyone but a forward reads parameters."""
+        """Wait for the last step's weights. Call it before parameters are read outside of a forward."""
         self._data_parallel.arrive()
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the tensors that this rank's gradients lie in."""
+        """Return the tensors that contain this rank's gradients."""
         return self._data_parallel.local_gradients()
 
     def _counted_loss(self, samples: list[SampleNumbers]) -> CountedLoss:
-        """The loss of a microbatch by its number; zero, with gradients of zero, for one that stands in for none."""
-        # One for each step: who traces the last one may still read its own.
+        """Return the loss function of microbatches by index. For a stand-in it is zero, with zero gradients."""
+        # A new dict for each step: the tracer of the last step may still read the old one.
         found = self.microbatch_losses = {}
 
         def loss(output: Any, microbatch: Any, index: int) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -408,7 +415,7 @@ class TrainStep:
         return loss
 
     def _values_in(self, microbatches: list[Any]) -> int:
-        """About how many tokens the global batch holds: the same number on all ranks, whose batches may differ."""
+        """Return the approximate number of tokens in the global batch, the same on all ranks."""
         own = sum(map(values_in, microbatches))
         if self.mesh.data.size == 1:
             return own
@@ -418,7 +425,7 @@ class TrainStep:
         self, microbatches: list[Any], samples: list[SampleNumbers], scale: float | torch.Tensor, totals: torch.Tensor,
         inside: Inside, seeds: Sequence[int] | None, key: int | None,
     ) -> None:  # fmt: skip
-        """Add each microbatch's gradients, loss sum and token count. key: for graphs; None: launch none."""
+        """Add each microbatch's gradients, loss sum and token count. key: for graphs; None launches none."""
         loss = self._counted_loss(samples)
         if self._whole is not None:
             loss = self._compared(self._whole, microbatches, samples, inside, seeds)
@@ -440,7 +447,7 @@ class TrainStep:
                 with self._meter.phase("forward"):
                     output = self._with_labels(self.model, microbatch)
                     loss_sum, num_tokens = loss(output, microbatch, index)
-                    del output  # logits are large, and backward does not ask for them
+                    del output  # logits are large, and backward does not need them
                     totals[0] += loss_sum.detach()
                     totals[1] += num_tokens
                 with self._meter.phase("backward"):
@@ -450,7 +457,7 @@ class TrainStep:
         self, whole: GlobalBatchLoss, microbatches: list[Any], samples: list[SampleNumbers], inside: Inside,
         seeds: Sequence[int] | None,
     ) -> CountedLoss:  # fmt: skip
-        """The loss of a microbatch as a part of that of the global batch."""
+        """Return the loss function of a microbatch as a part of the global batch's loss."""
 
         def features(index: int) -> Features:
             if seeds is not None:
@@ -461,29 +468,29 @@ class TrainStep:
         return whole.compared(self.mesh, [not one.is_empty for one in samples], features)
 
     def _with_labels(self, model: nn.Module, microbatch: Any) -> Any:
-        """Forward with a head that may give the loss at once."""
+        """Run forward with a head that may return the loss directly."""
         with expect_labels(model, self._loss.loss_fn, microbatch):
             return self._forward(model, microbatch)
 
     def _look_for_copies(self, fingerprints: list[float]) -> None:
-        """In the first step: whether all ranks read the same samples. fingerprints: added up over the ranks."""
+        """Warn in the first step if all ranks read the same samples. fingerprints: summed over the ranks."""
         if fingerprints and self.mesh.rank == 0:
             warn_if_identical(fingerprints, self.mesh.world_size, self.mesh.data.size)
         self._looks_for_copies = False
 
     def _update_jointly(self, numbers: list[float]) -> StepMetrics:
-        """Update, and where replicas train by themselves meet them if that is due; metrics are those of all."""
+        """Update, and synchronize replicas that train locally if it is due. Return the metrics of all replicas."""
         rarely, nominal = self._rarely, self._nominal
         if rarely is None or nominal is None:
             return self._update(numbers)
         own = StepMetrics.of_sums(numbers, nominal, self._loss_scale)
-        joint = None if rarely.is_apart else JointNumbers(own, rarely)  # travels while the optimizer works
+        joint = None if rarely.is_apart else JointNumbers(own, rarely)  # reduced while the optimizer works
         mine = self._update(numbers)
         rarely.after_step()
         return mine if joint is None else replace(joint.metrics(), update_ratio=mine.update_ratio)
 
     def _update(self, numbers: list[float]) -> StepMetrics:
-        """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""
+        """Normalize, clip and step, or skip: one decision, from numbers that all ranks share."""
         assert self._nominal is not None
         metrics = StepMetrics.of_sums(numbers, self._nominal, self._loss_scale)
         if not math.isfinite(metrics.grad_norm):
@@ -498,7 +505,7 @@ class TrainStep:
         return metrics
 
     def _update_unread(self, numbers: torch.Tensor) -> StepMetrics:
-        """The same where the device decides, and the host reads one step later what it decided."""
+        """Update without the host: the device decides, and the host reads the decision one step later."""
         assert self._nominal is not None
         scale = self._loss_scale
         decision = StepDecision(numbers, self._nominal, scale.factor(), self.max_grad_norm)
@@ -512,22 +519,22 @@ class TrainStep:
         return self._unread
 
     def _move(self, factor: float | StepDecision) -> Callable[[], float | None] | None:
-        """Update the weights. Returns what gives the ratio of the update, where it is measured."""
+        """Update the weights. Returns a function that computes the update ratio, or None if it is not measured."""
         update = partial(self._data_parallel.update, self.optimizer, factor)
         return self._update_ratio.around(update) if self.measures_update else update()
 
     def _finish(self, moved: bool | torch.Tensor) -> None:
-        """Move what follows the batch and no gradient: biases of routers, running statistics."""
+        """Update the state that follows the batch without a gradient: biases of routers, running statistics."""
         self._experts.finish(moved=moved)
         if self._norms is not None:
             self._norms.finish(moved=moved)
 
     def _reads_late(self) -> bool:
-        """Whether the device decides about this step."""
+        """Return True if the device decides about this step."""
         return self._may_read_late and not self._is_first and self._data_parallel.decides_late(self.optimizer)
 
     def _read(self) -> None:
-        """Let the host know what the device decided of the last step."""
+        """Read the device's decision about the last step."""
         unread, self._unread, self._next_scale = self._unread, None, None
         if unread is not None:
             self._loss_scale.update(unread.is_finite)

@@ -1,4 +1,7 @@
-"""What a sample is made of, in lines for people: text as it is, numbers where they are few, else how large they are."""
+"""The base class of tasks, and a text description of a sample's contents.
+
+`described` prints texts in full, numbers if there are few of them, and shapes otherwise.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ _MOST_VALUES, _MOST_TEXT = 16, 2000
 def described(sample: Any, name: str = "") -> list[str]:
     """Return a line for each tensor, number and text of a sample.
 
-    Of many values a digest says whether two samples are the same.
+    Long arrays are shown with a digest, so that two samples can be compared.
 
     Args:
         sample: nested in tuples, lists, mappings and dataclasses.
-        name: what it is called.
+        name: prefix of the lines.
     """
     parts = list(_parts(sample))
     if parts:
@@ -79,7 +82,7 @@ def _words(value: Any) -> list[str]:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """A tensor, an array, or a long list of numbers, as an array of a format that numpy has."""
+    """Return a tensor, an array or a long list of numbers as an array of a dtype that numpy supports."""
     if callable(getattr(value, "detach", None)):
         value = value.detach().cpu()
         try:
@@ -94,7 +97,7 @@ def _array(value: Any) -> np.ndarray | None:
         return None
 
 
-# The seam for kinds of training: what is trained, on what, and what is told of it.
+# The interface of a kind of training: its model, its data, and the text that users read about it.
 
 #: (stage, done, total) while data is prepared.
 Report = Callable[[str, int, int], None]
@@ -102,9 +105,9 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty.
+    """A metric that evaluations compute in addition to the loss. name: its key in events.jsonl. unit: may be empty.
 
-    help: what it means; the end of a run prints it below the numbers.
+    help: its meaning, which is printed below the numbers at the end of a run.
     """
 
     name: str
@@ -113,58 +116,58 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """What stands beside its value on a line."""
+        """The label after the value on a printed line."""
         return self.unit or self.words
 
     @property
     def words(self) -> str:
-        """Its name in words."""
+        """The name with spaces instead of underscores."""
         return self.name.replace("_", " ")
 
 
 class Task:
-    """One kind of training. A subclass writes `build`, `samples` and `loss`; the rest has a default.
+    """One kind of training. A subclass implements `build`, `samples` and `loss`; all other methods have a default.
 
-    An instance is made with the options of the config's [task.options] as keyword arguments; then `config` is set.
-    Weft makes one in the process that prepares a run, and one on each rank. What is wrong with options or data raises
-    a WeftError (or ValueError in the constructor).
+    The constructor receives the options of the config's [task.options] as keyword arguments. `config` is set
+    afterwards. Weft creates one instance in the process that prepares a run, and one on each rank. Invalid options or
+    data raise a WeftError (or ValueError in the constructor).
     """
 
     #: The run's settings. Weft sets it before anything is called.
     config: RunConfig
 
-    #: What a loss is the mean over and throughput counts, in the plural.
+    #: The unit of the loss's mean and of throughput, in the plural.
     unit: ClassVar[str] = "samples"
-    #: What a batch holds `train.global_batch` of, in the plural.
+    #: The unit of `train.global_batch`, in the plural.
     sample_unit: ClassVar[str] = "samples"
-    #: What evaluations find beside the loss; `sums` and `measure` compute it.
+    #: Metrics of evaluations in addition to the loss. `sums` and `measure` compute them.
     metrics: tuple[Metric, ...] = ()
-    #: Names of what `sums` gives.
+    #: Names of the values that `sums` returns.
     sum_names: tuple[str, ...] = ()
-    #: Sections and settings of the decoder that this task reads too, such as "data" or "train.seq_len". Weft refuses
-    #: the others where they are set, so that none is silently ignored.
+    #: Sections and settings of the decoder that this task also reads, such as "data" or "train.seq_len". Weft refuses
+    #: the others if they are set, so that none is silently ignored.
     sections: ClassVar[tuple[str, ...]] = ()
-    #: Of those, what decides the weights of a step: with another value a run does not go on.
+    #: The settings among them that change the trained weights. A run cannot resume with another value.
     identity: ClassVar[tuple[str, ...]] = ()
 
-    # --- what every task writes ---
+    # --- required methods ---
 
     def build(self) -> nn.Module:
-        """Build the model with its initial weights: plain PyTorch.
+        """Build the model with its initial weights, in plain PyTorch.
 
-        Weft seeds torch before; under the meta device it makes shapes alone.
+        Weft seeds torch before the call. Under the meta device only shapes are created.
         """
         raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
 
     def samples(self, split: str) -> MapDataset | None:
-        """Return the samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
+        """Return the samples of "train" or "eval" by index. None for "eval" disables evaluation.
 
-        Weft shuffles by `seed`, cuts global batches by samples, and calls `collate` for each part.
+        Weft shuffles by `seed`, divides global batches by samples, and calls `collate` for each part.
         """
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return (sum of the losses, number of what they are of).
+        """Return (sum of the losses, number of summed losses).
 
         Weft divides once, over all ranks and microbatches.
         """
@@ -173,7 +176,10 @@ class Task:
     # --- batches ---
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of some samples. By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y)."""
+        """Make a batch of some samples.
+
+        The default stacks them like torch's DataLoader: (x, y) becomes a batch (x, y).
+        """
         from torch.utils.data import default_collate
 
         return default_collate(samples)
@@ -187,51 +193,51 @@ class Task:
         return IndexedBatches(samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.places())
 
     def places(self) -> StepBorders:
-        """Return which samples each step takes: train.global_batch of them, or those that train.global_cost allows.
+        """Return the samples of each step: train.global_batch samples, or as many as train.global_cost allows.
 
-        Asked after `prepare` or `open`.
+        Called after `prepare` or `open`.
         """
         from weft.train.tasks.indexed import epoch_order
 
         return StepBorders.of_task(self, lambda number, epoch: epoch_order(number, self.config.seed, epoch))
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
-        """Return how long each training sample is, by its index; None: the task has no batches by cost.
+        """Return the length of each training sample by its index, or None if the task does not batch by cost.
 
-        It is what `collate` fills samples up to, such as tokens. Asked after `prepare` or `open`.
+        The length is the size that `collate` pads samples to, such as tokens. Called after `prepare` or `open`.
         """
         return None
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return what samples of some lengths cost, in tokens: their FLOPs, divided by those of one token alone.
+        """Return the costs of samples of the given lengths, in tokens: their FLOPs divided by the FLOPs of one token.
 
-        By default from the trace of the model; where nothing in it is a sequence, their lengths.
+        The default uses the trace of the model. If the model has no sequence dimension, it returns the lengths.
 
-        lengths: whole numbers; the result has their shape.
+        lengths: integers; the result has the same shape.
         """
         return traced_costs(self.describe().traced, lengths)
 
-    #: Whether samples may be as long as train.seq_len; else the longest of `lengths` is the longest that there is.
+    #: True if samples may be as long as train.seq_len. False if the maximum of `lengths` is the longest sample.
     fills_seq_len: bool = True
 
     def costs_beside(self) -> np.ndarray | None:
-        """Return what each training sample costs beside its length, in tokens too; None: nothing.
+        """Return the cost of each training sample in addition to its length, or None if there is no such cost.
 
-        Such as encoders of its pictures. float64 (samples,), by index.
+        An example is the cost of the encoders of its pictures. float64 (samples,), in tokens, by index.
         """
         return None
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """Return the evaluation set of one rank, equally many batches on each; None where there is none.
+        """Return the evaluation batches of one rank, the same number on each, or None without evaluation samples.
 
-        The whole set must not depend on the share: evaluations are then equal under every plan.
+        The full set must not depend on the share, so that evaluations are equal under every plan.
         """
         from weft.train.tasks.indexed import evaluation_batches
 
         return evaluation_batches(self.samples("eval"), share, self.collate, self.config.eval.batches)
 
     def nominal_count(self) -> int:
-        """Return about how many of `unit` one global batch holds.
+        """Return the approximate number of `unit` in one global batch.
 
         It keeps scaled losses in range and changes no result.
         """
@@ -247,7 +253,7 @@ class Task:
             return self.build()
 
     def initial_model(self, plan: Plan) -> nn.Module:
-        """Return the model that a rank of `plan` starts from, the same weights on all."""
+        """Return the model that a rank of `plan` starts from. All ranks have the same weights."""
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -255,101 +261,105 @@ class Task:
             return self.build()
 
     def initial_weights(self, model: nn.Module) -> StateSource | None:
-        """Return where a new run's weights are read from, each rank its slices; None: `initial_model` has them.
+        """Return the source of a new run's weights, or None if `initial_model` already has them.
 
-        With it, `initial_model` returns shapes: all parameters on the meta device. model: that model, before it is cut.
+        Each rank reads its slices from the source. `initial_model` then returns all parameters on the meta device.
+
+        model: the result of `initial_model`, before it is sharded.
         """
         return None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch.
 
-        By default: model(x) of (x, y), and of a dict all but "labels" by name.
+        The default calls model(x) for (x, y). For a dict it passes all entries except "labels" by name.
         """
         from weft.train.microbatches import call_model
 
         return call_model(model, batch)
 
     def second_model(self, plan: Plan) -> nn.Module | None:
-        """Return a model that stands beside the trained one and never changes, such as a teacher; None: there is none.
+        """Return a frozen model that runs next to the trained one, such as a teacher, or None.
 
-        It lies on the ranks as the plan says; `Forwards` gives what it computes.
+        It is sharded by the same plan. `Forwards` runs it.
         """
         return None
 
     def second_weights(self, model: nn.Module) -> StateSource | None:
-        """Return where the second model's weights are read from, as `initial_weights` does for the first one."""
+        """Return the source of the second model's weights, as `initial_weights` does for the first model."""
         return None
 
     def begin(self, forwards: Forwards) -> None:
-        """Take hold of the model on its ranks, once its first weights are there and before a checkpoint's are.
+        """Keep a reference to the model on its ranks.
 
-        forwards: asks it for numbers that no gradient goes through.
+        Called after the initial weights are loaded and before a checkpoint is.
+
+        forwards: runs the model without gradients.
         """
 
     def before_step(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Return the microbatches of a global batch as the step, or an evaluation, gets them.
+        """Return the microbatches of a global batch as the step or an evaluation receives them.
 
-        For what must be known of all of them first, or of weights that do not train.
+        Override it to add values that depend on the full batch or on weights that do not train.
         """
         return batches
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
-        """Return what `measure` needs of an evaluation batch, by `sum_names`: numbers that add up."""
+        """Return the sums of an evaluation batch that `measure` needs, by `sum_names`. The values must be additive."""
         return {}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
-        """Return the metrics of a whole evaluation by name. sums: of `sums`, and "loss" and "count" of `loss`."""
+        """Return the metrics of a full evaluation by name. sums: totals of `sums`, and "loss" and "count" of `loss`."""
         return {}
 
     def flops_per_count(self) -> float | None:
-        """Return the FLOPs of forward and backward for one of `unit`; None: no utilisation is shown."""
+        """Return the FLOPs of forward and backward for one of `unit`, or None to report no utilisation."""
         return None
 
     # --- preparing a run, in one process before the ranks start ---
 
     def facts(self, world_size: int) -> Facts:
-        """Return what the rules of plans may know."""
+        """Return the facts that plan rules use."""
         limits = cost_limits(self.config)
         return Facts(world_size=world_size, global_batch=self.config.train.global_batch, limits=limits)
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        """Return (setting, old, new) of what makes another run than the one begun with `before`, beside `identity`."""
+        """Return (setting, old, new) of changes since `before` that a resumed run forbids, beyond `identity`."""
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Make the data ready. A `folder` that holds a run already must go on with the same data, or be refused."""
+        """Make the data ready. If `folder` already contains a run, its data must be the same; refuse other data."""
 
     def samples_per_epoch(self) -> int:
-        """Return the number of samples of one pass over the training data, for train.epochs; asked after `prepare`."""
+        """Return the number of samples of one pass over the training data, for train.epochs. Called after `prepare`."""
         return len(self.samples("train") or ())
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        """Return the contents of the task's own files in the run folder, by name.
+        """Return the contents of the task's files in the run folder, by file name.
 
-        notes: lines for people of the data.
+        notes: lines about the data that users read.
         """
         return {}
 
     def open(self, folder: RunFolder) -> None:
-        """Open, on a rank and before anything else, what `keep` wrote."""
+        """Open the files that `keep` wrote. Called first on a rank."""
 
     # --- for the planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model in the planner's words; by default from tracing it with two of its samples."""
+        """Describe the model for the planner. The default traces it with two of its samples."""
         from weft.train.tasks.description import describe_by_samples
 
         return describe_by_samples(self)
 
-    # --- what people see ---
+    # --- text for users ---
 
     def name(self) -> str:
-        """Say what is trained, in a word or two."""
+        """Return a short name of the trained model."""
         return type(self).__name__
 
     def model_line(self) -> str:
-        """Say the model's name and size."""
+        """Return the model's name and size."""
         return f"{self.name()}: {format_count(sum(p.numel() for p in self.shapes().parameters()))} parameters"
 
     def data_lines(self) -> Sequence[str]:
@@ -357,28 +367,29 @@ class Task:
         return [f"{self.samples_per_epoch()} {self.sample_unit}"]
 
     def batch_line(self) -> str:
-        """Say what a step and the whole run read."""
+        """Return the amount of data that a step and the full run read."""
         batch, steps = self.config.train.global_batch, self.config.train.steps
         if (most := self.config.train.global_cost) is not None:
             return f"{self.sample_unit} that cost up to {most:g} tokens a step, {steps} steps"
         return f"{batch} {self.sample_unit} a step, {steps} steps, {format_count(batch * steps)} {self.sample_unit}"
 
     def show(self, folder: RunFolder, step: int) -> str:
-        """Return what the trained model of a saved step makes, as text for the end of a run; "": nothing.
+        """Return sample output of the trained model at a saved step, for the end of a run, or "".
 
-        Called on the first rank alone; `load_weights(model, folder, step)` reads the weights.
+        Called on the first rank only. `load_weights(model, folder, step)` reads the weights.
         """
         return ""
 
-    #: What `show` leaves in the run folder, by name.
+    #: Names of the files that `show` writes into the run folder.
     leaves: ClassVar[tuple[str, ...]] = ()
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show a training sample as the model sees it.
+        """Show a training sample as the model receives it.
 
-        By default: where it is among `samples("train")`, and what it is made of. After `open`; torch need not be there.
+        The default returns its position in `samples("train")` and its contents. Called after `open`. torch need not be
+        installed.
 
-        place: in the order of training, from 0 and over all epochs: the first of step s has (s - 1) * global_batch.
+        place: position in the order of training, from 0 and over all epochs. Step s begins at (s - 1) * global_batch.
         """
         from weft.train.tasks.indexed import sample_in_order
 
@@ -386,5 +397,5 @@ class Task:
         return [where, *described(sample)]
 
     def try_line(self, folder: RunFolder) -> str:
-        """Return the command that tries the trained model; "": there is none."""
+        """Return the command that tries the trained model, or ""."""
         return ""

@@ -1,4 +1,4 @@
-"""What tasks share that write text token by token while they evaluate."""
+"""Tasks on samples of text, pictures and sound: captioning and contrastive training, with generation in evaluations."""
 
 from __future__ import annotations
 
@@ -28,41 +28,42 @@ from weft.train.tasks.edit_distance import edit_distance
 from weft.train.tasks.mixed import MixedTask, frozen_encoders
 from weft.train.tasks.token_costs import TokenCosts
 
-#: Tokens that an evaluation writes between two looks at whether every text has ended.
+#: Number of generated tokens between two checks if every text has ended.
 LOOK_EVERY = 8
 
 
 def any_goes_on(forwards: Forwards | None, has_ended: Tensor) -> bool:
-    """Return whether any rank has a text that goes on; a collective, since ranks that gather weights write together.
+    """Return True if a text of any rank has not ended. It is a collective: ranks that gather weights generate together.
 
     Args:
-        forwards: of the ranks; None: of this process alone, which then writes to the end.
-        has_ended: whether each text of this rank has, (B,).
+        forwards: the ranks' model; None for this process alone, which then generates to the end.
+        has_ended: bool (B,), True for each text of this rank that has ended.
     """
     if forwards is None:
         return True
     return bool(forwards.total((~has_ended).sum(dtype=torch.float64)) > 0)
 
 
-# Text written after pictures and sound: `task.name = "caption"`, and `"transcribe"` without a pretrained model.
+# Text after pictures and sound: `task.name = "caption"`, and `"transcribe"` without a pretrained model.
 
-#: Tokens of a batch are rounded up to so many.
+#: The length of a batch is rounded up to a multiple of this many tokens.
 _MULTIPLE = 8
-#: What an encoder that is not trained costs of one that is: it has a forward and no backward.
+#: Cost of a frozen encoder relative to a trained one: it has a forward and no backward.
 _FORWARD_ALONE = 1 / 3
 
 
 @dataclass(eq=False)
 class CaptionTask(MixedTask):
-    """Trains a small model to write text after pictures, sound and text.
+    """Trains a small model to generate text after pictures, sound and text.
 
     data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files; each has a text with any number
     of pictures and recordings, or a chat with marks for them. eval: other records; by default a share `holdout`.
-    model: vlm-tiny (pictures), omni-tiny (pictures and sound). side, grid: pixels and patches to a side of a picture.
+    model: vlm-tiny (pictures), omni-tiny (pictures and sound). side, grid: side of a picture in pixels and in patches.
     augment: crop and mirror pictures at random. colour: change brightness, contrast and saturation by up to this share.
-    rate, mels: samples a second and bands of recordings. seconds: longer recordings are left out. gain, noise, masks:
-    change recordings at random, as in classify_audio. text_len: tokens (bytes) of a text at most. dropout: rate within
-    the encoders. generate: tokens that evaluations write of each text; 0: none. picture, audio, text: columns.
+    rate, mels: sampling rate in Hz and number of mel bands. seconds: longer recordings are left out. gain, noise,
+    masks: change recordings at random, as in classify_audio. text_len: maximum tokens (bytes) of a text. dropout: rate
+    within the encoders. generate: tokens that evaluations generate for each text; 0 disables it. picture, audio, text:
+    columns.
     """
 
     generate: int = 32
@@ -104,7 +105,7 @@ class CaptionTask(MixedTask):
     def _laid(
         self, sample: MixedSample, rows: Sequence[int], first: list[int], media: Mapping[str, Tensor]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Ids, rows of media and labels of a sample. first: row at which the next picture and the next sound begin."""
+        """Return ids, rows of media and labels of a sample. first: rows of the next picture and the next sound."""
         ids: list[int] = []
         index: list[int] = []
         own: list[int] = []
@@ -126,14 +127,14 @@ class CaptionTask(MixedTask):
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.text_len // 4
 
-    # --- what samples cost ---
+    # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample, those of its pictures and recordings among them: int64 (samples,)."""
+        """Return the tokens of each sample, including the tokens of its pictures and recordings: int64 (samples,)."""
         records: MixedRecords = self.media("train")
         owners, is_sound, frames = self._media_frames()
         each = np.where(is_sound, sound_tokens(frames), (self.grid // 2) ** 2)
-        # The mark of each is a token already.
+        # The mark of each medium is already counted as a token.
         found = records.token_counts() + np.bincount(owners, each - 1, len(records)).astype(np.int64)
         return -(-found // _MULTIPLE) * _MULTIPLE
 
@@ -142,7 +143,7 @@ class CaptionTask(MixedTask):
         return costs.work(lengths) / costs.work(1)
 
     def costs_beside(self) -> np.ndarray:
-        """Return what encoders of pictures and sound cost for each sample: float64 (samples,)."""
+        """Return the encoders' cost for the pictures and sound of each sample: float64 (samples,)."""
         model, (owners, is_sound, frames) = self.shapes(), self._media_frames()
         freeze(model, self.config.optimizer)
         kept = frozen_encoders(model, self.config, self) if self.config.data.cache_features else ()
@@ -163,7 +164,7 @@ class CaptionTask(MixedTask):
         return TokenCosts.of(model.text, model.text.spec.num_layers, model.text.spec.dim)
 
     def _media_frames(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every picture and recording: its sample, whether it is a sound, its frames (of a picture 1)."""
+        """Return, for every medium, its sample, True for a sound, and its frames (1 for a picture)."""
         owners, sizes = self.media("train").media_sizes()
         is_sound, hop = sizes[:, 0] > 0, round(self.rate / 100)
         seconds = np.where(is_sound, sizes[:, 1] / np.maximum(1, sizes[:, 2]), 0.0)
@@ -179,7 +180,7 @@ class CaptionTask(MixedTask):
         self._forwards = forwards
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return logits; in an evaluation with `generate`, also the tokens that the model writes by itself."""
+        """Return logits. In an evaluation with `generate`, also return the tokens that the model generates."""
         logits = super().forward(model, batch)
         if model.training or not self.generate or pipeline_of(model) is not None:
             return logits
@@ -187,9 +188,9 @@ class CaptionTask(MixedTask):
 
     @torch.no_grad()
     def written(self, model: Any, batch: Any) -> Tensor:
-        """Return the likeliest token after token that the model writes where texts begin, (B, at most `generate`).
+        """Return greedily generated tokens from the start of each text, (B, at most `generate`).
 
-        All ranks call the model equally often: where its weights are spread over them, each call is a collective.
+        All ranks call the model the same number of times. If the weights are sharded, each call is a collective.
         """
         labels, rows = batch["labels"], torch.arange(len(batch["labels"]), device=batch["labels"].device)
         starts = (labels != IGNORE).int().argmax(1) + 1
@@ -243,22 +244,21 @@ class CaptionTask(MixedTask):
         }
 
 
-# Which text belongs to which picture or recording: `task.name = "contrast"`.
+# Contrastive training of pictures or recordings and their texts: `task.name = "contrast"`.
 
 _NO_PP = Limit((1,), "the loss compares all samples of the batch, which no stage of a pipeline has in time")
 _WITHIN = (1, 5, 10)
-#: Products of vectors of length one that differ by less are alike: a text that is there twice has one place, however
-#: it rounds.
+#: Products of unit vectors that differ by less count as equal. A text that occurs twice then has one rank in the
+#: order, whatever the rounding.
 _ALIKE = 1e-6
 
 
 @dataclass(eq=False)
 class ContrastTask(MixedTask):
-    """Trains two encoders to give near vectors to a picture, or a recording, and its text.
+    """Trains two encoders to map a picture, or a recording, and its text to similar vectors.
 
     data: records of a text and one picture or recording each; eval, holdout, model, side, grid, augment, colour, rate,
-    mels, seconds, gain, noise, masks, text_len, dropout and columns as in caption. temperature: cosines are divided by
-    it.
+    mels, seconds, gain, noise, masks, text_len, dropout and columns as in caption. temperature: divides the cosines.
     """
 
     temperature: float = 0.07
@@ -313,7 +313,7 @@ class ContrastTask(MixedTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: Tensor) -> tuple[Tensor, int]:
-        """InfoNCE both ways: the own text among all texts, and the own picture or recording among all."""
+        """Return the sum of the symmetric InfoNCE loss: own text among all texts, own media among all media."""
         losses = [
             F.cross_entropy(one @ others.T / self.temperature, places, reduction="sum")
             for one, others in zip(own, reversed(every), strict=True)
@@ -321,7 +321,7 @@ class ContrastTask(MixedTask):
         return torch.stack(losses).sum() / 2, len(places)
 
     def _score(self, own: Any, every: Any, places: Tensor) -> Mapping[str, Tensor]:
-        """Of how many at most so many texts of the set are nearer than their own."""
+        """Count the samples for which fewer than k texts of the set are nearer than the own text."""
         products = own[0] @ every[1].T
         nearer = (products > products.gather(1, places[:, None]) + _ALIKE).sum(1)
         return {f"within_{most}": (nearer < most).sum() for most in _WITHIN}

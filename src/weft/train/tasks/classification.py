@@ -1,4 +1,7 @@
-"""A label or a number for each text, or pair of texts: `task.name = "classify_text"`."""
+"""Classification of texts and of tokens.
+
+`task.name = "classify_text"` predicts a label or a number for each text, or pair of texts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _CLASSES = (
     Metric("macro_f1", "", "mean over the classes of the harmonic mean of precision and recall"),
 )
 _NUMBERS = (Metric("pearson", "", "correlation of the model's numbers with those of the data"),)
-#: Why tokens are not divided between layers.
+#: Reason that tokens are not divided between layers.
 _NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
 
 
@@ -32,12 +35,12 @@ class TextClassTask(FolderTask):
     """Sequence classification, and regression with one output.
 
     text: column of the text.
-    pair: column of the second text; "": there is none.
-    label: column of the label: a name or a whole number, or with `regression` any number.
-    labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
-    regression: whether numbers are learnt, by the squared error.
-    new_head: leave out a head that the folder has, and start a new one.
-    pad_multiple: what the length of a batch's texts is rounded up to.
+    pair: column of the second text, or "".
+    label: column of the label: a name or an integer, or with `regression` any number.
+    labels: names of all classes, joined by commas; "" uses the folder's classes, or those in the training data.
+    regression: if True, train on numbers with the squared error.
+    new_head: ignore the folder's head and initialize a new one.
+    pad_multiple: the length of a batch's texts is rounded up to a multiple of it.
     """
 
     text: str = "text"
@@ -121,7 +124,7 @@ class TextClassTask(FolderTask):
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in a format that losses are summed in."""
+    """Return the logits in a dtype for summing losses."""
     return logits if logits.itemsize == 8 else logits.float()
 
 
@@ -135,7 +138,7 @@ def _number(record: TableRecord, value: Any, column: str) -> float:
     return found
 
 
-# A label for each word of a text: `task.name = "classify_tokens"`. Sub-tokens after a word's first are not counted.
+# A label for each word of a text: `task.name = "classify_tokens"`. Only a word's first sub-token is counted.
 
 
 @dataclass(eq=False)
@@ -143,10 +146,10 @@ class TokenClassTask(FolderTask):
     """Token classification: named entities, parts of speech.
 
     words: column of the words: a list of texts, or one text that is split at spaces.
-    tags: column of their labels, as many.
-    labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
-    new_head: leave out a head that the folder has, and start a new one.
-    pad_multiple: what the length of a batch's texts is rounded up to.
+    tags: column of their labels, one for each word.
+    labels: names of all classes, joined by commas; "" uses the folder's classes, or those in the training data.
+    new_head: ignore the folder's head and initialize a new one.
+    pad_multiple: the length of a batch's texts is rounded up to a multiple of it.
     """
 
     words: str = "tokens"
@@ -216,7 +219,7 @@ class TokenClassTask(FolderTask):
 
 
 def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
-    """A column that holds a list, or a text of words. DataError where it holds none."""
+    """Return a column that contains a list or space-separated text. Raise DataError for any other value."""
     found = record.value(column, option)
     if isinstance(found, str) and found.lstrip().startswith("["):  # a list in a file of comma-separated values
         try:

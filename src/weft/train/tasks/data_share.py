@@ -1,4 +1,4 @@
-"""Which samples of a task a rank reads, and the batches that are made of them."""
+"""A rank's share of a task's samples, and the interface of batches made of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.config import partitioning as shares
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which samples are this rank's: data-parallel rank `rank` of `size`.
+    """The samples of one rank: data-parallel rank `rank` of `size`.
 
-    global_batch: samples of one optimizer step over all ranks. microbatches: into how many a rank's part of them is
-    cut. pin: whether tensors are wanted in pinned memory.
+    global_batch: samples of one optimizer step over all ranks. microbatches: number of microbatches of a rank's part.
+    pin: if True, tensors are in pinned memory.
     """
 
     global_batch: int
@@ -31,11 +31,11 @@ class Share:
 
 
 class MapDataset(Protocol):
-    """Samples by index: a list, or a map-style dataset of torch.
+    """Samples by index: a list, or a map-style torch dataset.
 
-    Training asks one with a method `in_epoch(epoch, index)` by that: its samples change from epoch to epoch. One with a
-    method `many(wanted, soon)` is asked for a batch of (epoch, index) at a time, and told which come next; its
-    `close()` is called once no more are wanted.
+    If it has a method `in_epoch(epoch, index)`, training reads samples through it: they change from epoch to epoch. If
+    it has a method `many(wanted, soon)`, training reads a batch of (epoch, index) per call, and `soon` announces the
+    next batch. `close()` of such a dataset is called when no more samples are needed.
     """
 
     def __len__(self) -> int: ...
@@ -46,12 +46,12 @@ class MapDataset(Protocol):
 class Batches(Protocol):
     """The microbatches of one rank, as a pure function of the step, so that a run resumes from one number.
 
-    One whose steps differ in samples says which they take in `places`, a `StepBorders`.
+    If steps have different numbers of samples, `places` is the `StepBorders` with the samples of each step.
     """
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples of one pass over the data; None where an epoch means nothing."""
+        """Samples of one pass over the data, or None if the data has no epochs."""
         ...
 
     def batches(self, step: int) -> list[Any]:
@@ -59,9 +59,9 @@ class Batches(Protocol):
         ...
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        """Give the microbatches of steps start_step .. end_step - 1, one after another."""
+        """Yield the microbatches of steps start_step .. end_step - 1."""
         ...
 
     def state_at(self, num_samples: int) -> Any:
-        """Return the place in the data after so many samples, as a checkpoint keeps it: a JSON value."""
+        """Return the data position after `num_samples` samples as the JSON value that a checkpoint stores."""
         ...

@@ -1,7 +1,7 @@
-"""The decoder on text: what `weft train` trains where a config names no task.
+"""The decoder on text, which `weft train` trains if a config names no task.
 
-Whatever in a run is of tokens, tokenizers, documents and prompts is said here and in the files beside it. Torch is
-loaded when a model is: preparing a run needs none of it.
+Code for tokens, tokenizers, documents and prompts is in this module and the other decoder modules of this package.
+torch is imported only when a model is built: preparing a run does not need it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
     from weft.train.folder import RunFolder
 
-#: A longer prompt is not printed: `weft generate` takes it from the data again.
+#: Longer prompts are not printed: `weft generate` then takes the prompt from the data again.
 _MAX_HINT = 80
 
 
@@ -49,11 +49,11 @@ class DecoderTask(Task):
     sum_names = ("bytes",)
     leaves = ("samples/",)
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")
-    # Of data and saved tokenizers the content counts, wherever they lie: `prepare` asks for it.
+    # Data and saved tokenizers are compared by content, not by path. `prepare` checks them.
     identity = ("model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "data.holdout",
                 "data.borders", "train.seq_len")  # fmt: skip
 
-    #: Whether its data says which answers are preferred, instead of what is learned.
+    #: True if the task trains on preference data.
     learns_preferences = False
 
     _data: PreparedData | None = None
@@ -68,7 +68,7 @@ class DecoderTask(Task):
         )  # fmt: skip
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        # The weights of sources decide the order of samples; their paths do not, as long as the content is the same.
+        # The weights of sources determine the order of samples. Their paths do not, if the content is the same.
         old, new = ([source.weight for source in settings.data.train] for settings in (before, self.config))
         if len(old) != len(new):
             return ()
@@ -79,7 +79,7 @@ class DecoderTask(Task):
         """Tokenise the data.
 
         Raises:
-            DataError: when the tokens are not those that the folder's run was started with.
+            DataError: if the tokens differ from those that the folder's run was started with.
         """
         from weft.data.store.prepare import check_trainable
 
@@ -89,7 +89,7 @@ class DecoderTask(Task):
         self._data = data
 
     def _expect_separate(self, model: nn.Module) -> None:
-        """Refuse packed documents in a model of transformers in which they would see each other."""
+        """Refuse packed documents in a transformers model whose attention would not separate them."""
         from weft.parallel.layers.documents import why_documents_mix
 
         data = self.config.data
@@ -100,15 +100,15 @@ class DecoderTask(Task):
             raise ConfigError([Problem("data.borders", f"data.borders=true: {why}. {remedy}.")])
 
     def tokens(self, report: Report | None) -> PreparedData:
-        """Tokenise what is not tokenised yet, and open the rest.
+        """Tokenise the data that is not tokenised yet, and open the rest.
 
         Raises:
-            DataError: for everything that is wrong with the data.
+            DataError: for all problems with the data.
         """
         return prepare_data(self._data_config(), report, preferences=self.learns_preferences)
 
     def _data_config(self) -> RunConfig:
-        """The config as preparing data reads it."""
+        """The config that prepares the data."""
         return self.config
 
     def samples_per_epoch(self) -> int:
@@ -128,7 +128,7 @@ class DecoderTask(Task):
 
     @property
     def spec(self) -> DecoderSpec:
-        """Shape of the model: the folder's, or what config and tokenizer make it, as far as they are known."""
+        """Shape of the model: the folder's, or the shape that config and tokenizer determine so far."""
         if self._folder is not None:
             return decoder_of(self._folder)
         vocab_size = self._data.vocab_size if self._data is not None else least_vocab(self.config)
@@ -140,7 +140,7 @@ class DecoderTask(Task):
         return _StreamBatches(self._stream(self.data.train, shuffle=True), share, len(self.config.data.train))
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """Return the evaluation set, cut as the training batches are: the same memory, the same for any plan."""
+        """Return the evaluation set, divided like the training batches: the same memory, the same for any plan."""
         from weft.data.order.loader import EvalBatches
 
         stream = self._stream(self.data.eval, shuffle=False)
@@ -183,7 +183,8 @@ class DecoderTask(Task):
     def initial_model(self, plan: Plan) -> nn.Module:
         from weft.models.registry import build_decoder
 
-        # No rank of a pipeline ever holds the whole: it is cut as shapes, and each makes the weights of its stages.
+        # No rank of a pipeline has the full model: it is divided on the meta device, and each rank creates its stages'
+        # weights.
         return build_decoder(self.spec, device="meta" if plan.pp > 1 else None, seed=self.config.seed)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -223,7 +224,7 @@ class DecoderTask(Task):
         return {table.device: table}
 
     def _bytes_on(self, device: torch.device) -> torch.Tensor:
-        """Bytes of text behind each token id (vocabulary,)."""
+        """Return the bytes of text of each token id, (vocabulary,)."""
         tables = self._token_bytes
         if device not in tables:
             tables[device] = next(iter(tables.values())).to(device)
@@ -236,7 +237,7 @@ class DecoderTask(Task):
 
         return of_decoder(self.config.model.name, self.spec, self.config)
 
-    # --- what people see ---
+    # --- text for users ---
 
     def name(self) -> str:
         return self.config.model.name
@@ -256,7 +257,7 @@ class DecoderTask(Task):
         )
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text of a sequence, with what is not trained in double brackets."""
+        """Show the text of a sequence. Tokens that are not trained are in double brackets."""
         from weft.data.order.loader import marked, view_sample
 
         sample = self._stream(self.data.train, shuffle=True).sample(place)
@@ -284,7 +285,7 @@ class DecoderTask(Task):
 
 
 class _StreamBatches:
-    """The loader of a stream of token sequences. Sources that are mixed by weight each have epochs of their own."""
+    """The loader of a stream of token sequences. Sources that are mixed by weight have separate epochs."""
 
     def __init__(self, stream: SampleStream, share: Share, num_sources: int):
         from weft.data.order.loader import Loader
@@ -314,7 +315,7 @@ class _StreamBatches:
 
 
 def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
-    """FLOPs of forward and backward per token of a decoder; the convention is `flops_per_token`'s."""
+    """Return the FLOPs of forward and backward per token of a decoder, with the convention of `flops_per_token`."""
     from weft.monitor.guards import flops_per_token
 
     embedding = spec.vocab_size * spec.dim

@@ -1,4 +1,4 @@
-"""What the decoder keeps in a run folder: model.json, data.json and a copy of the tokenizer."""
+"""Files of the decoder in a run folder: model.json, data.json and a copy of the tokenizer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from weft.train.folder import RunFolder, free_name
 
 
 def decoder_of(folder: RunFolder) -> DecoderSpec:
-    """Shape of the run's model."""
+    """Return the shape of the run's model."""
     return DecoderSpec(**json.loads(folder.text("model.json")))
 
 
 def tokenizer_of(folder: RunFolder) -> Path:
-    """The folder of the run's own tokenizer."""
+    """Return the folder of the run's tokenizer."""
     return folder.path / "tokenizer"
 
 
 def base_of(folder: RunFolder) -> Path:
-    """The run's own copy of what lies beside a pretrained model's weights: config, tokenizer, chat template."""
+    """Return the run's copy of a pretrained folder's config, tokenizer and chat template."""
     return folder.path / "base"
 
 
 def keep_base(folder: RunFolder, source: Path) -> None:
-    """Copy the files beside the weights of a pretrained folder into the run folder, which can then be moved.
+    """Copy a pretrained folder's files other than weights into the run folder, which can then be moved.
 
     Raises:
         CheckpointError: for a file that is not a regular one, or a link that leaves the folder.
@@ -52,7 +52,7 @@ def keep_base(folder: RunFolder, source: Path) -> None:
 
 
 def data_of(folder: RunFolder) -> PreparedData:
-    """The run's tokenised data. DataError where its description is damaged."""
+    """Return the run's tokenised data. Raise DataError if its description is damaged."""
     try:
         return PreparedData.from_json(folder.text("data.json"))
     except DataError as error:
@@ -65,9 +65,9 @@ def data_of(folder: RunFolder) -> PreparedData:
 def keep_files(
     folder: RunFolder, spec: DecoderSpec | None, data: PreparedData, notes: Sequence[str]
 ) -> Mapping[str, str]:
-    """Copy the tokenizer, where the folder has none, and give the contents of the other files.
+    """Copy the tokenizer if the folder lacks it, and return the contents of the other files.
 
-    spec: None where a config of transformers says it.
+    spec: None if a transformers config describes the model.
     """
     if not tokenizer_of(folder).exists():
         _copy_tree(data.tokenizer_dir, tokenizer_of(folder))
@@ -77,7 +77,7 @@ def keep_files(
 
 
 def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
-    """DataError when the tokens are not those that the run was started with; says which and how they differ."""
+    """Raise DataError if the tokens differ from those that the run started with. The error names the difference."""
     changes = data.changes_from(data_of(folder))
     if changes:
         raise DataError(
@@ -102,7 +102,7 @@ def _copy_tree(source: Path, target: Path) -> None:
     try:
         os.rename(draft, target)
     except OSError as error:
-        # Another rank was first, with the same content.
+        # Another rank wrote it first, with the same content.
         shutil.rmtree(draft)
         if not target.is_dir():
             raise DataError(f"tokenizer: cannot copy {str(source)!r} to {str(target)!r} ({error.strerror}).") from error

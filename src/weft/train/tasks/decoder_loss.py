@@ -18,13 +18,14 @@ def token_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the cross-entropies in nats over the trained positions, and count them.
 
-    logits_BTV: batch, time, vocabulary; of any float format, summed in fp32 (fp64 for fp64); or what the head gave in
-    their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained. With
-    `batch["weights"]` a position counts as much as its weight, in the sum and in the number: a loss is then the
-    weighted mean.
+    logits_BTV: batch, time, vocabulary, in any float dtype, summed in fp32 (fp64 for fp64); or the loss that the head
+    computed instead of logits. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not
+    trained. With `batch["weights"]`, each position is weighted in the sum and in the count: the loss is then the
+    weighted
+    mean.
 
     Raises:
-        ModelError: where the head gave the loss of other labels than the batch's, or a label is outside of the
+        ModelError: if the head computed the loss of other labels than the batch's, or a label is outside of the
             vocabulary.
     """
     labels = batch["labels"]
@@ -46,12 +47,12 @@ def token_cross_entropy(
     return loss_sum, (labels != IGNORE).sum()
 
 
-#: The head may give the loss in the place of logits: see `weft.parallel.tensor.language_head`.
+#: The head may return the loss instead of logits: see `weft.parallel.tensor.language_head`.
 token_cross_entropy.takes_head_loss = True
 
 
 def model_forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run one of the project's decoders on a batch of the project's loader: logits (batch, time, vocabulary)."""
+    """Run one of Weft's decoders on a batch of Weft's loader and return logits (batch, time, vocabulary)."""
     ids = batch.get("document_ids")
     if ids is None:
         return model(batch["input_ids"], batch["positions"])

@@ -1,4 +1,4 @@
-"""What a task may ask of its model outside of the loss: forwards without gradients, and sums over the ranks."""
+"""Services that a task gets for its model outside of the loss: forwards without gradients, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.train.tasks.data_share import MapDataset
 
-#: Which weights compute: the model's, the model's without its adapter, or those of the second model.
+#: The weights that compute: the model, the model without its adapter, or the second model.
 Which = Literal["model", "base", "second"]
 
 
@@ -45,66 +45,66 @@ class Forwards(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """Return what the model lies on its ranks by."""
+        """Return the plan that the model is sharded by."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Return where this rank computes."""
+        """Return this rank's device."""
         ...
 
     @property
     def rank(self) -> int:
-        """Return this rank's number among all of the run's world."""
+        """Return this rank's global rank."""
         ...
 
     @property
     def size(self) -> int:
-        """Return how many ranks the world has."""
+        """Return the world size."""
         ...
 
     def wait(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait for all ranks."""
         ...
 
     @property
     def is_counted(self) -> bool:
-        """Whether this rank's losses count: of the ranks that share a sequence, on the first one alone."""
+        """True if this rank's losses count. Of the ranks that share a sequence, only the first one counts."""
         ...
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's place among those that read different samples."""
+        """Return this rank's index among the ranks that read different samples."""
         ...
 
     @property
     def data_size(self) -> int:
-        """Return how many ranks read different samples."""
+        """Return the number of ranks that read different samples."""
         ...
 
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
         """Return each(output, batch) of some batches in evaluation mode, one number for each row of labels.
 
-        Numbers of the parts of a sequence are added up. Where this rank has no output, as before the last stage of a
+        Numbers of the parts of a sequence are summed. On ranks without output, such as before the last stage of a
         pipeline, they are 0.
 
         Args:
-            batches: as many on each rank.
-            each: numbers of the rows, (R,), from this rank's part of the sequences.
-            of: whose weights compute.
+            batches: the same number on each rank.
+            each: returns the numbers of the rows, (R,), from this rank's part of the sequences.
+            of: the weights that compute.
         """
         ...
 
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model) without gradients, for a batch that the step has cut for this rank already."""
+        """Return call(second model) without gradients, for a batch that the step has already divided for this rank."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """Add up what `rows` gave on ranks with different samples; of the same shape and equal on all ranks."""
+        """Sum results of `rows` over ranks with different samples. All ranks get the same sum."""
         ...
 
     def along_sequence(self, values: Tensor) -> Tensor:
-        """Add up numbers of the parts of a sequence, with gradients."""
+        """Sum numbers over the parts of a sequence, with gradients."""
         ...
 
     def on_first(self, act: Callable[[], Any]) -> Any:
@@ -112,7 +112,7 @@ class Forwards(Protocol):
         ...
 
 
-# The description of any module for the planner: its work by tracing, and which plans the runtime can lay it over.
+# Describes any module for the planner: its work by tracing, and the plans that the runtime supports for it.
 
 _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 
@@ -120,12 +120,12 @@ _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 def trace(source: str) -> TracedModel:
     """Return the description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
 
-    The function is called with meta as the default device and without arguments. It returns a model; or a model and
-    an example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as `weft verify`
-    takes it. Without an example the model is called with ids, an image or features, by how it begins.
+    The function is called without arguments, with meta as the default device. It returns a model, or a model and an
+    example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as in `weft verify`.
+    Without an example, the model's first layer decides if it is called with ids, an image or features.
 
     Raises:
-        ModelError: where that gives no model, or the model does not run without numbers.
+        ModelError: if the function returns no model, or the model does not run on the meta device.
     """
     with torch.device("meta"):
         model, rest = call_function(source)
@@ -136,16 +136,16 @@ def trace(source: str) -> TracedModel:
 
 
 def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_face.model_of_config) -> PlannedModel:
-    """Return the model of a Hugging Face folder in the planner's words.
+    """Return the planner's description of the model of a Hugging Face folder.
 
-    It is read from config.json where the planner knows the family, and traced elsewhere.
+    It is read from config.json if the planner supports the family. Otherwise the model is traced.
 
     Args:
         folder: with config.json, or that file.
-        build: makes the model that is traced, of a config of transformers, on the meta device.
+        build: builds the traced model from a transformers config, on the meta device.
 
     Raises:
-        ModelError: where the model does not run without numbers.
+        ModelError: if the model does not run on the meta device.
     """
     try:
         return read_model(str(folder))
@@ -166,12 +166,13 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
 
 
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
-    """Trace a model, which is brought to the meta device and half precision, in place.
+    """Trace a model, which is moved to the meta device and half precision, in place.
 
-    example: arguments of a forward, or batch_fn(step, size); None: ids, an image or features, by how it begins.
+    example: arguments of a forward, or batch_fn(step, size). With None, the input is ids, an image or features, by the
+    model's first layer.
 
     Raises:
-        ModelError: where the model does not run without numbers.
+        ModelError: if the model does not run on the meta device.
     """
     inputs = dry_run.Inputs(model, example)
     model.to("meta").train()
@@ -205,8 +206,10 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
 
 
 def _crossings(model: nn.Module) -> float:
-    """Tensors of a token that cross a border between two blocks, in the mean: within a decoder, the encoder's output
-    too."""
+    """Return the mean number of tensors per token that cross a border between two blocks.
+
+    Within a decoder, this includes the encoder's output.
+    """
     try:
         chain = find_chain(model)
     except ModelError:
@@ -216,7 +219,7 @@ def _crossings(model: nn.Module) -> float:
 
 
 def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
-    """Inputs and outputs of the layers that may have an adapter, and how many there are of each; they have one then."""
+    """Return inputs and outputs of the layers that get an adapter if there is one, with the number of each."""
     try:
         record = adapted(add_adapter(model, rank=1))
     except ModelError:
@@ -226,7 +229,7 @@ def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
 
 
 def _halve(model: nn.Module) -> None:
-    """The formats that a run in bf16 has."""
+    """Convert the model to the dtypes of a bf16 run, in place."""
     precision = Precision.of(Plan(precision="bf16"))
     for param, dtype in formats(model, precision).items():
         param.data = param.data.to(dtype)
@@ -237,7 +240,7 @@ def _halve(model: nn.Module) -> None:
 
 
 def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], dict[str, str], str]:
-    """Legal values of tp, the style of each module that it cuts, and why there are no other values."""
+    """Return the legal values of tp, the style of each sharded module, and the reason that other values are illegal."""
     try:
         layout = explain_layout(model, example).layout
         legal = check_layout(model, layout)
@@ -265,7 +268,7 @@ def _input_table(model: nn.Module, styles: Mapping[str, str]) -> nn.Module | Non
 
 
 def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut: str) -> list[tuple[str, Limit]]:
-    """The fields of a plan that this model narrows."""
+    """Return the fields of a plan that this model limits."""
     limits = [("tp", Limit(cut, why_cut))]
     kind = type(model).__name__
     attention = found.attention
@@ -288,13 +291,13 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     return limits
 
 
-# The planner's description of a task that gives none: its model, traced with its own samples.
+# The default description of a task for the planner: its model, traced with the task's samples.
 
 T = TypeVar("T")
 
 
 class SampledTask(Protocol):
-    """What tracing asks of a task."""
+    """The interface of a task for tracing."""
 
     config: RunConfig
     sample_unit: ClassVar[str]
@@ -309,10 +312,10 @@ def describe_by_samples(task: SampledTask) -> PlannedModel:
     """Trace a task's model on the meta device, on a batch of two of its samples.
 
     Args:
-        task: whose model is traced.
+        task: the task that builds the model.
 
     Raises:
-        ModelError: where a method of the task fails, or the model does not run without numbers.
+        ModelError: if a method of the task fails, or the model does not run on the meta device.
     """
     field = f"task.name={task.config.task.name}"
     samples = _call(task, "samples", lambda: task.samples("train")) or ()
@@ -336,12 +339,12 @@ def describe_by_samples(task: SampledTask) -> PlannedModel:
 
 
 def _call(task: SampledTask, method: str, call: Callable[[], T]) -> T:
-    """What a method of the user's returns. ModelError, with the exception's own words, where it raises one."""
+    """Return the result of a user's method. Raise ModelError with the exception's message if it raises one."""
     try:
         return call()
     except WeftError:
         raise
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         own = inspect.getfile(type(task))
         frame = next((each for each in reversed(frames) if each.filename == own), frames[-1])

@@ -1,10 +1,10 @@
-"""How far a student's next token is from a teacher's.
+"""The distillation loss between a student's and a teacher's next-token distributions.
 
     loss = (1 - a) t^2 KL(p || q) + a CE(q_1, label),   p = softmax(teacher / t), q = softmax(student / t), q_1 at t = 1
 
 for each trained token, with the temperature t and the mix a: Hinton et al. 2015, arXiv 1503.02531. The factor t^2 keeps
-gradients as large as those of the cross-entropy. With k, the divergence is that of the teacher's k likeliest entries
-and of all others together as one, which is never larger than the whole one.
+gradients as large as the gradients of the cross-entropy. With k, the divergence is computed over the teacher's k
+likeliest entries and one entry for the sum of all others. It is never larger than the full divergence.
 
 N tokens, V entries of the vocabulary.
 """
@@ -47,8 +47,8 @@ def distilled_losses(
         teacher_NV: logits of the same entries.
         labels_N: the next tokens.
         temperature: above 0.
-        mix: 0 is the divergence alone, 1 the cross-entropy alone.
-        top_k: so many of the teacher's entries are told apart; 0: all.
+        mix: 0 uses only the divergence, 1 only the cross-entropy.
+        top_k: number of the teacher's entries that are separate in the divergence; 0 for all.
     """
     kept = torch.promote_types(student_NV.dtype, torch.float32)
     student_NV, teacher_NV = student_NV.to(kept), teacher_NV.to(kept)
@@ -64,12 +64,12 @@ def distilled_losses(
 
 
 def _log_rest(log_p_NK: Tensor) -> Tensor:
-    """The log of 1 less the sum of probabilities; of a sum that rounds to 1, of the smallest step below it."""
+    """Return the log of one minus the sum of probabilities. A sum of 1 is reduced by one rounding step."""
     log_sum = log_p_NK.logsumexp(1).clamp(max=-torch.finfo(log_p_NK.dtype).eps)
     return torch.log(-torch.expm1(log_sum))
 
 
-# Distillation: `task.name = "distill"` with a teacher's folder. The teacher lies on the ranks as the student does.
+# Distillation: `task.name = "distill"` with a teacher's folder. The teacher is sharded like the student.
 
 _KEY = "task.options"
 _NO_PP = Limit(
@@ -81,13 +81,13 @@ class DistillTask(DecoderTask):
     """Next-token prediction that follows a teacher, with one of Weft's decoders as the student.
 
     Args:
-        teacher: a Hugging Face folder, of the student's tokenizer.
-        temperature: both distributions are softened by it.
+        teacher: a Hugging Face folder with the student's tokenizer.
+        temperature: divides the logits of both models.
         mix: share of the cross-entropy in the loss.
-        top_k: entries of the teacher that are told apart; 0: all.
+        top_k: number of the teacher's entries that are separate in the divergence; 0 for all.
 
     Raises:
-        ConfigError: for values that mean nothing.
+        ConfigError: for values out of range.
     """
 
     metrics = (Metric("cross_entropy", "nats", "cross-entropy of the tokens themselves, whatever the teacher says"),)
@@ -122,7 +122,7 @@ class DistillTask(DecoderTask):
 
         Raises:
             CheckpointError, ModelError: for a teacher that cannot be read.
-            ConfigError: for one with another tokenizer, or that reads shorter sequences.
+            ConfigError: for a teacher with another tokenizer, or with a shorter maximum length.
         """
         from weft.models.inspect import hugging_face
         from weft.train.tasks.published_weights import pretrained_source
@@ -147,11 +147,11 @@ class DistillTask(DecoderTask):
             raise _wrong("teacher", self._teacher, rule)
 
     def _other_entry(self) -> str | None:
-        """An entry that the teacher's tokenizer has at another place than the student's; None: there is none."""
+        """Return a vocabulary entry with another id in the teacher's tokenizer than in the student's, or None."""
         from tokenizers import Tokenizer as Library
 
         if not (self._teacher / "tokenizer.json").is_file():
-            return None  # the number of entries is all that can be compared
+            return None  # only the number of entries can be compared
         ours = Library.from_str(self.data.tokenizer.library_json()).get_vocab(with_added_tokens=True)
         theirs = Library.from_file(str(self._teacher / "tokenizer.json")).get_vocab(with_added_tokens=True)
         places = {place: name for name, place in theirs.items()}
@@ -187,7 +187,7 @@ class DistillTask(DecoderTask):
         assert self._forwards is not None
         taught = self._forwards.second(lambda teacher: call_in_documents(teacher, batch).logits)
         trained = batch["labels"] != IGNORE
-        # Rows beyond the tokenizer's entries mean nothing, and the models may have different numbers of them.
+        # Rows after the tokenizer's entries are unused, and the models may have different numbers of them.
         entries = self.data.vocab_size
         losses = distilled_losses(
             output[trained][:, :entries], taught[trained][:, :entries], batch["labels"][trained], **self._settings
@@ -197,7 +197,7 @@ class DistillTask(DecoderTask):
             return losses.sum(), trained.sum()
         return losses @ weights[trained].to(losses), weights[trained].sum(dtype=torch.float64)
 
-    # Both sets of logits are needed whole.
+    # The loss needs both sets of full logits.
     loss.takes_head_loss = False
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:

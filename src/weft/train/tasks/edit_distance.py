@@ -1,4 +1,4 @@
-"""How far a text is from another: letters to change, add or take away."""
+"""Edit distance of two texts: the number of letters to change, add or remove."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return the least number of letters that are changed, added or taken away to make one text the other."""
+    """Return the minimum number of letters to change, add or remove to turn one text into the other."""
     target = np.frombuffer(other.encode("utf-32-le"), np.uint32)
     places = np.arange(len(target) + 1)
     row = places
     for done, letter in enumerate(one, 1):
         best = np.minimum(row[1:] + 1, row[:-1] + (target != ord(letter)))
-        # Adding letters: the least of all that stand before, each further by one.
+        # Insertions: the minimum over all earlier columns, plus one for each inserted letter.
         row = np.minimum.accumulate(np.concatenate(([done], best)) - places) + places
     return int(row[-1])

@@ -1,4 +1,4 @@
-"""Weft's decoders as Llama and GPT-2 of transformers: config, names and shapes of tensors, tokenizer."""
+"""Export of runs to transformers: decoders as Llama and GPT-2, merged adapters, tokenizers and model cards."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _LLAMA = {
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
 }  # fmt: skip
 _GPT2 = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-#: A chat as `weft.data` renders it where a tokenizer has no template of its own.
+#: Weft's default chat format, for tokenizers without a template.
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-#: Gives a tensor of a checkpoint by its name.
+#: Reads a tensor of a checkpoint by its name.
 Read = Callable[[str], RawArray]
 
 
@@ -50,7 +50,7 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
     """Return the config.json of a decoder.
 
     Raises:
-        ModelError: for a decoder with experts, which no family of transformers computes as Weft does.
+        ModelError: for a decoder with experts, which no transformers family computes like Weft.
     """
     if spec.num_experts:
         raise ModelError(
@@ -61,11 +61,11 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
 
 
 def layout_tensors(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
-    """Yield a decoder's tensors under the names and in the shapes of transformers, one after the other.
+    """Yield a decoder's tensors one by one, under transformers' names and in its shapes.
 
     Args:
         spec: without experts.
-        read: gives a tensor by Weft's name.
+        read: reads a tensor by Weft's name.
     """
     yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
 
@@ -81,7 +81,7 @@ def _llama(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
 
 
 def _gpt2(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
-    """Its matrices are (inputs, outputs), and query, key and value are one."""
+    """Yield the tensors. GPT-2's matrices are (inputs, outputs), and query, key and value are one."""
     yield "transformer.wte.weight", read("embed.weight")
     yield "transformer.wpe.weight", read("pos_embed.weight")
     for layer in range(spec.num_layers):
@@ -97,13 +97,13 @@ def _gpt2(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
 
 
 def _turned(blocks: list[RawArray]) -> RawArray:
-    """Outputs of several layers as one, each matrix with its inputs first."""
+    """Return the weights of several layers concatenated by outputs and transposed, inputs first."""
     joined = np.ascontiguousarray(np.concatenate([block.array() for block in blocks]).T)
     return RawArray(blocks[0].dtype, tuple(joined.shape), joined.reshape(-1).view(np.uint8).data)
 
 
 def write_tokenizer(source: Path, out: Path) -> None:
-    """Write a run's tokenizer as transformers reads it.
+    """Write a run's tokenizer in transformers' format.
 
     Args:
         source: the run's tokenizer folder.
@@ -131,7 +131,7 @@ def write_tokenizer(source: Path, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(said, indent=1) + "\n")
 
 
-# An adapter's run as a whole model: the base's weights one by one, with the adapter added where it has one.
+# An adapter's run as a full model: the base's weights one by one, with the adapter merged into its layers.
 
 
 class MergedBase:
@@ -139,8 +139,8 @@ class MergedBase:
 
     Args:
         source: the folder's weights by the model's names.
-        checkpoint: of the adapter.
-        widened: whether merged weights keep the adapter's format; else they are rounded to the base's.
+        checkpoint: the adapter's checkpoint.
+        widened: if True, merged weights keep the adapter's dtype; otherwise they are rounded to the base's dtype.
     """
 
     def __init__(self, source: JoinedTensors, checkpoint: Checkpoint, *, widened: bool):
@@ -157,13 +157,13 @@ class MergedBase:
         """Return one tensor.
 
         Raises:
-            CheckpointError: where the base is not the one that the adapter was trained on.
+            CheckpointError: if the base is not the one that the adapter was trained on.
         """
-        if name in self._trained:  # a norm, say, that was trained beside the adapter
+        if name in self._trained:  # for example a norm that was trained with the adapter
             return self._trained[name]
         stored, path = read_full(self._source, name), name.removesuffix(".weight")
         if path in self._record.packed:
-            # What the adapter was trained beside: the numbers that the bytes stand for, and not the folder's.
+            # The adapter was trained on the dequantized values, not on the folder's values.
             kept = BASE_FORMATS[self._record.base]
             packed = kept.pack(stored)
             expect_same_base(name, packed, self._digests, self._path)
@@ -182,19 +182,19 @@ def merged_base(model: nn.Module, base: Path, checkpoint: Checkpoint, *, widened
     """Return a folder's model with an adapter merged.
 
     Args:
-        model: of the folder, as shapes, without the adapter.
+        model: the folder's model on the meta device, without the adapter.
         base: the folder that the adapter was trained on.
-        checkpoint: of the adapter.
-        widened: as `MergedBase` takes it.
+        checkpoint: the adapter's checkpoint.
+        widened: as in `MergedBase`.
 
     Raises:
-        CheckpointError: as `pretrained_source` raises it.
+        CheckpointError: as in `pretrained_source`.
     """
     return MergedBase(pretrained_source(model, base)[0], checkpoint, widened=widened)
 
 
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the tensors of one of Weft's decoders with its adapter merged; its base follows from the run's seed."""
+    """Return the tensors of one of Weft's decoders with its adapter merged. Its base follows from the run's seed."""
     from weft.models.registry import build_decoder
 
     config = folder.config()
@@ -204,10 +204,10 @@ def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch
 
 
 def base_folder(folder: RunFolder) -> Path:
-    """Return the folder that a run's adapter stands on.
+    """Return the folder of the base model of a run's adapter.
 
     Raises:
-        ConfigError: where it is not there any more.
+        ConfigError: if it does not exist any more.
     """
     path = Path(folder.config().model.path).expanduser()
     if not path.is_dir():
@@ -219,20 +219,20 @@ def base_folder(folder: RunFolder) -> Path:
 
 
 def base_name(folder: RunFolder) -> str | None:
-    """Return what files of an adapter call its base: its folder; None for Weft's own decoders."""
+    """Return the base's folder, which an adapter's files refer to, or None for Weft's decoders."""
     if not base_of(folder).is_dir():
         return None
     path = Path(folder.config().model.path).expanduser()
     return str(path.resolve() if path.is_dir() else path)
 
 
-# A run of `weft train` as a folder that transformers loads: what is written, tensor by tensor.
+# Export of a run of `weft train` to a folder that transformers loads, tensor by tensor.
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 def is_exportable(folder: RunFolder) -> bool:
-    """Return whether a folder is of a run whose model transformers knows."""
+    """Return True if a folder is a run whose model transformers supports."""
     return base_of(folder).is_dir() or (folder.path / "model.json").is_file()
 
 
@@ -242,14 +242,14 @@ def exported_tensors(
     """Yield the weights under transformers' names, one tensor at a time in memory.
 
     Args:
-        folder: of the run.
-        checkpoint: of any plan.
-        merged: the checkpoint holds an adapter, which is to be added to its base.
-        widened: whether weights with an adapter added keep the adapter's format; else they are rounded to the base's.
+        folder: run folder.
+        checkpoint: a checkpoint of any plan.
+        merged: if True, the checkpoint contains an adapter, which is merged into its base.
+        widened: if True, merged weights keep the adapter's dtype; otherwise they are rounded to the base's dtype.
 
     Raises:
-        CheckpointError: where the base is not the one that the adapter was trained on.
-        ConfigError: where the base is not there any more.
+        CheckpointError: if the base is not the one that the adapter was trained on.
+        ConfigError: if the base does not exist any more.
     """
 
     if not base_of(folder).is_dir():
@@ -270,7 +270,7 @@ def exported_tensors(
 
 
 def shapes_of(folder: RunFolder) -> Any:
-    """Return the model of a run on a pretrained folder, as its task builds it, without values."""
+    """Return the model of a run on a pretrained folder, as its task builds it, on the meta device."""
     task = find_task(folder.config())
     task.open(folder)
     return task.shapes()
@@ -282,9 +282,9 @@ def as_published(
     """Yield a model's tensors under the names of published files, as transformers would save them.
 
     Args:
-        model: of transformers, as shapes.
-        names: of its tensors.
-        read: gives one of them; only those that are stored as one are in memory at once.
+        model: a transformers model on the meta device.
+        names: names of its tensors.
+        read: returns one of them. Only tensors that are stored as one are in memory together.
     """
     try:
         core: Any = importlib.import_module("transformers.core_model_loading")
@@ -298,9 +298,9 @@ def as_published(
 
 
 def _stored_groups(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
-    """Names of tensors in the groups that transformers joins when it saves them."""
+    """Return groups of tensor names that transformers joins when it saves them."""
     tables: Any = importlib.import_module("transformers.conversion_mapping")
-    # What transformers notes on a model that it loads: it looks it up again for each call otherwise.
+    # transformers sets this attribute on a loaded model. Without it, it is computed again in each call.
     used = tables.get_model_conversion_mapping(model, add_legacy=False)
     kept = [one for one in used if not isinstance(one, core.PrefixChange)]
     setattr(model, "_weight_conversions", kept or None)  # noqa: B010
@@ -317,10 +317,10 @@ def write_companions(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype
     """Write config, generation config, tokenizer and model card.
 
     Args:
-        folder: of the run.
-        checkpoint: whose weights stand beside them.
+        folder: run folder.
+        checkpoint: the exported checkpoint.
         out: the folder of the export.
-        dtype: of the weights, as safetensors names it.
+        dtype: dtype of the weights, by its safetensors name.
     """
     if base_of(folder).is_dir():
         copy_companions(base_of(folder), out)
@@ -338,11 +338,11 @@ def write_companions(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype
 
 
 def write_card(folder: RunFolder, checkpoint: Checkpoint, out: Path) -> None:
-    """Write a README.md that says of a run's model what it was trained from, on what, how and how far.
+    """Write a README.md with the base, the data, the method and the length of a run's training.
 
     Args:
-        folder: of the run.
-        checkpoint: that is exported.
+        folder: run folder.
+        checkpoint: the exported checkpoint.
         out: the folder of the export.
     """
     (out / "README.md").write_text(_card(folder, checkpoint))
@@ -370,7 +370,7 @@ def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
 
 
 def data_lines_of(folder: RunFolder) -> Sequence[str]:
-    """Return what a run's folder says of its data, a line for each part."""
+    """Return the description of the data in a run's folder, a line for each part."""
     if (folder.path / "data.json").is_file():
         return data_of(folder).summary
     task = find_task(folder.config())
@@ -379,7 +379,7 @@ def data_lines_of(folder: RunFolder) -> Sequence[str]:
 
 
 def _last_figures(folder: RunFolder, step: int) -> dict[str, str]:
-    """The newest losses that the events tell of up to a step."""
+    """Return the newest losses in the events up to a step."""
     found: dict[str, str] = {}
     if not folder.events.is_file():
         return found

@@ -1,4 +1,4 @@
-"""Rows of different lengths as one tensor, and evaluation sets filled up to whole batches."""
+"""Base of tasks on a Hugging Face folder: padded rows, padded evaluation sets, weights with a new head, run files."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 
 def padded_length(longest: int, multiple: int, most: int) -> int:
-    """Return how long the rows of a batch become.
+    """Return the padded length of a batch's rows.
 
     Args:
-        longest: of its rows.
-        multiple: what lengths are rounded up to.
-        most: what no row is longer than.
+        longest: length of the longest row.
+        multiple: lengths are rounded up to a multiple of it.
+        most: maximum length.
     """
     return max(longest, min(-(-longest // multiple) * multiple, most))
 
 
 def padded(rows: Sequence[np.ndarray], value: int, length: int) -> torch.Tensor:
-    """Return rows one below the other, filled up on the right: int64 (rows, length).
+    """Return rows stacked and padded on the right: int64 (rows, length).
 
     Args:
-        rows: whole numbers, each 1-D.
-        value: what is filled in.
-        length: of the result's rows.
+        rows: integers, each 1-D.
+        value: padding value.
+        length: length of the result's rows.
     """
     found = torch.full((len(rows), length), value, dtype=torch.int64)
     for number, row in enumerate(rows):
@@ -63,12 +63,12 @@ def padded(rows: Sequence[np.ndarray], value: int, length: int) -> torch.Tensor:
 
 
 class FilledUp(Sequence[Any]):
-    """Samples, filled up to whole batches with some that count for nothing.
+    """Samples, padded to full batches with samples that are not counted.
 
     Args:
         samples: at least one.
-        multiple: what the number of samples is filled up to.
-        blank: makes of a sample one that counts for nothing.
+        multiple: the number of samples is rounded up to a multiple of it.
+        blank: turns a sample into one that is not counted.
     """
 
     def __init__(self, samples: Sequence[Any], multiple: int, blank: Callable[[Any], Any]):
@@ -83,9 +83,10 @@ class FilledUp(Sequence[Any]):
         return self._samples[index] if index < known else self._blank(self._samples[index % known])
 
 
-# The weights of a pretrained folder beside a head that it lacks, whose values depend on (seed, name) alone.
+# The weights of a pretrained folder, with a new head if the folder lacks one. The head's values depend only on
+# (seed, name).
 
-#: What `initialise_parameter` draws with.
+#: Standard deviation of `initialise_parameter`.
 _USUAL_STD = 0.02
 
 
@@ -97,13 +98,13 @@ def source_with_head(
     Tensors outside of the model's body, and its pooler, may be missing from the files, or have another shape there.
 
     Args:
-        model: of transformers, as shapes.
+        model: a transformers model on the meta device.
         folder: config.json and safetensors files.
-        seed: of what is made anew.
-        new_head: whether a head of the files is left out.
+        seed: seed of new tensors.
+        new_head: if True, ignore the head in the files.
 
     Raises:
-        CheckpointError, ModelError: as `pretrained_source` raises them.
+        CheckpointError, ModelError: as in `pretrained_source`.
     """
     body = f"{model.base_model_prefix}."
     has_body = any(name.startswith(body) for name in model.state_dict())
@@ -120,17 +121,17 @@ def source_with_head(
 
 
 class WeightsWithHead:
-    """Any stretch of a model's tensors: from the files, and of what they lack from (seed, name).
+    """Source of any slice of a model's tensors. Tensors that the files lack are initialized from (seed, name).
 
     Args:
-        stored: what the files have.
-        model: whole, as shapes; buffers have their values. It is not kept.
-        seed: of what is made anew.
+        stored: tensors of the files.
+        model: the unsharded model on the meta device; buffers have their values. No reference to it is kept.
+        seed: seed of new tensors.
     """
 
     def __init__(self, stored: JoinedTensors, model: nn.Module, seed: int):
         self._stored, self._seed = stored, seed
-        # Here, while the model is whole: who lays it over ranks changes it before anything is read.
+        # Read the state here, while the model is unsharded: sharding changes the model before anything is read.
         state: Mapping[str, Any] = model.state_dict(keep_vars=True)
         config = getattr(model, "config", None)
         self._std = float(getattr(config, "initializer_range", None) or _USUAL_STD)
@@ -146,7 +147,7 @@ class WeightsWithHead:
 
     @property
     def new_names(self) -> list[str]:
-        """The names of what the files lack."""
+        """The names of tensors that the files lack."""
         return sorted(self._made)
 
     @property
@@ -155,23 +156,23 @@ class WeightsWithHead:
         return self._stored.num_bytes_read
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line.
+        """Fill `out` with elements of a part's flat order.
 
         Args:
-            name: of the tensor.
-            part: which elements of the whole tensor.
-            start: place in its line where reading begins, in elements.
-            out: filled to its end, in the format of the entry.
+            name: name of the tensor.
+            part: the elements of the full tensor that the part selects.
+            start: first element to read, as an index into the part's flat order.
+            out: filled to its end, in the dtype of the entry.
 
         Raises:
-            CheckpointError: where bytes of the files are missing or cannot be read.
+            CheckpointError: if bytes of the files are missing or cannot be read.
         """
         if name not in self._made:
             self._stored.read(name, part, start, out)
             return
         whole = self._whole(name)
         target = np.frombuffer(out, whole.dtype)
-        target[:] = 0  # rows beyond the whole
+        target[:] = 0  # padding rows
         for view in part.views(start, start + len(target)):
             steps = tuple(stride * target.itemsize for stride in view.strides)
             sizes = tuple(high - low for low, high in view.box)
@@ -179,12 +180,12 @@ class WeightsWithHead:
             there[...] = whole[tuple(slice(low, high) for low, high in view.box)]
 
     def _whole(self, name: str) -> np.ndarray:
-        """A new tensor; heads are small, and made again for each piece of them that is asked for."""
+        """Return a new full tensor. Heads are small, so it is computed again for each slice that is read."""
         made = self._made[name]
         if made.value is not None:
             return made.value
         found = torch.empty(made.shape, dtype=torch_formats()[made.dtype])
-        if found.ndim == 1 and name.endswith("weight"):  # of a norm, whatever its class is called
+        if found.ndim == 1 and name.endswith("weight"):  # a norm's weight, of any class
             found.fill_(1.0)
         elif found.ndim == 1:
             found.zero_()
@@ -196,19 +197,19 @@ class WeightsWithHead:
 
 @dataclass(frozen=True, slots=True)
 class _MadeTensor:
-    """A tensor that no file has. value: of a buffer, which the model makes itself."""
+    """A tensor that the files lack. value: set for a buffer, which the model computes."""
 
     shape: tuple[int, ...]
     dtype: str
     value: np.ndarray | None
 
 
-# What tasks on a Hugging Face folder share: the model with its head, its weights, rows of texts, the run's files.
+# Base of tasks on a Hugging Face folder: the model with its head, its weights, rows of texts, the run's files.
 
-#: Label of what is not counted.
+#: Label that is not counted.
 IGNORED = -100
 _ROWS = "rows.json"
-#: Why no plan cuts the sequences of these tasks.
+#: Reason that no plan shards the sequences of these tasks.
 _NO_CP = Limit((1,), "context parallelism cuts packed causal texts, and this task pads whole ones")
 
 
@@ -220,40 +221,40 @@ class FolderTask(Task):
                 "train.seq_len")  # fmt: skip
     identity = ("model", "data.holdout", "train.seq_len")
 
-    #: What transformers' AutoModelFor is followed by, and what that is called.
+    #: Suffix of transformers' AutoModelFor class, and its name in messages.
     head: ClassVar[str]
     head_words: ClassVar[str]
     #: Options that do not change the rows.
     free_options: ClassVar[tuple[str, ...]] = ("pad_multiple",)
     pad_multiple: int = 8
-    #: Whether a head that the folder has is left out, so that it starts anew.
+    #: True to ignore the folder's head and initialize a new one.
     new_head: bool = False
-    #: What of a row is filled up.
+    #: Columns of a row that are padded.
     padded_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
     _folder: RunFolder | None = None
     _tables: SplitTables | None = None
     _notes: Sequence[str] = ()
 
-    # --- what a task says ---
+    # --- defined by each task ---
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
-        """Make rows of some records that follow one another. found: what `survey` returned of the training records."""
+        """Make rows of consecutive records. found: result of `survey` for the training records."""
         raise NotImplementedError
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        """Look at all training records first, and return JSON values that their rows depend on."""
+        """Read all training records first, and return JSON values that their rows depend on."""
         return {}
 
     def finalize(self, found: Mapping[str, Any]) -> None:
-        """Take what `survey` found, before anything asks for the model or a batch."""
+        """Record the result of `survey`. Called before the model or a batch is built."""
 
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row without anything that counts, to fill up the last batch of an evaluation."""
+        """Return the row without counted labels, to pad the last batch of an evaluation."""
         raise NotImplementedError
 
     def model_changes(self) -> Mapping[str, Any]:
-        """Return the fields of the model's config that the task decides."""
+        """Return the fields of the model's config that the task sets."""
         return {}
 
     # --- preparing ---
@@ -265,16 +266,16 @@ class FolderTask(Task):
         )  # fmt: skip
 
     def limits(self) -> dict[str, Limit]:
-        """Return which fields of a plan this task narrows, beside its model."""
+        """Return the plan fields that this task limits, in addition to its model's limits."""
         return {"cp": _NO_CP, **cost_limits(self.config)}
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Check the weights' names and shapes, and make rows of the data.
+        """Check the weights' names and shapes, and build rows from the data.
 
         Raises:
-            CheckpointError: for weights that are not those of the config, or cannot be read.
-            ConfigError: for longer texts than the model reads, and more tokens than it knows.
-            DataError: for what is wrong with the data, and for other data than the run was started with.
+            CheckpointError: for weights that do not fit the config, or cannot be read.
+            ConfigError: for texts longer than the model supports, and for token ids outside of its vocabulary.
+            DataError: for invalid data, and for other data than the run was started with.
         """
         self._check_length()
         tables = TableReader(self.config.data, self._row_key(), self.rows, self._surveyed, report).tables()
@@ -286,14 +287,14 @@ class FolderTask(Task):
             self._notes = self._weight_notes()
 
     def _surveyed(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        """What `survey` finds, and the tokens that batches are made with."""
+        """Return the result of `survey`, and the padding id of batches."""
         tokenizer: Any = self.tokenizer()
         model: Any = self.shapes()
         entries, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
         if entries > rows:
             rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
             raise _wrong("model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model.")
-        # The config's first: heads find a text's last token by it, and RoBERTa the positions.
+        # The config's id first: heads find a text's last token by it, and RoBERTa the positions.
         own = _own_pad(self._own_config(), rows)
         pads = (own, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return {"pad_id": next(one for one in pads if one is not None), **self.survey(records)}
@@ -336,13 +337,13 @@ class FolderTask(Task):
         self.finalize(tables.found)
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        """Copy what lies beside the weights, with the task's own fields in config.json."""
+        """Copy the folder's files other than weights, with the task's fields in config.json."""
         self.keep_base(folder)
         tables = self.tables
         return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
 
     def keep_base(self, folder: RunFolder) -> None:
-        """Copy what lies beside the weights, with the task's own fields in config.json."""
+        """Copy the folder's files other than weights, with the task's fields in config.json."""
         folder.path.mkdir(parents=True, exist_ok=True)
         keep_base(folder, self._path)
         file = base_of(folder) / "config.json"
@@ -351,7 +352,7 @@ class FolderTask(Task):
 
         changes = {
             "architectures": [type(self.shapes()).__name__],
-            **self._changed(hugging_face.load_model_config(self._path)),  # what the folder says, not the changed model
+            **self._changed(hugging_face.load_model_config(self._path)),  # the folder's config, not the changed model's
         }
         file.write_text(json.dumps({**fields, **changes}, indent=1) + "\n", "utf-8")
 
@@ -367,7 +368,7 @@ class FolderTask(Task):
 
     @property
     def _needs_folder(self) -> bool:
-        """Whether the run always reads the folder's weights: checkpoints of an adapter hold no base."""
+        """True if resuming also reads the folder's weights: checkpoints of an adapter do not contain the base."""
         return bool(self.config.adapter.rank)
 
     @property
@@ -376,7 +377,7 @@ class FolderTask(Task):
 
     @property
     def _base(self) -> Path:
-        """Config and tokenizer: the run's own copy, or the folder's while there is none."""
+        """Folder of config and tokenizer: the run's copy, or the model folder until a copy exists."""
         own = base_of(self._folder if self._folder is not None else run_folder(self.config))
         return own if own.is_dir() and (self._folder is not None or not self._path.is_dir()) else self._path
 
@@ -385,7 +386,7 @@ class FolderTask(Task):
         return getattr(self._own_config(), "id2label", None)
 
     def tokenizer(self, **options: Any) -> Any:
-        """Return the folder's tokenizer, as transformers has it with such options."""
+        """Return the folder's transformers tokenizer. options: arguments of its loader."""
         from weft.models.inspect import hugging_face
 
         return hugging_face.load_tokenizer(self._base, **options)
@@ -393,13 +394,13 @@ class FolderTask(Task):
     def encoded(
         self, texts: Any, pairs: Any = None, *, is_split: bool = False, most: int | None = None
     ) -> Iterator[Any]:
-        """Yield the rows of texts, cut at a number of tokens: ids, kinds of tokens, whether it was cut.
+        """Yield the rows of texts, truncated to a number of tokens: ids, token types, truncation flag.
 
         Args:
-            texts: each a text; or a list of words.
+            texts: each a text or a list of words.
             pairs: second texts, one for each.
-            is_split: whether they are words; the rows then say which word each token is of, -1: of none.
-            most: tokens of a row; None: train.seq_len.
+            is_split: if True, texts are lists of words, and rows have the word index of each token, or -1.
+            most: maximum tokens of a row; None for train.seq_len.
         """
         tokenizer = self.tokenizer(**({"add_prefix_space": True} if is_split else {}))
         found = self.tokenised(
@@ -414,16 +415,16 @@ class FolderTask(Task):
             yield row
 
     def tokenised(self, tokenizer: Any, texts: Any, pairs: Any = None, **options: Any) -> Any:
-        """Return what a tokenizer gives for some texts, cut to a length.
+        """Return the tokenizer's output for some texts, truncated to a length.
 
         Args:
-            tokenizer: of transformers.
-            texts: each a text; or a list of words.
+            tokenizer: a transformers tokenizer.
+            texts: each a text or a list of words.
             pairs: second texts, one for each.
             options: further arguments of the tokenizer, such as max_length.
 
         Raises:
-            DataError: when it takes too long, needs too much memory, or fails.
+            DataError: if it takes too long, needs too much memory, or fails.
         """
         from weft.data.text.tokenizer_limits import bounded
 
@@ -442,14 +443,17 @@ class FolderTask(Task):
         return len(self.tables.train)
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
-        """Return what each text is filled up to where it stands alone, int64 (rows, columns that are filled up)."""
+        """Return the padded length of each text in a batch of one, int64 (rows, padded columns)."""
         most, table = self.config.train.seq_len, self.tables.train
         columns = [table.lengths(name) for name in self.padded_columns]
         multiple = self.pad_multiple
         return np.stack([np.maximum(one, np.minimum(-(-one // multiple) * multiple, most)) for one in columns], axis=1)
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the FLOPs of texts, divided by those of one token: of all weights but tables, and of attention."""
+        """Return the FLOPs of texts divided by the FLOPs of one token.
+
+        They count attention and all weights but embeddings.
+        """
         from weft.models.inspect import hugging_face
 
         config: Any = hugging_face.load_model_config(self._base)
@@ -457,9 +461,9 @@ class FolderTask(Task):
         return costs.work(lengths) / costs.work(1)
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text that the model reads, beside what else a row holds."""
+        """Show the text that the model reads, and the other values of a row."""
         from weft.data.order.loader import visible
-        from weft.train.tasks.indexed import sample_in_order  # here, since it loads torch
+        from weft.train.tasks.indexed import sample_in_order  # imported here, because it loads torch
 
         lines, (_, row) = super().sample_lines(place), sample_in_order(self.samples("train"), self.config.seed, place)
         if not isinstance(row, Mapping) or "input_ids" not in row:
@@ -467,11 +471,11 @@ class FolderTask(Task):
         return [*lines, *visible(self.tokenizer().decode(row["input_ids"].tolist())).split("\n")]
 
     def padded_inputs(self, samples: Sequence[Mapping[str, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
-        """Return ids, mask and kinds of tokens, filled up to the longest.
+        """Return ids, attention mask and token types, padded to the longest row.
 
         Args:
-            samples: rows with `input_ids`, and `token_type_ids` where the model reads them.
-            pad_id: the id that is filled in.
+            samples: rows with `input_ids`, and `token_type_ids` if the model reads them.
+            pad_id: padding id.
         """
         import torch
 
@@ -485,7 +489,7 @@ class FolderTask(Task):
 
     @property
     def pad_id(self) -> int:
-        """The id that texts are filled up with."""
+        """The padding id of texts."""
         return self._found.get("pad_id", 0)
 
     @property
@@ -521,10 +525,10 @@ class FolderTask(Task):
         return self.called(model, batch).logits
 
     def called(self, model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
-        """Return the model's output for all of a batch but its labels.
+        """Return the model's output for a batch without its labels.
 
         Args:
-            model: plain, or laid over ranks.
+            model: a plain or sharded model.
             batch: by the names of the model's inputs.
             options: further arguments of its forward.
         """
@@ -532,7 +536,7 @@ class FolderTask(Task):
         return model(**inputs, **options)
 
     def _changed(self, config: Any) -> dict[str, Any]:
-        """The task's fields of a config, and the padding of batches if the config has none that a batch can hold."""
+        """Return the task's config fields, and a padding id if the config has no valid one."""
         changes = dict(self.model_changes())
         if "pad_id" in self._found and _own_pad(config, self.pad_id + 1) != self.pad_id:
             changes["pad_token_id"] = self.pad_id
@@ -541,13 +545,13 @@ class FolderTask(Task):
     # --- planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model from a trace of it, on ids alone: a mask would be asked for its values."""
+        """Describe the model from a trace on ids only: with a mask, the trace would need the mask's values."""
         from weft.planner.search.model_source import read_model
         from weft.train.tasks.description import describe_by_tracing
         from weft.train.tasks.indexed import adapter_size
 
         traced = describe_by_tracing(self.shapes())
-        if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
+        if traced.reads_sequence:  # a typical text of the task, not the model's maximum
             traced = replace(traced, default_seq_len=self.text_len())
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
@@ -555,10 +559,10 @@ class FolderTask(Task):
         return replace(found, config=self.config, sample_unit=self.sample_unit, counted_adapter=adapter)
 
     def text_len(self) -> int:
-        """Return the tokens of a text, for the planner."""
+        """Return the number of tokens of a text, for the planner."""
         return self.config.train.seq_len
 
-    # --- what people see ---
+    # --- text for users ---
 
     def name(self) -> str:
         return self._path.resolve().name
@@ -573,7 +577,7 @@ class FolderTask(Task):
 
 
 def _own_pad(config: Any, rows: int) -> int | None:
-    """The padding id of a config; None if it names none, or one outside of an embedding with so many rows."""
+    """Return the padding id of a config, or None if it is not set or not below `rows`."""
     found = getattr(config.get_text_config(), "pad_token_id", None)
     return found if isinstance(found, int) and 0 <= found < rows else None
 

@@ -1,4 +1,4 @@
-"""Text out of a trained model: the sample at the end of a run, and `weft generate`."""
+"""Text generation with a trained model: the sample at the end of a run, and `weft generate`."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class _DecoderText:
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model that writes text.
+    """A model that generates text.
 
-    Args:
+    Attributes:
         path: the folder it was read from.
         model: continues token ids.
         run: the run folder, or None for a Hugging Face folder.
@@ -82,7 +82,7 @@ class TextModel:
 
     @cached_property
     def is_chat(self) -> bool:
-        """Whether it was trained on conversations. A Hugging Face folder has a chat template then."""
+        """True if the model was trained on conversations. For a Hugging Face folder: if it has a chat template."""
         tokenizer = self.model.tokenizer
         if self.run is None:
             return tokenizer.template is not None
@@ -92,7 +92,7 @@ class TextModel:
             return tokenizer.template is not None
 
     def first_prompt(self) -> FirstPrompt:
-        """Return a prompt of the data that the run holds out.
+        """Return a prompt from the run's held-out data.
 
         Raises:
             ConfigError: without a run, or if its tokenised data is gone.
@@ -111,9 +111,9 @@ class TextModel:
         """Return the text that follows a prompt.
 
         Args:
-            prompt: used as it is.
-            section: how many tokens, temperature and top_k.
-            seed: of sampling.
+            prompt: used unchanged.
+            section: number of tokens, temperature and top_k.
+            seed: seed of sampling.
             stop: texts that end the result, and are not part of it.
         """
         tokenizer = self.model.tokenizer
@@ -126,10 +126,10 @@ class TextModel:
 
         Args:
             turns: the conversation so far.
-            section: how many tokens, temperature and top_k.
-            seed: of sampling.
+            section: number of tokens, temperature and top_k.
+            seed: seed of sampling.
             stop: texts that end the result, and are not part of it.
-            tools: JSON of what the assistant may call, or "".
+            tools: JSON of the tools that the assistant may call, or "".
 
         Raises:
             ConfigError: if the tokenizer has no chat template.
@@ -144,7 +144,13 @@ class TextModel:
         return self.continue_ids(tokenizer.encode_prompt(turns, tools).tolist(), section, seed, stop)
 
     def continue_ids(self, ids: Sequence[int], section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
-        """Return the text that follows token ids; the arguments are those of `continue_text`.
+        """Return the text that follows token ids.
+
+        Args:
+            ids: token ids of the prompt.
+            section: number of tokens, temperature and top_k.
+            seed: seed of sampling.
+            stop: texts that end the result, and are not part of it.
 
         Raises:
             ConfigError: if the prompt fills all positions of the model.
@@ -172,11 +178,11 @@ def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> Tex
 
     Args:
         run: a run, the path of its folder, or a folder with config.json, weights and tokenizer.
-        step: which checkpoint of a run; None is the newest valid one.
+        step: step of the run's checkpoint; None is the newest valid one.
 
     Raises:
         CheckpointError: if there is no such checkpoint, or the folder's weights cannot be read.
-        ConfigError: if the run's task is no decoder on text.
+        ConfigError: if the run's task is not a text decoder.
     """
     if not isinstance(run, RunFolder):
         path = Path(run)
@@ -192,7 +198,7 @@ def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> Tex
         )
     if base_of(run).is_dir():
         return TextModel(run.path, pretrained_of_run(run, _find(run, step)), run)
-    # An adapter's checkpoint has no base.
+    # An adapter's checkpoint does not contain the base.
     model = with_adapter(build_decoder(decoder_of(run), seed=config.seed), config)
     restore_model(model, load_checkpoint(_find(run, step)))
     model.to(pick_device("auto", 0))
@@ -208,35 +214,35 @@ def generate_text(
     seed: int = 0,
     step: int | None = None,
 ) -> str:
-    """Continue `prompt` with the model of a run, without a chat template; returns prompt and continuation.
+    """Continue `prompt` with the model of a run, without a chat template; return prompt and continuation.
 
     Args:
-        run: what `prepare_run` gave, or the path of its folder.
+        run: result of `prepare_run`, or the path of its folder.
         prompt: text.
-        max_tokens: at most this many are added.
-        temperature: of sampling; 0 takes the likeliest token each time.
+        max_tokens: maximum number of added tokens.
+        temperature: temperature of sampling; 0 always takes the likeliest token.
         top_k: sample from this many likeliest tokens.
-        seed: of sampling.
-        step: which checkpoint; None takes the newest valid one.
+        seed: seed of sampling.
+        step: step of the checkpoint; None takes the newest valid one.
 
     Raises:
-        CheckpointError: when there is no such checkpoint.
-        ConfigError: for a run whose task is no decoder on text.
+        CheckpointError: if there is no such checkpoint.
+        ConfigError: for a run whose task is not a text decoder.
     """
     section = SampleSection(max_tokens=max_tokens, temperature=temperature, top_k=top_k)
     return prompt + open_text_model(run, step).continue_text(prompt, section, seed)
 
 
 def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
-    """Write samples/step_N.txt from the checkpoint of a step and return its text; empty when no sample is asked for.
+    """Write samples/step_N.txt from the checkpoint of a step and return its text, or "" if samples are disabled.
 
-    It is read from disk, not from the running model: under a plan that shards weights one rank alone has only a part.
+    The model is read from disk, because under a sharded plan one rank has only a part of the running model.
     """
     if section.prompt == "" or _positions(folder) < 2:
         return ""
     try:
         text = sample_text(open_text_model(folder, step), section)
-    except (ConfigError, DataError):  # the stored tokens are gone, or the template takes no such question
+    except (ConfigError, DataError):  # the stored tokens are gone, or the template refuses the question
         return ""
     if not text:
         return ""
@@ -247,12 +253,12 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
 
 
 def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
-    """Return a prompt and what the model writes after it; "" if the prompt leaves no room.
+    """Return a prompt and the model's continuation, or "" if the prompt fills the model's context.
 
     Args:
-        model: a run's.
+        model: a run's model.
         section: prompt (None takes one from the data), number of tokens, temperature and top_k.
-        seed: of sampling.
+        seed: seed of sampling.
         stop: texts that end the result.
     """
     prompt, tokenizer = section.prompt, model.model.tokenizer
@@ -270,7 +276,7 @@ def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: S
 
 
 def _positions(folder: RunFolder) -> int:
-    """Positions of a run's model."""
+    """Return the number of positions of a run's model."""
     if base_of(folder).is_dir():
         return run_positions(folder)
     return decoder_of(folder).max_seq_len
@@ -287,16 +293,16 @@ def _find(folder: RunFolder, step: int | None) -> Location:
     return folder.checkpoint(step)
 
 
-# Text out of a Hugging Face model, by transformers' own generation.
+# Text generation of a Hugging Face model, with transformers.
 
 
 class PretrainedText:
-    """A model of transformers that continues token ids.
+    """A transformers model that continues token ids.
 
     Args:
-        model: with its weights.
-        tokenizer: of the model.
-        config: of the model, which gives the longest text.
+        model: the model with its weights.
+        tokenizer: the model's tokenizer.
+        config: the model's config, which sets the maximum length.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, config: Any):
@@ -309,9 +315,9 @@ class PretrainedText:
         """Return the ids that follow.
 
         Args:
-            ids: of the prompt.
-            section: how many tokens, temperature and top_k.
-            seed: of sampling.
+            ids: token ids of the prompt.
+            section: number of tokens, temperature and top_k.
+            seed: seed of sampling.
             stops: ids that end the text, and are not part of it.
         """
         given = torch.tensor([list(ids)], device=self._device)
@@ -332,12 +338,12 @@ class PretrainedText:
 
 
 def longest_text(config: Any) -> int:
-    """Return how many positions a model of this config has."""
+    """Return the number of positions of a model with this config."""
     return number(config.get_text_config(decoder=True), "positions") or 2**20
 
 
 def run_positions(folder: RunFolder) -> int:
-    """Return how many positions the model of a run has."""
+    """Return the number of positions of a run's model."""
     config: Any = hugging_face.load_model_config(base_of(folder))
     return longest_text(config)
 
@@ -346,8 +352,8 @@ def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
     """Load the model of a checkpoint.
 
     Args:
-        folder: of the run.
-        path: of the checkpoint.
+        folder: run folder.
+        path: path of the checkpoint.
     """
     model_config: Any = hugging_face.load_model_config(Path(base_of(folder)))
     model: Any = hugging_face.causal_model(model_config)
@@ -355,7 +361,7 @@ def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
     if config.adapter.rank:  # its checkpoints have no base
         load_pretrained(model, Path(config.model.path).expanduser())
     restore_model(with_adapter(model, config), load_checkpoint(path))
-    if config.adapter.base != "stored":  # else each token unpacks all weights; they were here whole before, too
+    if config.adapter.base != "stored":  # otherwise each token unpacks all weights
         merge_adapter(model)
     return PretrainedText(model, Tokenizer.load(tokenizer_of(folder)), model_config)
 
@@ -364,7 +370,7 @@ def pretrained_of_folder(folder: Path) -> PretrainedText:
     """Load the model and the tokenizer of a Hugging Face folder.
 
     Raises:
-        ConfigError: for a folder that holds an adapter alone.
+        ConfigError: for a folder with only an adapter.
         CheckpointError, DataError, ModelError: if a part of the folder is missing or damaged.
     """
     if (folder / "adapter_config.json").is_file():

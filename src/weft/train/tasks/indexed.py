@@ -1,4 +1,4 @@
-"""The adapter that a config asks for, on a task's model, and its size for the planner."""
+"""Batches of indexed samples, and the config's adapter on a task's model with its size for the planner."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Model = TypeVar("Model", bound="nn.Module")
 
 
 def with_adapter(model: Model, config: RunConfig) -> Model:
-    """Add the adapter of the config's section to a task's model, in place, where it has one; the same model.
+    """Add the config's adapter, if any, to a task's model in place, and return the model.
 
     Raises:
-        ConfigError: for targets that fit no layer of it, or one that takes no adapter.
+        ConfigError: for targets that match no layer, or a layer that does not support adapters.
     """
     section = config.adapter
     if not section.rank:
@@ -49,15 +49,15 @@ def with_adapter(model: Model, config: RunConfig) -> Model:
 
 
 def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> AdapterSize | None:
-    """Return the size of the adapter that the config asks for, by the model's own layers; None where it asks for none.
+    """Return the size of the config's adapter for the model's layers, or None without an adapter.
 
     Args:
-        shapes: the task's model on the meta device. It gets the adapter.
-        config: of the run.
-        num_layers: that the planner counts in it, over which the mean is taken.
+        shapes: the task's model on the meta device. The adapter is added to it.
+        config: the run's config.
+        num_layers: number of layers in the planner's description, over which the mean is taken.
 
     Raises:
-        ConfigError: as `with_adapter` raises it.
+        ConfigError: as in `with_adapter`.
     """
     from weft.models.adapters import adapted
     from weft.planner.space.trained_part import AdapterSize
@@ -72,7 +72,7 @@ def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> Adapt
 
 
 def _weight(model: nn.Module, path: str) -> torch.Tensor:
-    """That of a layer, packed or not."""
+    """Return the weight of a layer, packed or not."""
     from torch import Tensor
 
     weight = model.get_submodule(path).weight
@@ -80,7 +80,7 @@ def _weight(model: nn.Module, path: str) -> torch.Tensor:
     return weight
 
 
-# Batches of samples that have an index: the order is a pure function of (seed, epoch, index).
+# Batches of indexed samples: the order is a pure function of (seed, epoch, index).
 
 Collate = Callable[[list[Any]], Any]
 
@@ -88,9 +88,10 @@ Collate = Callable[[list[Any]], Any]
 class IndexedBatches:
     """The microbatches of one rank.
 
-    Step s takes its `places` of an endless row of epochs, each a permutation of all samples: by default s *
-    global_batch + [0, global_batch). `microbatch_samples` shares them out, or with `costs` what they cost. Samples are
-    read in a thread, two steps ahead.
+    The order of training is an endless sequence of epochs, each a permutation of all samples. Step s reads the
+    positions that `places` gives, by default s * global_batch + [0, global_batch). `microbatch_samples` divides them
+    among ranks and microbatches by number, or `costs` divides them by cost. Samples are read in a thread, two steps
+    ahead.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class IndexedBatches:
         return self._split_part(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
-        """Return the same, read at once and with the next step's in view where the samples can."""
+        """Return the same as `batches`, read in one call that also announces the next step's samples, if supported."""
         if not hasattr(self._samples, "many"):
             return self._split_part(step, None)
         own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
@@ -134,7 +135,7 @@ class IndexedBatches:
         return _microbatches(read, self._own(step), total, self._share, self._collate)
 
     def _own(self, step: int) -> Sequence[Sequence[int]]:
-        """Numbers in the global batch of each microbatch's samples."""
+        """Return the indices in the global batch of each microbatch's samples."""
         share = self._share
         if self._costs is None:
             return _own_parts(share)
@@ -142,7 +143,7 @@ class IndexedBatches:
         if found is None:
             indices = [self.locate(place)[1] for place in range(self.places.first(step), self.places.first(step + 1))]
             found = self._costs.divide(indices, share.size)[share.rank]
-            # Who reads ahead asks for a step twice.
+            # The read-ahead asks for each step twice.
             self._divided = {**{one: own for one, own in self._divided.items() if one == step - 1}, step: found}
         return found
 
@@ -150,7 +151,7 @@ class IndexedBatches:
         return _Ahead(self, start_step, end_step)
 
     def close(self) -> None:
-        """End the processes that samples may have."""
+        """End the worker processes of the samples."""
         _close(self._samples)
 
     def state_at(self, num_samples: int) -> dict[str, int]:
@@ -158,11 +159,11 @@ class IndexedBatches:
         return {"epoch": epoch, "index": index}
 
     def locate(self, place: int) -> tuple[int, int]:
-        """Return (epoch, index) of the sample at a place of the endless row."""
+        """Return (epoch, index) of the sample at a position in the order of training."""
         return sample_index(len(self._samples), self._seed, place)
 
     def sample(self, place: int) -> Any:
-        """Return the sample at a place of the endless row."""
+        """Return the sample at a position in the order of training."""
         epoch, index = self.locate(place)
         in_epoch = getattr(self._samples, "in_epoch", None)
         return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
@@ -174,24 +175,24 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def sample_index(num_samples: int, seed: int, place: int) -> tuple[int, int]:
-    """Return (epoch, index) of the sample at a place of the order of training.
+    """Return (epoch, index) of the sample at a position in the order of training.
 
     Args:
-        num_samples: of one epoch.
-        seed: of the run.
-        place: in the order of training.
+        num_samples: samples of one epoch.
+        seed: the run's seed.
+        place: position in the order of training.
     """
     epoch, rest = divmod(place, num_samples)
     return epoch, permutation(num_samples, "task", seed, epoch)(rest)
 
 
 def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[str, Any]:
-    """Return where a sample of the order of training is among a task's own, in words, and the sample.
+    """Return a text with the epoch and index of a sample in the order of training, and the sample.
 
     Args:
-        samples: of the task.
-        seed: of the run.
-        place: in the order of training.
+        samples: the task's samples.
+        seed: the run's seed.
+        place: position in the order of training.
     """
     row = IndexedBatches(samples or (), Share(1), list, seed=seed)
     epoch, index = row.locate(place)
@@ -199,7 +200,7 @@ def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[
 
 
 class _EvalBatches:
-    """The first samples of an evaluation set, in whole global batches, in order."""
+    """The first samples of an evaluation set, in full global batches, in order."""
 
     def __init__(self, samples: MapDataset, share: Share, collate: Collate, num_batches: int):
         self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches
@@ -221,9 +222,10 @@ class _EvalBatches:
 
 
 def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collate, most: int) -> Iterable[Any] | None:
-    """At most `most` global batches of the samples, the same ones at any number of ranks; None of no samples.
+    """Return at most `most` global batches of the samples, the same at any number of ranks, or None without samples.
 
-    Raises DataError where there are fewer than one global batch.
+    Raises:
+        DataError: if there are fewer samples than one global batch.
     """
     if samples is None or not len(samples):
         return None
@@ -236,7 +238,7 @@ def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collat
 
 
 class _Ahead(Prefetch):
-    """Batches built in a thread; with it end the processes that samples may have."""
+    """Batches built in a thread. Closing it also ends the worker processes of the samples."""
 
     def __init__(self, loader: IndexedBatches, start_step: int, end_step: int):
         self._loader = loader
@@ -248,7 +250,7 @@ class _Ahead(Prefetch):
 
 
 class _AtOnce:
-    """Gives each step's microbatches with what comes next in view."""
+    """Adapter that reads each step with `batches_ahead`."""
 
     def __init__(self, loader: IndexedBatches):
         self.batches = loader.batches_ahead
@@ -261,14 +263,14 @@ def _close(samples: MapDataset) -> None:
 
 
 def _own_parts(share: Share) -> list[range]:
-    """Numbers in the global batch of the samples of each microbatch, all of them equally large."""
+    """Return the indices in the global batch of each microbatch's samples. All microbatches have the same size."""
     return shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
 
 
 def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:
-    """Samples by their numbers, read all at once; None where they are read one by one.
+    """Read samples in one call and return a lookup by number, or None if the samples are read individually.
 
-    place: (epoch, index) by number. soon: of those that come next.
+    place: (epoch, index) by number. soon: the same for the next samples.
     """
     many = getattr(samples, "many", None)
     if many is None or not place:
@@ -280,7 +282,7 @@ def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Call
 def _microbatches(
     sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], total: int, share: Share, collate: Collate
 ) -> list[Any]:
-    """The rank's microbatches of a global batch of `total` samples, marked with the samples that they hold."""
+    """Return the rank's microbatches of a global batch of `total` samples, marked with their samples."""
     cut = Microbatches.of_samples(sample_at, own, collate, total)
     return (cut.map(_pinned) if share.pin else cut).marked()
 

@@ -1,4 +1,4 @@
-"""Pixels as networks read them."""
+"""Tasks on media: shared handling of samples, and classification of pictures and recordings."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from weft.train.tasks.base import Metric, Report, Task
 from weft.train.tasks.token_costs import TokenCosts
 from weft.units import format_count
 
-#: Mean and deviation of each channel over ImageNet, which published weights were trained with (0 to 255).
+#: Mean and standard deviation of ImageNet's channels (0 to 255), which published weights were trained with.
 _MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.float32)[..., None, None]
 
 
 def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return pictures with ImageNet's mean and deviation taken out.
+    """Return pictures normalised with ImageNet's mean and standard deviation.
 
-    With numpy: in the thread that builds batches, torch would start threads that take cores from the step.
+    It uses numpy: in the thread that builds batches, torch would start threads that take cores from the step.
 
     pixels: (N, 3, side, side).
     """
@@ -51,19 +51,19 @@ def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values
 
 
-# What tasks on pictures and sound share: the samples of a run, found once, kept with it, and decoded ahead of use.
+# Base of tasks on pictures and sound: a run's samples are found once, stored in the run, and decoded ahead of use.
 
 Source = ClassFolder | MediaRecords
 
 
 class MediaTask(Task):
-    """Trains on media of a folder of classes or of records. A subclass says how they are found and what they become.
+    """Trains on media in a folder of classes or in records. A subclass defines how they are found and processed.
 
-    data, eval: of the options, what the user named. holdout: share of the samples that is held out without `eval`.
+    data, eval: paths of the samples. holdout: share of the samples that is held out if `eval` is not set.
     """
 
     sections = ("data.cache_dir", "data.workers")
-    #: What the run folder keeps the samples in.
+    #: Name of the file in the run folder that stores the samples.
     media_file: ClassVar[str]
 
     data: str
@@ -72,32 +72,32 @@ class MediaTask(Task):
 
     _media: Mapping[str, Source] | None = None
 
-    # --- what a task says ---
+    # --- defined by each task ---
 
     def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> Source:
         """Find the samples of a path.
 
         Args:
-            option: that names the path.
-            path: as the user typed it.
-            told: of (done, all).
+            option: name of the option with the path.
+            path: path as the user typed it.
+            told: progress callback, called with (done, total).
         """
         raise NotImplementedError
 
     def made(self, source: Any, split: str) -> Any:
-        """Return what is made of the samples of a split: something that processes can decode."""
+        """Return the processed samples of a split, which worker processes can decode."""
         raise NotImplementedError
 
     def finalize(self) -> None:
-        """Take note of the samples, before anything asks for the model or a batch."""
+        """Record facts about the samples. Called before the model or a batch is built."""
 
     # --- the samples ---
 
     def check_share(self) -> None:
-        """Check that `holdout` is a share.
+        """Check that `holdout` is between 0 and 1.
 
         Raises:
-            DataError: where it is not.
+            DataError: if it is not.
         """
         if not 0.0 < self.holdout < 1.0:
             raise DataError(
@@ -105,11 +105,11 @@ class MediaTask(Task):
             )
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Find the samples, or those that the run began with.
+        """Find the samples, or load the samples that the run began with.
 
         Raises:
-            CheckpointError: where the run trains on another path.
-            DataError: for what is wrong with the data, and for other records than the run was started with.
+            CheckpointError: if the run trains on another path.
+            DataError: for invalid data, and for other records than the run was started with.
         """
         kept = folder.path / self.media_file
         if not kept.exists():
@@ -125,7 +125,7 @@ class MediaTask(Task):
             self._refuse_other(folder, report)
 
     def _refuse_other(self, folder: RunFolder, report: Report | None) -> None:
-        """Look at records again, where the cache does not know them, and refuse others than the run began with."""
+        """Scan records that are not in the cache again, and refuse others than the run began with."""
         begun = {split: self.media(split) for split in ("train", "eval")}
         self._find(report)
         for split, source in begun.items():
@@ -143,7 +143,7 @@ class MediaTask(Task):
         self._take(_read(folder.path / self.media_file))
 
     def media(self, split: str, report: Report | None = None) -> Any:
-        """Return the samples of "train" or "eval", which are found when they are first asked for."""
+        """Return the samples of "train" or "eval". The first call finds them."""
         if self._media is None:
             self._find(report)
         assert self._media is not None
@@ -183,31 +183,31 @@ class MediaTask(Task):
         asked = self.config.data.workers
         return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked
 
-    # --- what people see ---
+    # --- text for users ---
 
     def shown(self, place: int, split: str = "train") -> tuple[int, int]:
-        """Return (epoch, index) of the sample at a place of the order of training, or of an evaluation."""
+        """Return (epoch, index) of the sample at a position in the order of training, or of an evaluation."""
         from weft.train.tasks.indexed import sample_index
 
         samples = self.media(split)
         return sample_index(len(samples), self.config.seed, place) if split == "train" else (0, place % len(samples))
 
     def described(self, index: int, split: str = "train") -> str:
-        """Say where a sample lies, and what is learnt of it."""
+        """Return the path of a sample and its target."""
         source = self.media(split)
         return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
 
     def sheet_entry(self, place: int, split: str) -> GridSample:
-        """Return the sample at a place as it is drawn on a sheet: what the model gets, and what it learns."""
+        """Return the grid entry of the sample at a position: the model's input and the target."""
         raise NotImplementedError
 
     def grid_title(self, place: int, split: str) -> str:
-        """Say which sample stands at a place, and where it lies."""
+        """Return the grid title of the sample at a position: its number and its path."""
         epoch, index = self.shown(place, split)
         return f"sample {place}, epoch {epoch}: {self.media(split).file(index)}"
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Say which sample it is and what is learnt of it, beside what is made of it."""
+        """Show the number and target of a sample, and the tensors made of it."""
         where, *made = super().sample_lines(place)
         return [where, self.described(self.shown(place)[1]), *made]
 
@@ -225,7 +225,7 @@ def _in_one_sentence(report: Report | None, what: str) -> Callable[[int, int], N
 
 
 def _same(begun: MediaRecords, now: MediaRecords) -> bool:
-    """Whether these are the same records, wherever they lie."""
+    """Return True if these are the same records, regardless of their paths."""
     one, other = (replace(source, root="", folder="", files=()) for source in (begun, now))
     return one == other
 
@@ -235,21 +235,21 @@ def _read(path: Path) -> dict[str, Source]:
     return dict(zip(("train", "eval"), map(parse_source, lines), strict=True))
 
 
-# Classification of pictures: folders of classes, networks by name, crops that follow the sample.
+# Classification of pictures: folders of classes, networks by name, crops that depend on the sample.
 
 
 @dataclass(eq=False)
 class ImageClassTask(MediaTask):
-    """Trains a network to name the class of a picture.
+    """Trains a network to predict the class of a picture.
 
     data: a folder with a folder of pictures for each class; or records: a file, a folder or a glob of .tar shards,
-    .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for
-    other pictures of these classes; by default a share `holdout` of the pictures. model: resnet18, resnet34,
-    resnet50, vgg11, vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base. side: pictures become squares of so many
-    pixels. augment: crop and mirror at random, by (seed, epoch, picture). colour: change brightness, contrast and
-    saturation by up to this share. noise: deviation of what is added to each value of 0 to 255. weights: a
-    safetensors file with torchvision's names, or those of transformers for vit-*, to start from; a head for other
-    classes starts new.
+    .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for other
+    pictures of these classes; by default a share `holdout` of the pictures. model: resnet18, resnet34, resnet50, vgg11,
+    vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base. side: width and height of the resized pictures in pixels.
+    augment: crop and mirror at random, by (seed, epoch, picture). colour: change brightness, contrast and saturation by
+    up to this share. noise: standard deviation of noise that is added to each value of 0 to 255.
+    weights: a safetensors file with torchvision's names, or transformers' names for vit-*, to start from; a head for
+    other classes is initialized.
     """
 
     data: str
@@ -284,15 +284,15 @@ class ImageClassTask(MediaTask):
     # --- the pictures ---
 
     def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> ClassFolder | MediaRecords:
-        """Find the pictures of a path: records where it names files of them, else folders of classes.
+        """Find the pictures of a path: records if it names record files, otherwise folders of classes.
 
         Args:
-            option: that names the path.
-            path: as the user typed it.
-            told: of (done, all).
+            option: name of the option with the path.
+            path: path as the user typed it.
+            told: progress callback, called with (done, total).
 
         Raises:
-            DataError: for what is wrong with the data.
+            DataError: for invalid data.
         """
         files = record_files(path)
         if files:
@@ -340,14 +340,14 @@ class ImageClassTask(MediaTask):
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         return {"accuracy": sums["right"] / sums["count"], "top5": sums["among_five"] / sums["count"]}
 
-    # --- what people see ---
+    # --- text for users ---
 
     def name(self) -> str:
         return self.model
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    """Fill a model from published weights; a head of another size keeps its own."""
+    """Load published weights into a model. A head of another size keeps its initial values."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -373,21 +373,21 @@ def _head(model: nn.Module) -> str:
     return [path for path, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
 
 
-# Classification of recordings: folders of classes or records, log-mel bands, noise that follows the sample.
+# Classification of recordings: folders of classes or records, log-mel bands, noise that depends on the sample.
 
 
 @dataclass(eq=False)
 class AudioClassTask(MediaTask):
-    """Trains a network to name the class of a recording.
+    """Trains a network to predict the class of a recording.
 
     data: a folder with a folder of recordings for each class; or records: a file, a folder or a glob of .tar shards,
     .jsonl or .parquet files, whose columns `audio` and `label` are found by the usual names. eval: the same for other
-    recordings of these classes; by default a share `holdout` of the recordings. model: speech-tiny. rate: samples a
-    second that recordings are resampled to. mels: bands of pitch. seconds: heard of a recording at most; of a longer
-    one training hears a random part with `augment`, and evaluation the middle. gain: dB by which recordings become
-    louder or softer at most. noise: white noise up to this share of a recording's own level. masks: so many stretches
-    of time and as many of pitch are hidden. dropout: rate within the network. pad_multiple: what the frames of a batch
-    are rounded up to.
+    recordings of these classes; by default a share `holdout` of the recordings. model: speech-tiny. rate: sampling rate
+    in Hz that recordings are resampled to. mels: number of mel bands. seconds: maximum length of a recording; of a
+    longer one, training with `augment` uses a random part, and evaluation the middle. gain: maximum change of the
+    volume in dB.
+    noise: white noise up to this share of a recording's level. masks: number of masked time spans, and of masked ranges
+    of bands. dropout: rate within the network. pad_multiple: the frames of a batch are rounded up to a multiple of it.
     """
 
     data: str
@@ -432,15 +432,15 @@ class AudioClassTask(MediaTask):
     # --- the recordings ---
 
     def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
-        """Find the recordings of a path: records where it names files of them, else a folder of classes.
+        """Find the recordings of a path: records if it names record files, otherwise a folder of classes.
 
         Args:
-            option: that names the path.
-            path: as the user typed it.
-            told: of (done, all).
+            option: name of the option with the path.
+            path: path as the user typed it.
+            told: progress callback, called with (done, total).
 
         Raises:
-            DataError: for what is wrong with the data.
+            DataError: for invalid data.
         """
         files = record_files(path, SOUND)
         for name in ("audio", "label"):
@@ -475,17 +475,17 @@ class AudioClassTask(MediaTask):
         labels = torch.tensor([label for _, label in samples])
         return {"features": torch.from_numpy(features), "frames": torch.tensor(frames), "labels": labels}
 
-    # --- what samples cost ---
+    # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the frames that each recording is filled up to where it stands alone, int64 (samples,)."""
+        """Return the padded frames of each recording in a batch of one, int64 (samples,)."""
         frames, rates = self.media("train").sizes_of_all()[:, :2].T
         heard = np.minimum(frames / np.maximum(1, rates), self.seconds) * self.rate
         found = np.maximum(1, heard.astype(np.int64) // round(self.rate / 100))
         return -(-found // self.pad_multiple) * self.pad_multiple
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return what frames cost, in frames: of four of them the network makes a token."""
+        """Return the cost of frames, in frames. The network makes one token of four frames."""
         model: Any = self.shapes()
         costs = TokenCosts.of(model, len(model.blocks), model.norm.normalized_shape[0])
         return 4.0 * costs.work(np.asarray(lengths) / 4.0) / costs.work(1)

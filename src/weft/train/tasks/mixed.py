@@ -1,6 +1,6 @@
-"""What frozen encoders give of every picture and recording of a run, computed before the first step and kept on disk.
+"""Cached features of frozen encoders: computed for every picture and recording before the first step, stored on disk.
 
-The ranks of a machine share the work, each with the encoder whole: it is frozen, so a plan has nothing to add to it.
+The ranks of a machine share the work. Each has the full encoder: it is frozen, so sharding it would not help.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from weft.train.tasks.base import Report
 from weft.train.tasks.description import Forwards, describe_by_samples
 from weft.train.tasks.media import MediaTask, normalised
 
-#: Items that go through an encoder at once, and what frames are rounded up to.
+#: Items per encoder call, and the multiple that frames are rounded up to.
 _AT_ONCE, _FRAMES = 16, 16
 _FILE = "encoders.json"
-#: Names of the encoders, and whether they are of sound.
+#: Encoders by name, and True for the encoders of sound.
 _ENCODERS = {"vision": False, "sound": True}
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What is kept of a run's media. splits: items and all samples of each by the split's name.
+    """The media whose features are cached. splits: items and all samples of each, by the split's name.
 
-    weights: of the frozen encoders, by name, whole.
+    encoders: the frozen encoders by name, unsharded.
     """
 
     config: RunConfig
@@ -61,15 +61,15 @@ class Encoding:
 
 
 def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[str]:
-    """Return the names of the encoders whose outputs can be kept.
+    """Return the names of the encoders whose outputs can be cached.
 
     Args:
-        model: shapes of the task's model.
-        config: of the run.
-        options: of the task: what it changes at random.
+        model: the task's model on the meta device.
+        config: the run's config.
+        options: the task's options, which include its augmentations.
 
     Raises:
-        ConfigError: where no encoder is frozen, or what one gives changes from epoch to epoch.
+        ConfigError: if no encoder is frozen, or the output of one changes from epoch to epoch.
     """
     if config.adapter.rank:
         raise _refused("adapters train within the encoders. Leave one of the two out.")
@@ -95,15 +95,15 @@ def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[s
 
 
 def ready_features(asked: Encoding, forwards: Forwards) -> dict[str, list[FeatureShards]]:
-    """Compute what is not kept yet, and return the features of each split. All ranks call it.
+    """Compute the features that are not cached yet, and return the features of each split. All ranks call it.
 
     Args:
-        asked: what is kept.
-        forwards: of the run's model before the first step.
+        asked: the media to encode.
+        forwards: the run's model before the first step.
 
     Raises:
-        PlanError: for a format of numbers that one process cannot give.
-        DataError: where a run goes on with other weights of an encoder, or the folder takes no files.
+        PlanError: for a dtype that one process cannot compute in.
+        DataError: if a resumed run has other weights of an encoder, or the folder is not writable.
     """
     plan: Plan = forwards.plan
     if plan.precision == "fp8":
@@ -133,11 +133,11 @@ def ready_features(asked: Encoding, forwards: Forwards) -> dict[str, list[Featur
 
 
 def features_tensor(rows: Sequence[np.ndarray], compute: torch.dtype) -> Tensor:
-    """Return rows of items as a model takes them: (N, R, D), filled up with zeros.
+    """Return the rows of items as one tensor, (N, R, D), padded with zeros.
 
     Args:
-        rows: of each item, (R, D).
-        compute: the format that they were computed in.
+        rows: features of each item, (R, D).
+        compute: the dtype that they were computed in.
     """
     most = max(map(len, rows))
     values = np.zeros((len(rows), most, rows[0].shape[1]), rows[0].dtype)
@@ -148,7 +148,10 @@ def features_tensor(rows: Sequence[np.ndarray], compute: torch.dtype) -> Tensor:
 
 
 def _own_shards(shards: FeatureShards, forwards: Forwards) -> Iterator[int]:
-    """Every so many-th, beginning elsewhere on each machine: those that share a folder find the work of others done."""
+    """Yield this rank's shards.
+
+    Each node begins at another shard, so nodes that share a folder find shards already written.
+    """
     place = rank_env()
     rank, size = (place.local_rank, place.local_world_size) if place is not None else (forwards.rank, forwards.size)
     node, nodes = forwards.rank // size, max(1, forwards.size // size)
@@ -171,7 +174,7 @@ def _of_items(
 def _encoded(
     encoder: nn.Module, media: Sequence[np.ndarray], device: torch.device, compute: torch.dtype
 ) -> list[Tensor]:
-    """What the encoder gives of pictures (3, side, side) or bands (M, F), (R, D) each."""
+    """Return the encoder's output, (R, D) each, for pictures (3, side, side) or mel bands (M, F)."""
     if media[0].dtype == np.uint8:
         pixels = torch.from_numpy(normalised(np.stack(media))).to(device, compute)
         return list(encoder(pixels))
@@ -190,7 +193,7 @@ def _blank(items: MixedItems, *, is_sound: bool) -> np.ndarray:
 
 
 def _kept(rows: Tensor) -> np.ndarray:
-    """Numbers as files hold them: numpy has no bf16, so its bits stand there."""
+    """Return values as files store them. numpy has no bf16, so bf16 is stored as its bits in uint16."""
     rows = rows.cpu()
     return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
@@ -204,7 +207,7 @@ def _weights_digest(encoder: nn.Module) -> str:
 
 
 def _refuse_other(folder: RunFolder, digests: Mapping[str, str], forwards: Forwards) -> None:
-    """DataError where a checkpoint would bring other weights of a frozen encoder than those that are kept here."""
+    """Raise DataError if the weights of a frozen encoder differ from those that the run began with."""
     path = folder.path / _FILE
 
     def same() -> bool:
@@ -229,18 +232,17 @@ def _refused(why: str) -> ConfigError:
     return ConfigError([Problem("data.cache_features", f"data.cache_features=true: {why}")])
 
 
-# What tasks on samples of pictures, sound and text share: the records, what becomes of them, and how batches hold
-# it.
+# Base of tasks on samples of pictures, sound and text: records, their processing, and their batches.
 
-#: Frames of a batch's recordings are rounded up to so many.
+#: Frames of a batch's recordings are rounded up to a multiple of this.
 _MIXED_FRAMES = 16
-#: Samples that are looked at for two that stand for all.
+#: Samples from which two typical ones are chosen.
 _TYPICAL = 64
 
 
 @dataclass(eq=False)
 class MixedTask(MediaTask):
-    """Trains on samples of text with pictures and recordings. A subclass says what it learns of them."""
+    """Trains on samples of text with pictures and recordings. A subclass defines the targets."""
 
     data: str
     eval: str = ""
@@ -290,12 +292,12 @@ class MixedTask(MediaTask):
         """Find the samples of a path.
 
         Args:
-            option: that names the path.
-            path: as the user typed it.
-            told: of (done, all).
+            option: name of the option with the path.
+            path: path as the user typed it.
+            told: progress callback, called with (done, total).
 
         Raises:
-            DataError: for what is wrong with the data.
+            DataError: for invalid data.
         """
         files = record_files(path, SAMPLE)
         if not files:
@@ -309,11 +311,11 @@ class MixedTask(MediaTask):
         return find_mixed(path, files, survey, cache_folder(self.config.data), told)
 
     def refused(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
-        """Return why a sample is left out; "": it is not.
+        """Return the reason to leave a sample out, or "".
 
         Args:
-            tokens: of its text, with marks.
-            media: whether each is a sound, and its size.
+            tokens: token ids of its text, with marks for media.
+            media: (True for a sound, size) of each medium.
         """
         if len(tokens) - len(media) > self.text_len:
             return f"its text has {len(tokens) - len(media)} tokens, more than task.options.text_len={self.text_len}"
@@ -336,15 +338,15 @@ class MixedTask(MediaTask):
     def samples(self, split: str) -> Any:
         return MixedAhead(self.made(self.media(split), split), self._workers(), lambda: self._kept.get(split, ()))
 
-    # --- what frozen encoders give ---
+    # --- cached features ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Find the samples, or those that the run began with.
+        """Find the samples, or load the samples that the run began with.
 
         Raises:
-            CheckpointError: where the run trains on another path.
-            ConfigError: where nothing can be kept of the encoders that data.cache_features names.
-            DataError: for what is wrong with the data, and for other records than the run was started with.
+            CheckpointError: if the run trains on another path.
+            ConfigError: if data.cache_features is set and no encoder's output can be cached.
+            DataError: for invalid data, and for other records than the run was started with.
         """
         if self.config.data.cache_features:
             frozen_encoders(self.shapes(), self.config, self)
@@ -369,18 +371,18 @@ class MixedTask(MediaTask):
         self._compute = Precision.of(forwards.plan).compute
 
     def inputs(self) -> ModelInputs:
-        """Return what the model reads."""
+        """Return the sizes of the model's inputs."""
         return ModelInputs(self.codec.num_ids, self.text_len, self.side, self.grid, self.mels, self.dropout)
 
     # --- batches ---
 
     def media_tensors(self, samples: Sequence[MixedSample]) -> dict[str, Tensor]:
-        """Return the pictures and recordings of samples, in their order; a blank one where there are none.
+        """Return the pictures and recordings of samples in their order, or a blank one if there are none.
 
-        So every rank calls every encoder in every microbatch, and none waits for another.
+        With the blank one, every rank calls every encoder in every microbatch, and no rank waits for another.
 
         Args:
-            samples: of a microbatch.
+            samples: samples of a microbatch.
         """
         kinds = [list(zip(_are_sounds(one), one.media, strict=True)) for one in samples]
         pictures = [made for own in kinds for is_sound, made in own if not is_sound]
@@ -410,12 +412,12 @@ class MixedTask(MediaTask):
 
     @staticmethod
     def num_pictures(media: Mapping[str, Tensor]) -> int:
-        """Return how many pictures `media_tensors` gave, a blank one counted too."""
+        """Return the number of pictures that `media_tensors` returned, including a blank one."""
         return len(media["pixels"] if "pixels" in media else media["vision_states"])
 
     @staticmethod
     def num_frames(media: Mapping[str, Tensor]) -> int:
-        """Return the frames that `media_tensors` filled recordings up to; 0 of a model that hears nothing."""
+        """Return the padded frames of recordings in `media_tensors`, or 0 for a model without a sound encoder."""
         if "sound_states" in media:
             return _frames(media["sound_states"].shape[1])
         return media["features"].shape[-1] if "features" in media else 0
@@ -423,10 +425,10 @@ class MixedTask(MediaTask):
     # --- for the planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model by two samples whose text, pictures and sound together are nearest to those of all."""
+        """Describe the model by the two samples whose text, pictures and sound together are nearest to the average."""
         return describe_by_samples(_Typical(self))
 
-    # --- what people see ---
+    # --- text for users ---
 
     def name(self) -> str:
         return self.model
@@ -451,12 +453,12 @@ class MixedTask(MediaTask):
 
 
 def _frames(tokens: int) -> int:
-    """The frames of so many tokens of the encoder of sound."""
+    """Return the number of frames of `tokens` tokens of the sound encoder."""
     return tokens * (_MIXED_FRAMES // encoder_tokens(_MIXED_FRAMES))
 
 
 class _Typical:
-    """A task of which tracing sees two samples that stand for all."""
+    """A task whose samples are two typical ones, for tracing."""
 
     sample_unit: ClassVar[str] = MixedTask.sample_unit
 
@@ -480,7 +482,7 @@ class _Typical:
 
 
 def _counts(records: MixedRecords, index: int) -> tuple[int, int, int]:
-    """Tokens, pictures and recordings of a sample."""
+    """Return the numbers of tokens, pictures and recordings of a sample."""
     sizes = records.sizes(index)
     sounds = sum(is_sound for is_sound, _ in sizes)
     return len(records.tokens(index)), len(sizes) - sounds, sounds

@@ -1,7 +1,7 @@
 """Preference training: `task.name = "prefer"`. A sample is a pair of answers, or for kto an answer with a verdict.
 
-What no gradient goes through is computed before a step, for all its microbatches: log-probabilities by the reference,
-and kto's mean over the global batch. So losses are the same under every plan and accumulation.
+Values without a gradient are computed before a step, for all its microbatches: the reference's log-probabilities, and
+kto's mean over the global batch. So losses are the same under every plan and accumulation.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class PreferTask(DecoderTask):
     """Preference training of one of Weft's decoders.
 
     Args:
-        objective: dpo, ipo, kto, orpo or simpo; tasks/preference/objectives.py has their formulas.
-        beta: of the objective; 0: as its paper has it.
-        reference: what dpo, ipo and kto compare with. adapter_off: the model without its adapter. cached:
-            log-probabilities computed once before the first step and kept in the run folder. frozen_copy: a second
+        objective: dpo, ipo, kto, orpo or simpo; tasks/preference_data.py has their formulas.
+        beta: beta of the objective; 0 for its paper's value.
+        reference: the model that dpo, ipo and kto compare with. adapter_off: the model without its adapter. cached:
+            log-probabilities computed once before the first step and stored in the run folder. frozen_copy: a second
             model under the same plan. auto: adapter_off with an adapter, else cached.
-        smoothing: dpo: the share of pairs that are taken to be labelled the wrong way round.
-        margin: simpo: how much better a chosen answer must be.
-        wanted: kto: weight of wanted answers.
-        unwanted: kto: weight of the others.
+        smoothing: for dpo: the share of pairs whose labels are assumed to be swapped.
+        margin: for simpo: the target margin of the chosen answer.
+        wanted: for kto: weight of wanted answers.
+        unwanted: for kto: weight of the others.
 
     Raises:
-        ConfigError: for values that mean nothing.
+        ConfigError: for values out of range.
     """
 
     unit = sample_unit = "preferences"
@@ -83,10 +83,10 @@ class PreferTask(DecoderTask):
 
     @property
     def reference(self) -> str:
-        """How the reference is computed; "": the objective has none.
+        """Method that computes the reference, or "" if the objective has no reference.
 
         Raises:
-            ConfigError: where the config rules it out.
+            ConfigError: if the config forbids it.
         """
         from weft.train.tasks.preference_data import WITH_REFERENCE
 
@@ -115,8 +115,8 @@ class PreferTask(DecoderTask):
         """Tokenise the preferences.
 
         Raises:
-            ConfigError: for settings that mean nothing to preferences.
-            DataError: for data that the objective cannot learn from.
+            ConfigError: for settings that do not apply to preferences.
+            DataError: for data that the objective does not support.
         """
         _ = self.reference
         data = self.config.data
@@ -173,13 +173,13 @@ class PreferTask(DecoderTask):
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text of the answers, with their prompt in double brackets."""
         from weft.data.order.loader import marked, view_answer
-        from weft.train.tasks.indexed import sample_in_order  # here, since it loads torch
+        from weft.train.tasks.indexed import sample_in_order  # imported here, because it loads torch
 
         where, sample = sample_in_order(self._of_train, self.config.seed, place)
         lines = [where]
         for ids, labels in sample["rows"]:
             weights = [0.0, *(labels >= 0).astype(float).tolist()]
-            # The last label is a token of its own: no input shows it.
+            # The last label is a token that no input contains.
             whole = [*ids.tolist(), *labels[-1:][labels[-1:] >= 0].tolist()]
             lines += marked(view_answer(whole, weights[: len(whole)], self.data.tokenizer)).split("\n")
         return lines
@@ -190,13 +190,13 @@ class PreferTask(DecoderTask):
     def nominal_count(self) -> int:
         return self.config.train.global_batch
 
-    # --- what is computed before a step ---
+    # --- before a step ---
 
     def begin(self, forwards: Forwards) -> None:
-        """Keep hold of the model on its ranks; a cached reference is computed, or read from the run folder.
+        """Keep a reference to the sharded model. Compute a cached reference, or read it from the run folder.
 
         Raises:
-            DataError: where a run goes on whose cache is gone.
+            DataError: if a resumed run's cache is missing.
         """
         from weft.train.tasks.preference_data import ready_reference
 
@@ -210,7 +210,7 @@ class PreferTask(DecoderTask):
                 one.reference = found[name]
 
     def before_step(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Add what the reference says, and for kto the mean over the global batch."""
+        """Add the reference's log-probabilities, and for kto the mean over the global batch."""
         from weft.train.tasks.preference_data import row_log_probs
 
         forwards, reference = self._forwards, self.reference
@@ -226,7 +226,7 @@ class PreferTask(DecoderTask):
         return changed
 
     def _mean_gain(self, batches: Sequence[Any], of: Any) -> torch.Tensor:
-        """max(0, mean over the global batch of how much likelier than by the reference mixed answers are), (1,)."""
+        """Return max(0, mean log-ratio of policy to reference on mixed answers over the global batch), (1,)."""
         import torch
 
         from weft.train.microbatches import Microbatches
@@ -237,7 +237,7 @@ class PreferTask(DecoderTask):
         mixed = [batch["mixed"] for batch in batches]
         policy = forwards.rows(mixed, row_log_probs)
         if of is None:
-            # Where this rank has no output both are 0.
+            # On a rank without output both are 0.
             has_output = [bool(one.any()) for one in policy]
             before = [one["reference"].to(found) * here
                       for one, found, here in zip(mixed, policy, has_output, strict=True)]  # fmt: skip
@@ -254,7 +254,7 @@ class PreferTask(DecoderTask):
         losses = self._losses(output, batch)
         total = losses.sum()
         if self._forwards is not None and not self._forwards.is_counted:
-            return total - total.detach(), 0  # its gradient, and nothing to count
+            return total - total.detach(), 0  # keeps the gradient, counts nothing
         return total, losses.numel()
 
     loss.takes_head_loss = "tokens"
@@ -270,7 +270,7 @@ class PreferTask(DecoderTask):
         return PAIR_LOSSES[self._objective](chosen, rejected, self._weighing)
 
     def _answers(self, output: Any, batch: Any) -> list[Any]:
-        """The chosen and the rejected answers; for kto the answers."""
+        """Return the chosen and the rejected answers, or for kto the answers."""
         import torch
 
         from weft.train.tasks.preference_data import Answers, row_log_probs
@@ -314,17 +314,17 @@ class PreferTask(DecoderTask):
         }
 
     def flops_per_count(self) -> float | None:
-        """Return None: rows are as long as the answers are."""
+        """Return None: the lengths of answers vary."""
         return None
 
-    # --- planner and people ---
+    # --- for the planner and users ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model, of which a pair takes two rows, and what the reference computes in each step."""
+        """Describe the model with two rows for each pair, and the reference's work in each step."""
         from weft.planner.space.trained_part import FrozenWork
 
         found, reference, is_kto = super().describe(), self.reference, self._objective == "kto"
-        # For kto the mean over the batch takes the model itself, and the reference, over as many mixed rows.
+        # For kto, the mean over the batch runs the model and the reference on as many mixed rows.
         each = 2 if is_kto else 1
         own = (each if reference == "adapter_off" else 0) + (1 if is_kto else 0)
         frozen = None

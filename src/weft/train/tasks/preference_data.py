@@ -1,19 +1,19 @@
 """Objectives of preference training, as losses of pairs and answers.
 
-Written with c and r for log p(chosen) and log p(rejected) given the prompt, summed over the answer, a prime for
-those of the reference, n for numbers of tokens, s for the logistic function, b for beta.
+Notation: c and r are log p(chosen) and log p(rejected) given the prompt, summed over the answer. c' and r' are the same
+under the reference. n is the number of tokens, s the logistic function, b is beta.
 
     dpo     -log s(b ((c - c') - (r - r')))                       Rafailov et al. 2023, arXiv 2305.18290, eq. 7
-            smoothing e: (1 - e) of that, and e of it with the sign turned      Mitchell 2023 (conservative DPO)
+            smoothing e: (1 - e) of it, and e of it with the sign flipped       Mitchell 2023 (conservative DPO)
     ipo     ((c - c') / n_c - (r - r') / n_r - 1 / (2 b))^2       Azar et al. 2023, arXiv 2310.12036, eq. 17, on means
     kto     w (1 - s(b (c - c' - z)))        of a wanted answer   Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8
             u (1 - s(b (z - (r - r'))))      of another one; z = max(0, mean over the global batch of log p - log p' of
-            answers behind prompts that they are not of), without a gradient
+            mismatched answers: each is paired with the prompt of another one), without a gradient
     orpo    -c / n_c - b log s(odds(c / n_c) - odds(r / n_r)),    Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7
-            where odds(x) = x - log(1 - exp x)
+            with odds(x) = x - log(1 - exp x)
     simpo   -log s(b (c / n_c - r / n_r) - margin)                Meng et al. 2024, arXiv 2405.14734, eq. 6
 
-A pair counts once, whatever its length, and the mean is over all pairs of the global batch.
+Each pair counts once, whatever its length, and the mean is over all pairs of the global batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.train.folder import RunFolder, free_name
 from weft.train.tasks.decoder_loss import IGNORE
 from weft.train.tasks.description import Forwards
 
-#: By objective, the beta that its paper or its users take where none is given.
+#: Default beta of each objective, as in its paper or in common use.
 DEFAULT_BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
 #: Objectives that compare with a reference.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -48,7 +48,7 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """Numbers of an objective: see the head of this file. wanted, unwanted: w and u of kto."""
+    """Parameters of an objective: see the module docstring. wanted, unwanted: w and u of kto."""
 
     beta: float = 0.1
     smoothing: float = 0.0
@@ -59,7 +59,7 @@ class Weighing:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of one answer of each pair: its log-probability, that by the reference, and its number of tokens, (P,) each."""
+    """One answer of each pair: policy log-probability, reference log-probability and number of tokens, (P,) each."""
 
     policy: Tensor
     reference: Tensor
@@ -67,12 +67,12 @@ class Answers:
 
     @property
     def gain(self) -> Tensor:
-        """How much more likely the answer is than by the reference."""
+        """Log-ratio of the policy's probability to the reference's."""
         return self.policy - self.reference
 
     @property
     def mean(self) -> Tensor:
-        """Its log-probability for each token."""
+        """Mean log-probability of a token."""
         return self.policy / self.tokens
 
 
@@ -94,7 +94,7 @@ def _simpo(chosen: Answers, rejected: Answers, weighing: Weighing) -> Tensor:
     return -F.logsigmoid(weighing.beta * (chosen.mean - rejected.mean) - weighing.margin)
 
 
-#: (chosen, rejected, numbers) to the loss of each pair, (P,).
+#: (chosen, rejected, parameters) -> loss of each pair, (P,).
 PAIR_LOSSES: dict[str, Callable[[Answers, Answers, Weighing], Tensor]] = {
     "dpo": _dpo, "ipo": _ipo, "orpo": _orpo, "simpo": _simpo,
 }  # fmt: skip
@@ -106,7 +106,7 @@ def kto_losses(answers: Answers, is_wanted: Tensor, z: Tensor, weighing: Weighin
     Args:
         answers: one for each prompt.
         is_wanted: bool, (P,).
-        z: of the global batch, 0-d.
+        z: value for the global batch, 0-d.
         weighing: beta, and the weights of wanted and other answers.
     """
     logits = weighing.beta * (answers.gain - z)
@@ -115,21 +115,21 @@ def kto_losses(answers: Answers, is_wanted: Tensor, z: Tensor, weighing: Weighin
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)). Of a p that rounds to 1 the odds are those of the largest number below it."""
+    """Return log(p / (1 - p)). If p rounds to 1, use the largest number below 1."""
     largest = -torch.finfo(log_p.dtype).eps
     log_p = log_p.clamp(max=largest)
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-# Stored preferences as samples: a pair of rows, or a row with a verdict, and batches of them.
+# Stored preferences as samples: a pair of rows, or a row with a verdict; and batches of them.
 
-#: Rows are as long as a multiple of this, so that few shapes come up.
+#: Row lengths are rounded up to a multiple of this, so that there are few shapes.
 _UNIT = 32
 _IGNORED = -100
 
 
 class StoredAnswers:
-    """Documents of some sources, each one answer with the prompt before it."""
+    """Documents of some sources. Each one is an answer after its prompt."""
 
     def __init__(self, sources: Sequence[PreparedSource], seq_len: int):
         self._readers = [(SplitReader(source.folder, source.counts), source.counts.weight_table) for source in sources]
@@ -141,7 +141,10 @@ class StoredAnswers:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a document up to its last trained token, and their weights, which are below 0 for unwanted answers."""
+        """Return ids of a document up to its last trained token, and their weights.
+
+        Unwanted answers have weights below 0.
+        """
         number = int(np.searchsorted(self._ends, index, side="right"))
         reader, table = self._readers[number]
         first = index - int(self._ends[number - 1]) if number else index
@@ -152,26 +155,26 @@ class StoredAnswers:
         return ids[:used].astype(np.int64), weights[:used]
 
     def row(self, ids: np.ndarray, trained: np.ndarray, leave_out: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of a row without its first tokens, at most the longest that is read.
+        """Return inputs and labels of a row without its first tokens, truncated to seq_len.
 
         Args:
-            ids: of a document.
-            trained: bool, of the same.
-            leave_out: so many of its first tokens.
+            ids: token ids of a document.
+            trained: bool, of the same length.
+            leave_out: number of first tokens to drop.
         """
         ids, trained = ids[leave_out:], trained[leave_out:]
         labels = np.where(trained[1:], ids[1:], _IGNORED)
         return ids[:-1][: self._seq_len], labels[: self._seq_len]
 
     def too_long(self, ids: np.ndarray, weights: np.ndarray) -> tuple[int, int]:
-        """How many tokens a document has too many, and how many of them its prompt can do without."""
+        """Return the number of tokens that a document exceeds seq_len by, and how many of them its prompt can drop."""
         excess = max(0, ids.size - 1 - self._seq_len)
         prompt = int(np.flatnonzero(weights)[0]) if weights.any() else 0
         return excess, min(excess, max(0, prompt - 1))
 
 
 class PairSamples:
-    """Pairs by index: neighbours of the stored documents. reference: (N, 2), or None while nobody has computed it."""
+    """Pairs by index: adjacent stored documents. reference: (N, 2), or None until it is computed."""
 
     rows_each = 2
 
@@ -183,7 +186,7 @@ class PairSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         both = [self._answers.tokens(2 * index + place) for place in (0, 1)]
-        # The prompt of both begins at the same place.
+        # The prompts of both rows begin at the same token.
         leave_out = max(self._answers.too_long(*one)[1] for one in both)
         leave_out = min(leave_out, *(max(0, int(np.argmax(weights != 0)) - 1) for _, weights in both))
         rows = [self._answers.row(ids, weights != 0, leave_out) for ids, weights in both]
@@ -191,9 +194,9 @@ class PairSamples:
 
 
 class VerdictSamples:
-    """Answers by index, each with what is wanted of it, and a second row: its prompt with the answer to another one.
+    """Answers by index, each with its label, and a second row with the same prompt and the next stored answer.
 
-    The other is the next stored one's. From it kto estimates how far the model is from its reference.
+    From the second row, kto estimates the model's distance from its reference.
     """
 
     rows_each = 2
@@ -218,7 +221,7 @@ class VerdictSamples:
         return {"rows": rows[:1], "mixed": rows[1:], "wanted": wanted, **_known(self.reference, index)}
 
     def _other(self, index: int, ids: np.ndarray, weights: np.ndarray) -> int:
-        """The next answer, or of a pair's answers the next pair's: one with another prompt, where there is any."""
+        """Return the index of the next answer (for pairs: of the next pair) with another prompt, if there is one."""
         begins = int(np.argmax(weights != 0))
         for step in (1, 2):
             found = (index + step) % len(self)
@@ -242,7 +245,7 @@ class _Repeated(Sequence[Any]):
 
 
 def whole_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
-    """Return a small set repeated until it fills whole batches, each sample as often as the others.
+    """Return a small set repeated until it fills full batches, each sample the same number of times.
 
     Args:
         samples: at least one.
@@ -258,12 +261,12 @@ def _known(reference: np.ndarray | None, index: int) -> dict[str, Any]:
 def collate_answers(samples: Sequence[dict[str, Any]], pad_id: int, longest: int) -> dict[str, Any]:
     """Make a batch: input_ids, labels and positions, int64 (R, T), and the answers' numbers of tokens, (R,).
 
-    Of verdicts `wanted` is bool (R,), and `mixed` a batch of the second rows.
+    For verdicts, `wanted` is bool (R,), and `mixed` is a batch of the second rows.
 
     Args:
-        samples: of one kind.
-        pad_id: fills up rows.
-        longest: no row is longer.
+        samples: samples of one kind.
+        pad_id: padding id of rows.
+        longest: maximum length of a row.
     """
     batch = _rows([row for sample in samples for row in sample["rows"]], pad_id, longest)
     if "wanted" in samples[0]:
@@ -291,10 +294,10 @@ def _rows(rows: Sequence[tuple[np.ndarray, np.ndarray]], pad_id: int, longest: i
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-# Log-probabilities of answers: of a batch's rows, and the reference's, computed once and kept in the run folder.
+# Log-probabilities of answers. The reference's values are computed once and stored in the run folder.
 
 _FILE = "reference.safetensors"
-#: Batches that a pipeline gets at a time.
+#: Batches per call of a pipeline.
 _AT_ONCE = 8
 
 
@@ -302,7 +305,7 @@ def row_log_probs(output: Any, batch: Any) -> torch.Tensor:
     """Return the log-probability of each row's labels, summed, (R,), fp64.
 
     Args:
-        output: logits (R, T, V), or what the head gave in their place.
+        output: logits (R, T, V), or log-probabilities that the head computed instead.
         batch: with labels, (R, T), already shifted.
     """
     labels = batch["labels"]
@@ -322,18 +325,18 @@ def ready_reference(
     collate: Callable[[list[Any]], Any],
     at_once: int,
 ) -> dict[str, np.ndarray]:
-    """Return (N, 2) log-probabilities of each set by the model as it is now, or as the run folder keeps them.
+    """Return (N, 2) log-probabilities of each set, from the run folder if stored, otherwise by the current model.
 
     Args:
-        forwards: of the model before the first step.
-        folder: of the run; the first rank reads and writes it.
-        key: names the data.
+        forwards: the model before the first step.
+        folder: run folder; the first rank reads and writes it.
+        key: identifies the data.
         sets: samples by name.
         collate: makes a batch of samples.
-        at_once: samples of a batch.
+        at_once: samples per batch.
 
     Raises:
-        DataError: where a run goes on whose cache is gone or of other data: the model is no longer the reference.
+        DataError: if a resumed run's cache is missing or has other data: the model is no longer the reference.
     """
     path = folder.path / _FILE
 
@@ -357,7 +360,10 @@ def ready_reference(
 
 
 def _computed(forwards: Forwards, samples: Any, collate: Callable[[list[Any]], Any], at_once: int) -> np.ndarray:
-    """Each rank takes every so many-th sample, in equally many batches: what is beyond the end is left out."""
+    """Compute the values of all samples.
+
+    Samples are distributed round-robin, and padded so that all ranks run the same number of batches.
+    """
     total, size = len(samples), forwards.data_size
     if not total:
         return np.zeros((0, 2))

@@ -1,7 +1,7 @@
-"""A causal language model of a Hugging Face folder, trained on: `weft train model.path=FOLDER`.
+"""Training of a Hugging Face folder's causal language model: `weft train model.path=FOLDER`.
 
-Data, batches and loss are the decoder's. The model is built as shapes, and each rank reads from the folder's files the
-slices that its plan gives it: no rank ever holds the whole.
+Data, batches and loss are the decoder's. The model is built on the meta device, and each rank reads its slices from the
+folder's files: no rank ever has the full model.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class PretrainedTask(DecoderTask):
         """Check the weights' names and shapes, and tokenise the data with the folder's tokenizer.
 
         Raises:
-            CheckpointError: for weights that are not those of the config, or cannot be read.
-            ConfigError: for longer sequences than the model reads, and more tokens than it knows.
+            CheckpointError: for weights that do not fit the config, or cannot be read.
+            ConfigError: for sequences longer than the model supports, and for token ids outside of its vocabulary.
         """
         from weft.models.inspect import hugging_face
         from weft.train.tasks.published_weights import format_unexpected_keys, pretrained_source
@@ -82,7 +82,7 @@ class PretrainedTask(DecoderTask):
 
     @property
     def _needs_folder(self) -> bool:
-        """Whether the run always reads the folder's weights: checkpoints of an adapter hold no base."""
+        """True if resuming also reads the folder's weights: checkpoints of an adapter do not contain the base."""
         return bool(self.config.adapter.rank)
 
     @property
@@ -91,9 +91,9 @@ class PretrainedTask(DecoderTask):
 
     @property
     def _base(self) -> Path:
-        """Config and tokenizer: the run's own copy, or the folder's while there is none.
+        """Folder of config and tokenizer: the run's copy, or the model folder until a copy exists.
 
-        ConfigError where there is neither: transformers would take the path for a name to download.
+        Raises ConfigError without either: transformers would treat the path as the name of a model to download.
         """
         own = base_of(self._folder if self._folder is not None else run_folder(self.config))
         if own.is_dir() and (self._folder is not None or not self._path.is_dir()):
@@ -130,7 +130,7 @@ class PretrainedTask(DecoderTask):
         return model
 
     def _balance_rate(self) -> float:
-        """Weight of the auxiliary loss for the experts' load; 0 for none."""
+        """Return the weight of the auxiliary loss for expert load balancing, or 0."""
         from weft.models.inspect import hugging_face
 
         section, own = self.config.model, hugging_face.load_model_config(self._base).get_text_config(decoder=True)
@@ -170,7 +170,7 @@ class PretrainedTask(DecoderTask):
     # --- planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model from its config.json where the planner knows the family, else from a trace of it."""
+        """Describe the model from its config.json if the planner supports the family, or from a trace of it."""
         from weft.planner.search.model_source import read_model
         from weft.train.tasks.description import describe_by_tracing
 
@@ -178,16 +178,16 @@ class PretrainedTask(DecoderTask):
             found = read_model(str(self._base / "config.json"))
         except ModelError:
             found = read_model(replace(describe_by_tracing(self.build_for_trace()), name=self.name()))
-        # By the names that transformers gives the layers, which the planner does not know.
+        # Adapter targets use transformers' layer names, which the planner does not have.
         adapter = adapter_size(self.shapes(), self.config, found.shape.layers)
         beside = {"config": self.config, "sample_unit": self.sample_unit, "counted_adapter": adapter}
         return replace(found, name=self.name(), **beside)
 
     def build_for_trace(self) -> nn.Module:
-        """Return the model as shapes, of its own: tracing changes it."""
+        """Return a separate model on the meta device: tracing changes it."""
         return self.shapes()
 
-    # --- what people see ---
+    # --- text for users ---
 
     def name(self) -> str:
         return self._path.resolve().name

@@ -1,6 +1,6 @@
-"""A pretrained folder under a model's own names: renamed, stacked and fused as transformers' tables say.
+"""A pretrained folder's tensors under a model's names, renamed, stacked and fused as in transformers' tables.
 
-Nothing is converted in memory: a tensor of the model is described as pieces of those in the files.
+Nothing is converted in memory: each tensor of the model is described as slices of tensors in the files.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _SHOWN = 3
 def pretrained_source(
     model: nn.Module, folder: Path, may_lack: Callable[[str], bool] = lambda name: False
 ) -> tuple[JoinedTensors, list[str]]:
-    """Return where a model's tensors are read from, and the stored names that it has no place for.
+    """Return the source of a model's tensors, and the stored names that the model does not use.
 
     Args:
-        model: whole, of any device; its first names of tied tensors are those of the result.
+        model: unsharded, on any device; the result uses its first names of tied tensors.
         folder: config.json and safetensors files.
-        may_lack: whether the folder may lack a tensor, or have it in another shape; the result lacks it then.
+        may_lack: returns True for a tensor that the folder may lack or store in another shape; the result omits it
+            then.
 
     Raises:
-        CheckpointError: for files that are missing, cut off or in pickles, for tensors that the model has and the
-            folder lacks, for other shapes, for tied tensors that differ, and for more blocks than the config has.
+        CheckpointError: for files that are missing, truncated or pickles, for tensors that the model has and the folder
+            lacks, for other shapes, for tied tensors that differ, and for more blocks than the config has.
     """
     stored = stored_weights(folder)
     entries, left = under_model_names(model, stored)
@@ -44,7 +45,7 @@ def pretrained_source(
     found: dict[str, Joined | Computed] = {}
     missing: list[str] = []
     for first, names in by_first.items():
-        # Of tied names a folder may hold any.
+        # A folder may contain any of the tied names.
         here = next((entries[name] for name in names if name in entries), None)
         if may_lack(first) and (here is None or here.shape != originals[first].shape):
             continue
@@ -90,9 +91,9 @@ def _refuse_unequal(
 
 
 def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str, int] | None:
-    """A stored tensor of a block behind the model's last one, the list of the blocks, and their number.
+    """Return a stored tensor of a block after the model's last one, the path of the block list, and its length.
 
-    Blocks that transformers leaves out on purpose, such as those that predict further tokens, are none.
+    Blocks that transformers omits on purpose, such as multi-token prediction blocks, do not count.
     """
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     config = getattr(model, "config", None)
@@ -110,29 +111,29 @@ def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str,
 
 
 def load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Give a plain model on one device the weights of its folder.
+    """Load the weights of a folder into a plain model on one device.
 
     Raises:
-        CheckpointError: as `pretrained_source` raises it.
+        CheckpointError: as in `pretrained_source`.
     """
     fill_full(model, pretrained_source(model, folder)[0])
 
 
 @torch.no_grad()
 def fill_full(model: nn.Module, source: StateSource) -> None:
-    """Give a plain model on one device what a source has of its tensors."""
+    """Load a plain model on one device with the tensors of a source."""
     for name, tensor in model_tensors(model).items():
         if name in source.entries:
             tensor.copy_(read_full(source, name))
 
 
 def format_unexpected_keys(names: list[str]) -> list[str]:
-    """Return a line for people about stored tensors that the model has no place for; none where all are used."""
+    """Return a line for users about stored tensors that the model does not use, or [] if all are used."""
     return [f"weights: {_listed(names)} of the files not used: the model has no such tensor"] if names else []
 
 
 def format_new_keys(names: list[str], seed: int) -> list[str]:
-    """Return a line for people about tensors that the folder lacks; none where it has all."""
+    """Return a line for users about tensors that the folder lacks, or [] if it lacks none."""
     return [f"weights: {_listed(names)} not in the files: they start anew, from seed={seed} and name"] if names else []
 
 

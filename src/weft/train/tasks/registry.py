@@ -1,4 +1,4 @@
-"""Which task a config names: importing its class, and checking its options."""
+"""Finds the config's task: imports its class, and checks its options."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.errors import ConfigError, Problem, WeftError, did_you_mean
 from weft.lazy import named_object
 from weft.train.tasks.base import Task
 
-#: Sections and settings that mean something to the decoder on text, and to tasks that say so.
+#: Sections and settings of the text decoder. Other tasks must list them to use them.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
-#: Settings that are judged by themselves.
+#: Settings that have separate checks.
 _OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
-#: Of the tasks that have a name: the class, and the one for a pretrained folder.
+#: Named tasks: the class, and the class for a pretrained folder.
 _CLASSES = {
     "caption": ("weft.train.tasks:CaptionTask",) * 2,
     "classify_audio": ("weft.train.tasks:AudioClassTask",) * 2,
@@ -40,7 +40,7 @@ def find_task(config: RunConfig) -> Task:
     """Return the config's task.
 
     Raises:
-        ConfigError: where its class cannot be had, or refuses its options.
+        ConfigError: if its class cannot be imported, or refuses its options.
     """
     if config.task.name is None and config.model.path:
         from weft.train.tasks.pretrained import PretrainedTask
@@ -68,7 +68,7 @@ def find_task(config: RunConfig) -> Task:
 
 
 def classified(config: RunConfig) -> str:
-    """Return which of the tasks that name classes `task.name = "classify"` is: by the folder's model, or the option.
+    """Return the classification task that `task.name = "classify"` means, by the folder's model, or the option.
 
     Raises:
         ConfigError: for a folder whose model does not classify texts.
@@ -94,7 +94,7 @@ def classified(config: RunConfig) -> str:
 
 
 def _check_batching(task: Task, config: RunConfig) -> None:
-    """ConfigError for batches by cost that the task or another setting has no use for."""
+    """Raise ConfigError for batches by cost that the task or another setting does not support."""
     cost, asked = config.data.microbatch_cost, config.data.batching == "cost"
     key, rule = "batching=cost", ""
     if asked and type(task).lengths is Task.lengths:
@@ -118,7 +118,7 @@ def _named(config: RunConfig) -> str:
 def _found(name: str, where: str) -> type[Task]:
     try:
         made = named_object(where)
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
     if not (isinstance(made, type) and issubclass(made, Task)):
@@ -129,7 +129,7 @@ def _found(name: str, where: str) -> type[Task]:
 
 
 def _left_out(kind: type[Task]) -> list[str]:
-    """Methods that a task must define, and this one does not. Samples are asked for by `batches` alone."""
+    """Return required methods that the task does not define. `samples` is only needed by the default `batches`."""
     needed = ["build", "loss"] if kind.batches is not Task.batches else ["build", "samples", "loss"]
     return [name for name in needed if getattr(kind, name) is getattr(Task, name)]
 
@@ -160,7 +160,7 @@ def _made(kind: type[Task], name: str, options: Mapping[str, Any]) -> Task:
 
 
 def _other_kind(default: Any, value: Any) -> str:
-    """What an option takes, in words, where its default is of a kind that the value is not of; else ''."""
+    """Return the name of the type that an option expects if the value has another type than the default, or ''."""
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int):
@@ -173,7 +173,7 @@ def _other_kind(default: Any, value: Any) -> str:
 
 
 def _refuse_unread(task: Task, config: RunConfig) -> None:
-    """ConfigError for settings of the decoder that the task never looks at."""
+    """Raise ConfigError for decoder settings that the task does not read."""
     before, now = RunConfig().model_dump(by_alias=True), config.model_dump(by_alias=True)
     name = config.task.name
     problems = [

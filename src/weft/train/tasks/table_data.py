@@ -1,4 +1,4 @@
-"""Records of files as rows of numbers: columns by name, shares held out for evaluation, each mistake with its place."""
+"""Records of files as rows of arrays: named columns, held-out shares for evaluation, errors with file and record."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from weft.errors import ConfigError, DataError, Problem, did_you_mean
 from weft.train.tasks.class_counts import ordered_labels
 from weft.units import counted
 
-#: Part of the key of stored rows: another number, and they are made again.
+#: Part of the key of stored rows. A new number invalidates them.
 _VERSION = 2
 _AT_ONCE = 512
-#: Fewer records are all trained on where none are given for evaluation.
+#: With fewer records, none is held out.
 _FEWEST = 10
 
 Report = Callable[[str, int, int], None]
@@ -37,7 +37,7 @@ Rows = Iterator[Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class TableRecord:
-    """One record of a file: its columns by name, and where it stands."""
+    """One record of a file: its columns by name, and its position."""
 
     file: str
     number: int
@@ -48,14 +48,14 @@ class TableRecord:
         raise DataError(f"{self.file}, record {self.number}: {rule}")
 
     def value(self, column: str, option: str) -> Any:
-        """Return what a column holds.
+        """Return the value of a column.
 
         Args:
             column: its name.
-            option: of the task, that names it.
+            option: the task option that names it.
 
         Raises:
-            DataError: where the record has no such column.
+            DataError: if the record does not have the column.
         """
         if column not in self.values:
             names = sorted(map(str, self.values))
@@ -71,10 +71,10 @@ class TableRecord:
 
         Args:
             column: its name.
-            option: of the task, that names it.
+            option: the task option that names it.
 
         Raises:
-            DataError: where there is none, or it is empty.
+            DataError: if the column is missing, empty or not a text.
         """
         found = self.value(column, option)
         if not isinstance(found, str):
@@ -86,9 +86,9 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class SplitTables:
-    """The rows of a run, in folders that are opened when rows are asked for. eval_folder: None, nothing is evaluated.
+    """The rows of a run, in folders that are opened on first use. eval_folder: None disables evaluation.
 
-    found: what the task's survey returned. digests: names of the content of both. summary: lines for people.
+    found: result of the task's survey. digests: content digests of both. summary: lines for users.
     """
 
     train_folder: Path
@@ -113,10 +113,10 @@ class SplitTables:
 
     @classmethod
     def from_json(cls, text: str) -> SplitTables:
-        """Read what `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
-            DataError: where it cannot be read.
+            DataError: if it cannot be read.
         """
         try:
             read = json.loads(text)
@@ -132,14 +132,13 @@ class SplitTables:
 
 
 class TableReader:
-    """Reads a config's sources for a task, and keeps the rows that it makes of them in the cache.
+    """Reads a config's sources for a task, and caches the rows that the task makes of them.
 
     Args:
         data: the config's section.
-        key: JSON values that decide the rows, beside the files.
-        rows: makes rows of some records that follow one another; the second argument is the notes of the training
-            rows, None while these are made.
-        survey: looks at every training record first, and returns the notes.
+        key: JSON values that decide the rows, in addition to the files.
+        rows: turns consecutive records into rows; the second argument is the survey's result.
+        survey: reads all training records first, and returns facts about them.
         report: called with (stage, done, total) while files are read.
     """
 
@@ -158,7 +157,7 @@ class TableReader:
         """Return the rows of training and evaluation.
 
         Raises:
-            DataError: for everything that is wrong with the files.
+            DataError: for all problems with the files.
         """
         train = self._files("data.train", self._data.train)
         kept = self._files("data.eval", self._data.eval)
@@ -268,12 +267,12 @@ class TableReader:
 
 
 def _draw(record: TableRecord) -> float:
-    """A number between 0 and 1 from the record's content, so that equal records go to the same side."""
+    """Return a number between 0 and 1 from the record's content, so that equal records go to the same side."""
     return derive_key("held out", json.dumps(dict(record.values), sort_keys=True, default=str)) / 2**64
 
 
 def _highest_draw(draws: array[float], share: float) -> float:
-    """The draw up to which records are held out, the asked share of them and at least one; -1: none are."""
+    """Return the highest draw of the held-out records: a share of them and at least one, or -1 for none."""
     if len(draws) < _FEWEST or not share:
         return -1.0
     ordered = sorted(draws)
@@ -281,7 +280,7 @@ def _highest_draw(draws: array[float], share: float) -> float:
     return highest if highest < ordered[-1] else -1.0
 
 
-# Classes by name: from the task's options, the folder's own config, or the training data.
+# Classes by name: from the task's options, the folder's config, or the training data.
 
 _MOST = 10_000
 
@@ -290,12 +289,12 @@ def label_text(record: TableRecord, value: Any, column: str) -> str:
     """Return a label as its name.
 
     Args:
-        record: that it stands in.
-        value: what the column holds.
+        record: the record that contains it.
+        value: value of the column.
         column: its name.
 
     Raises:
-        DataError: where that is no label.
+        DataError: if the value is not a label.
     """
     if isinstance(value, float) and not value.is_integer():
         record.refuse(
@@ -314,18 +313,18 @@ def label_text(record: TableRecord, value: Any, column: str) -> str:
 def settled_labels(
     option: str, seen: Iterable[str], own: Mapping[Any, str] | None, *, new_head: bool = False
 ) -> dict[str, Any]:
-    """Return the classes in their order, and the number of each label of the data.
+    """Return the classes in their order, and the id of each label in the data.
 
-    Names are equal if they differ only in case and in what separates their words.
+    Names are equal if they differ only in case and in the separators between their words.
 
     Args:
-        option: names joined by commas; "": none are given.
+        option: names joined by commas, or "".
         seen: the labels of the training data.
         own: `id2label` of the folder's config.
-        new_head: whether the folder's head is left out, so that its classes do not count.
+        new_head: if True, the folder's head is ignored, and so are its classes.
 
     Raises:
-        ConfigError: for fewer than two classes, for more than a head may have, and for names other than those of the
+        ConfigError: for fewer than two classes, for more than the head limit, and for names other than the names of the
             folder's head.
     """
     known = [own[key] for key in sorted(own, key=int)] if own and not new_head else []
@@ -351,10 +350,10 @@ def settled_labels(
 
 
 def _matched(names: Iterable[str], known: list[str]) -> dict[str, int] | None:
-    """The number of each name among the known ones, or None if one is not among them."""
+    """Return the index of each name in `known`, or None if a name is missing."""
     numbers = {_normal(name): index for index, name in enumerate(known)}
     exact = {name: index for index, name in enumerate(known)}
-    if len(numbers) < len(known):  # some known names differ in case alone
+    if len(numbers) < len(known):  # some names differ only in case
         numbers = {}
     found = {name: exact.get(name, numbers.get(_normal(name), -1)) for name in names}
     return None if -1 in found.values() else found
@@ -369,12 +368,12 @@ def _shown(names: list[str]) -> str:
 
 
 def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
-    """Return the number of a label.
+    """Return the id of a label.
 
     Args:
-        record: the record that holds it.
+        record: the record that contains it.
         name: name of the label.
-        ids: number of each known name.
+        ids: id of each class name.
 
     Raises:
         DataError: for another label.
@@ -391,5 +390,5 @@ def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
 
 
 def label_fields(labels: list[str]) -> dict[str, Any]:
-    """Return the fields of a config that name the classes."""
+    """Return the config fields that name the classes."""
     return {"id2label": dict(enumerate(labels)), "label2id": {name: index for index, name in enumerate(labels)}}

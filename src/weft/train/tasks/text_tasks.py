@@ -1,4 +1,7 @@
-"""Masked language modelling: `task.name = "masked_lm"` (Devlin et al. 2018, arXiv 1810.04805)."""
+"""Tasks on texts: masked language modelling, sequence to sequence, and embeddings.
+
+Masked language modelling is `task.name = "masked_lm"` (Devlin et al. 2018, arXiv 1810.04805).
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,20 @@ if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
     from weft.train.losses import GlobalBatchLoss
 
-#: Of the chosen tokens: those below the first number become the mask token, those up to the second any token.
+#: Of the selected tokens: draws below the first number become the mask token, draws up to the second a random token.
 _MASKED, _REPLACED = 0.8, 0.9
 
 
 @dataclass(eq=False)
 class MaskedTask(FolderTask):
-    """Guessing the tokens that were masked. Long texts become several rows.
+    """Masked language modeling. Long texts become several rows.
 
-    Of each row a share of the tokens is chosen, by (seed, epoch, row, position). 80 % of them become the mask token,
-    10 % any token, and 10 % stay as they are.
+    A share of the tokens of each row is selected, by (seed, epoch, row, position). 80 % of them become the mask token,
+    10 % a random token, and 10 % stay unchanged.
 
     text: column of the text.
-    share: of the tokens that are chosen, at least one of each row.
-    pad_multiple: what the length of a batch's rows is rounded up to.
+    share: share of selected tokens, at least one of each row.
+    pad_multiple: the length of a batch's rows is rounded up to a multiple of it.
     """
 
     text: str = "text"
@@ -105,7 +108,7 @@ class MaskedTask(FolderTask):
 
 
 class _MaskedRows(Sequence[dict[str, np.ndarray]]):
-    """Rows with tokens masked. Each epoch of training has masks of its own; evaluations have one."""
+    """Rows with tokens masked. Each epoch of training has different masks; evaluations always have the same."""
 
     def __init__(self, table: RowTable, found: Mapping[str, Any], share: float, seed: int, split: str):
         self._table, self._found, self._share = table, found, share
@@ -118,10 +121,10 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
         return self.in_epoch(0, index)
 
     def in_epoch(self, epoch: int, index: int) -> dict[str, np.ndarray]:
-        """Return a row as an epoch has it."""
+        """Return a row with the masks of an epoch."""
         row = self._table[index]
         ids, is_text = row["input_ids"], row["is_text"].astype(bool)
-        # Numbers of a position come from its place in the stream alone.
+        # The random numbers of a position depend only on its index in the stream.
         stream = np.random.Generator(np.random.Philox(key=derive_key("mask", self._seed, self._split, epoch, index)))
         draws = stream.random((len(ids), 3))
         draw = np.where(is_text, draws[:, 0], 2.0)
@@ -133,20 +136,20 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
         return {"input_ids": tokens, "labels": np.where(chosen, ids, IGNORED).astype(np.int32)}
 
 
-# A text from a text, with an encoder and a decoder: `task.name = "seq2seq"`.
+# Sequence to sequence with an encoder and a decoder: `task.name = "seq2seq"`.
 
 
 @dataclass(eq=False)
 class Seq2SeqTask(FolderTask):
-    """Translation, summaries, and whatever else turns one text into another.
+    """Translation, summaries, and other tasks that turn one text into another.
 
-    The decoder reads the target moved by one place, behind the token that the model's config starts with.
+    The decoder reads the target shifted right by one, after the decoder start token of the model's config.
 
-    source: column of the text that is read.
-    target: column of the text that is written.
+    source: column of the input text.
+    target: column of the output text.
     prefix: put before every source, such as "summarize: ".
-    target_len: tokens of a target; train.seq_len is for sources.
-    pad_multiple: what lengths are rounded up to.
+    target_len: maximum tokens of a target; train.seq_len is for sources.
+    pad_multiple: lengths are rounded up to a multiple of it.
     """
 
     source: str = "source"
@@ -175,7 +178,7 @@ class Seq2SeqTask(FolderTask):
         from weft.models.inspect import hugging_face
 
         start, config = hugging_face.decoder_start(self.shapes()), self._own_config()
-        if start == "last":  # of the target itself (mBART), where tokenizers put the language
+        if start == "last":  # from the target (mBART), in which tokenizers put the language
             return {"start_id": None}
         for name in ("decoder_start_token_id", "bos_token_id"):
             start = getattr(config, name, None) if start is None else start
@@ -237,7 +240,7 @@ class Seq2SeqTask(FolderTask):
         return {"perplexity": class_counts.perplexity(sums), "token_accuracy": share}
 
 
-# Texts as vectors, near where they belong together: `task.name = "embed"`.
+# Text embeddings: `task.name = "embed"`.
 
 Pooling = Literal["mean", "cls", "last"]
 _NO_PP = Limit(
@@ -251,11 +254,11 @@ class EmbedTask(FolderTask):
 
     query: column of the first text.
     positive: column of the text that belongs to it.
-    negative: column of a text that does not; "": there is none.
-    pooling: how a text's vector comes from its tokens' (mean, cls: the first, last).
-    normalise: whether vectors have length 1.
-    temperature: what the products of vectors are divided by.
-    pad_multiple: what the length of a batch's texts is rounded up to.
+    negative: column of a text that does not, or "".
+    pooling: pooling of token vectors: mean, cls (the first) or last.
+    normalise: if True, vectors have length 1.
+    temperature: divides the products of vectors.
+    pad_multiple: the length of a batch's texts is rounded up to a multiple of it.
     """
 
     query: str = "query"
@@ -275,7 +278,7 @@ class EmbedTask(FolderTask):
         Metric("recall_at_10", "", "share of the queries whose own text is among the nearest ten"),
     )
 
-    #: None are said: the loss compares all texts of a batch, in their order.
+    #: No batching by cost: the loss compares all texts of a batch, in their order.
     lengths = Task.lengths
 
     def __post_init__(self) -> None:
@@ -315,7 +318,7 @@ class EmbedTask(FolderTask):
         return {**row, "is_blank": np.ones(1, np.uint8)}
 
     def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
-        """Lay the texts of a pair one below the other, pair by pair."""
+        """Stack the texts of the pairs, pair by pair."""
         import torch
 
         rows = [one.row for one in samples]
@@ -332,7 +335,7 @@ class EmbedTask(FolderTask):
     # --- planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model, of which a pair takes two or three texts."""
+        """Describe the model with two or three texts for each pair."""
         return replace(super().describe(), texts=3 if self.negative else 2)
 
     # --- model and step ---
@@ -340,12 +343,12 @@ class EmbedTask(FolderTask):
     def build(self) -> nn.Module:
         model = super().build()
         for name, param in model.named_parameters():
-            if "pooler." in name:  # nothing calls it, and weight decay would wear it away
+            if "pooler." in name:  # it is not called, and weight decay would shrink it
                 param.requires_grad_(False)
         return model
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return the vectors of queries, of their texts, of negatives, and which pairs count."""
+        """Return the vectors of queries, positives and negatives, and which pairs count."""
         from torch.nn import functional as F
 
         inputs = {name: value for name, value in batch.items() if name != "is_counted"}
@@ -371,7 +374,7 @@ class EmbedTask(FolderTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """InfoNCE of some queries: their own text among all texts and all negatives of the batch."""
+        """Return the InfoNCE loss of some queries: their positive among all texts and all negatives of the batch."""
         import torch
         from torch.nn import functional as F
 
@@ -383,7 +386,7 @@ class EmbedTask(FolderTask):
         return losses, is_own.sum()
 
     def _score(self, own: Any, every: Any, places: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Of how many queries at most 0 or 9 texts of the set are nearer than their own."""
+        """Count the queries for which at most 0 or 9 texts of the set are nearer than their own."""
         import torch
 
         products = (own[0] @ every[1].T).masked_fill(every[-1] == 0, -torch.inf)
@@ -398,7 +401,7 @@ class EmbedTask(FolderTask):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A row, closed: dropout counts as many rows of a batch for each pair, whatever the lengths of its texts."""
+    """A row that dropout treats as one: it counts the same rows of a batch for each pair, whatever the text lengths."""
 
     row: Mapping[str, np.ndarray]
 

@@ -1,4 +1,4 @@
-"""What is said in a recording, written by a model of the kind of Whisper: `task.name = "transcribe"`."""
+"""Speech recognition with Whisper-like models: `task.name = "transcribe"`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from weft.train.tasks.folder_task import IGNORED, FolderTask, padded, padded_len
 from weft.train.tasks.media import MediaTask
 from weft.train.tasks.token_costs import TokenCosts
 
-#: Why no plan shares out the tokens of a text between layers.
+#: Reason that no plan divides the tokens of a text between layers.
 _NO_SP = Limit((0,), "evaluations write token by token, which is none to share out; task.options.generate=0 leaves it")
 
 
 @dataclass(eq=False)
 class TranscribeTask(MediaTask, FolderTask):
-    """Trains a Hugging Face model that reads bands of pitch and writes text.
+    """Trains a Hugging Face model that reads mel bands and writes text.
 
     data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, whose columns `audio` and `text`
-    are found by the usual names. eval: other records; by default a share `holdout` of them. language: of the texts, for
-    tokenizers that mark it, such as "en". gain: dB by which recordings become louder or softer at most. noise: white
-    noise up to this share of a recording's own level. masks: so many stretches of time and as many of pitch are hidden.
-    target_len: tokens of a text at most. generate: tokens that evaluations write of each text, to count wrong letters;
-    0: none. pad_multiple: what the tokens of a batch are rounded up to.
+    are found by the usual names. eval: other records; by default a share `holdout` of them. language: language of the
+    texts, for tokenizers that mark it, such as "en". gain: maximum change of the volume in dB. noise: white noise up to
+    this share of a recording's level. masks: number of masked time spans, and of masked ranges of bands. target_len:
+    maximum tokens of a text. generate: tokens that evaluations generate for each text to compute the character error
+    rate; 0 disables it. pad_multiple: the tokens of a batch are rounded up to a multiple of it.
     """
 
     data: str
@@ -93,9 +93,9 @@ class TranscribeTask(MediaTask, FolderTask):
         """Check the model and its weights, and find the recordings.
 
         Raises:
-            CheckpointError: for weights that are not those of the config, or cannot be read.
-            ConfigError: for a model that does not read bands of pitch, or reads fewer tokens.
-            DataError: for what is wrong with the data, and for other data than the run was started with.
+            CheckpointError: for weights that do not fit the config, or cannot be read.
+            ConfigError: for a model that does not read mel bands, or supports fewer tokens.
+            DataError: for invalid data, and for other data than the run was started with.
         """
         self._check_model()
         super().prepare(folder, report)
@@ -133,7 +133,7 @@ class TranscribeTask(MediaTask, FolderTask):
 
     @cached_property
     def _heard(self) -> tuple[Any, float]:
-        """What makes features, and the seconds that they reach over."""
+        """The feature extractor, and the seconds of audio that the model reads."""
         features, seconds = folder_features(self._base)
         return features, 30.0 if seconds is None else float(seconds)
 
@@ -157,12 +157,12 @@ class TranscribeTask(MediaTask, FolderTask):
         """Find the recordings of a path and the tokens of their texts.
 
         Args:
-            option: that names the path.
-            path: as the user typed it.
-            told: of (done, all).
+            option: name of the option with the path.
+            path: path as the user typed it.
+            told: progress callback, called with (done, total).
 
         Raises:
-            DataError: for what is wrong with the data.
+            DataError: for invalid data.
         """
         files = record_files(path, SOUND)
         if not files:
@@ -232,10 +232,10 @@ class TranscribeTask(MediaTask, FolderTask):
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.target_len
 
-    # --- what samples cost ---
+    # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return what each text is filled up to where it stands alone, int64 (samples,)."""
+        """Return the padded length of each text in a batch of one, int64 (samples,)."""
         counts, multiple = self.media("train").token_counts(), self.pad_multiple
         return np.maximum(counts, np.minimum(-(-counts // multiple) * multiple, self.target_len))
 
@@ -244,19 +244,19 @@ class TranscribeTask(MediaTask, FolderTask):
         return costs.work(lengths) / costs.work(1)
 
     def costs_beside(self) -> np.ndarray:
-        """Return what the encoder costs for each sample: it hears all its seconds, whatever a recording lasts."""
+        """Return the encoder's cost for each sample. It is constant: recordings are padded to full length."""
         costs, encoder = self._costs
         return np.full(len(self.media("train")), encoder / float(costs.work(1)))
 
     @cached_property
     def _costs(self) -> tuple[TokenCosts, float]:
-        """What tokens of a text cost, and the encoder."""
+        """Costs of text tokens, and the cost of the encoder."""
         model: Any = self.shapes()
         config, encoder = model.config, model.get_encoder()
         heard = int(config.max_source_positions)
         text = TokenCosts.of(model, config.decoder_layers, config.d_model)
         sound = TokenCosts.of(encoder, config.encoder_layers, config.d_model)
-        # A token of the text looks at all that was heard, too.
+        # Each text token also attends to all encoder frames.
         weights = text.weights - sound.weights + text.per_pair * heard
         return TokenCosts(weights, text.per_pair), float(sound.work(heard))
 
@@ -266,7 +266,7 @@ class TranscribeTask(MediaTask, FolderTask):
         self._forwards = forwards
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return logits; in an evaluation with `generate`, also the tokens that the model writes by itself."""
+        """Return logits. In an evaluation with `generate`, also return the tokens that the model generates."""
         logits = self.called(model, batch, use_cache=False).logits
         if model.training or not self.generate or pipeline_of(model) is not None:
             return logits
@@ -274,9 +274,9 @@ class TranscribeTask(MediaTask, FolderTask):
 
     @torch.no_grad()
     def written(self, model: Any, features_BMT: Tensor) -> Tensor:
-        """Return the likeliest token after token that the model writes of features, (B, at most `generate`).
+        """Return greedily generated tokens for features, (B, at most `generate`).
 
-        All ranks call the model equally often: where its weights are spread over them, each call is a collective.
+        All ranks call the model the same number of times. If the weights are sharded, each call is a collective.
         """
         from weft.models.inspect import hugging_face
 
@@ -315,7 +315,7 @@ class TranscribeTask(MediaTask, FolderTask):
 
 
 class _Words:
-    """A tokenizer as the decoder's texts need it: prefix, text, end."""
+    """A tokenizer adapted to the decoder's texts: prefix, text, end."""
 
     def __init__(self, tokenizer: Any, start: int):
         self._tokenizer, self.start = tokenizer, start
@@ -326,24 +326,24 @@ class _Words:
         self.end = int(ends[0])
         pads = (tokenizer.pad_token_id, self.end)
         self.pad = int(next(one for one in pads if one is not None))
-        #: What stands before every text, behind the token that the decoder starts with.
+        #: Tokens before every text, after the decoder start token.
         self.prefix = self._inner(empty)
 
     def _inner(self, ids: list[int]) -> list[int]:
-        """Tokens without the one that the decoder starts with, and the one that ends a text."""
+        """Return tokens without the decoder start token and the end token."""
         ids = ids[1:] if ids and ids[0] == self.start else ids
         return ids[:-1] if ids and ids[-1] == self.end else ids
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens that are learnt of a text, the last one its end."""
+        """Return the target tokens of a text, including the end token."""
         return [*self._inner(list(self._tokenizer(text).input_ids)), self.end]
 
     def whole(self, ids: list[int]) -> str:
-        """Return what tokens are, the special ones among them."""
+        """Return the text of tokens, including special tokens."""
         return self._tokenizer.decode(ids)
 
     def text(self, ids: list[int]) -> str:
-        """Return what tokens say, up to their end."""
+        """Return the text of tokens up to the end token."""
         known = ids[: ids.index(self.end)] if self.end in ids else ids
         return self._tokenizer.decode(known, skip_special_tokens=True).strip()
 
