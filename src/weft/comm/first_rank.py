@@ -1,4 +1,4 @@
-"""An action of one rank in place of all, such as printing an error that each of them raised."""
+"""Run an action on one rank instead of all, such as printing an error that each of them raised."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _WAIT_S = 2.0
 
 
 def run_once(text: str, act: Callable[[], None]) -> None:
-    """Run something on the first rank that calls this with a text; later ones wait until it has.
+    """Run `act` on the first rank that calls this with a given text. Later ranks wait until it has finished.
 
-    Every rank runs it if the ranks share no store, or the store is gone, or the first one ended too early.
+    Every rank runs it if the ranks share no store, the store is unreachable, or the first rank exited before it
+    finished.
 
     Args:
         text: names the action.
