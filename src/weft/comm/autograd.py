@@ -102,7 +102,7 @@ def share(x: Tensor, axis: Axis, dim: int) -> int:
 
 
 def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) -> None:
-    """Register torch operators for the collectives over this axis, so that compiled graphs can contain them.
+    """Make torch operators for the collectives over this axis, so that compiled graphs can contain them.
 
     Call it before compiling code that uses the axis. The operators are unregistered when the axis is freed.
 

@@ -36,7 +36,7 @@ class RankStatus:
     """Status of a rank that makes no progress.
 
     `since` is in seconds of the epoch. `waits_for` describes a collective, or is "" if the rank is not in one. `ranks`
-    are its members and `late` the members known to delay it. `phase` is the work in progress. With `may_take_long` a
+    are its members and `late` the members identified as late. `phase` is the work in progress. With `may_take_long` a
     long duration is normal. `frame` is the current Python line. `in_step` is True during a training step.
     """
 

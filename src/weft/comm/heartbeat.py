@@ -23,7 +23,7 @@ class Wait(Protocol):
         ...
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks known to delay it. Empty if unknown."""
+        """Return the global ranks identified as late. Empty if they cannot be determined."""
         ...
 
 

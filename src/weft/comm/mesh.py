@@ -1,4 +1,4 @@
-"""The mesh and its axes, as seen from one rank, and the process groups of its axes."""
+"""The mesh and its axes from the view of one rank, and the process groups of its axes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ROUTES = ("auto", "flat", "two_level")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of the mesh, or several joined, seen from this rank.
+    """One axis of the mesh, or several joined, from the view of this rank.
 
     `rank` is this rank's index on the axis. `ranks` are the global ranks of the group, in order of the axis. `group` is
     torch's process group, or None if size is 1. `used` names the joined axes that have several ranks.
@@ -329,7 +329,7 @@ class Mesh:
 
 
 class ReplicaMesh(Mesh):
-    """One replica as a separate world: its `dp_replicate` has one rank, and its `world` holds the replica's ranks.
+    """One replica as a separate world: its `dp_replicate` has one rank, and its `world` contains the replica's ranks.
 
     Ranks keep their global numbers. Axes, groups, links and the heartbeat are shared with the full mesh.
     """

@@ -57,7 +57,7 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 
 @contextmanager
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
-    """Report once within the block which ranks are missing, if it takes more than a few seconds.
+    """Print once within the block which ranks are missing, if it takes more than a few seconds.
 
     Args:
         place: this rank.
