@@ -142,7 +142,7 @@ class _Library:
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
     def operators(self) -> dict[str, object]:
-        """Return the operators by name, and the library itself, because torch's operator table does not keep it alive."""
+        """Return the operators by name, and the library itself, which torch's operator table does not keep alive."""
         this: weakref.ref[_Library] = weakref.ref(self)
         library: Any = torch.library  # whose functions have no types
         for name, (schema, function, fake) in self._known.items():

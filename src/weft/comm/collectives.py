@@ -223,7 +223,7 @@ def _decoding(what: torch.Tensor | Parts, wire: Coder | None) -> Coder | None:
 
 
 def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | None:
-    """Return a flat copy in the dtype in which the wire's values are added, or None if `what` has that dtype already."""
+    """Return a flat copy in the dtype in which the wire's values are added, or None if `what` has that dtype."""
     dtype = None if wire is None else wire.wire.added_in(what.dtype)
     if dtype is None or dtype == what.dtype:
         return None
@@ -301,7 +301,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _check_overlap(name: str, whole: torch.Tensor, part: torch.Tensor, offset: int) -> None:
-    """Check that `part` is this rank's slice of `whole` or does not overlap it. Any other overlap would be overwritten."""
+    """Check that `part` is this rank's slice of `whole` or does not overlap it, since writes would corrupt the rest."""
     start = part.data_ptr() - whole.data_ptr()
     if -part.nbytes < start < whole.nbytes and start != offset * whole.itemsize:
         raise CommError(
