@@ -351,9 +351,7 @@ class Watch(threading.Thread):
                 self._report_lost_store(error)
 
     def _put_off_timer(self) -> None:
-        """Postpone the stack dump of faulthandler. It is needed only if the interpreter is stuck, which stops this
-        thread.
-        """
+        """Postpone faulthandler's stack dump, which is needed only if a stuck interpreter also stops this thread."""
         now = time.monotonic()
         if self._owns_process and self._stacks is not None and now - self._armed > self._warn_after_s / 4:
             faulthandler.dump_traceback_later(2 * self._warn_after_s, file=self._stacks)

@@ -246,8 +246,9 @@ class Mesh:
         self.reader = Reader.among(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the axis of that name, or several joined. Joining creates a group, so all ranks of the axis must call
-        it.
+        """Return the axis of that name, or several joined.
+
+        Joining creates a process group, so all ranks of the axis must call it.
         """
         key = self._key((names,) if isinstance(names, str) else names)
         if key not in self._axes:
@@ -345,7 +346,7 @@ class ReplicaMesh(Mesh):
         return self.whole[_in_replica(names)]
 
     def built_axes(self) -> list[Axis]:
-        """Return the axes that were built so far, including those of the full mesh."""
+        """Return the axes that were built until now, including those of the full mesh."""
         return self.whole.built_axes()
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -558,8 +559,9 @@ def _as_loopback(host: str) -> str | None:
 
 
 def _keep_gloo_at_home() -> None:
-    """Restrict gloo to the loopback interface for ranks of one machine. By default it listens where the hostname
-    resolves.
+    """Restrict gloo to the loopback interface, for ranks of one machine.
+
+    By default gloo listens on the address to which the hostname resolves.
     """
     name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if name is not None and name in (found for _, found in socket.if_nameindex()):

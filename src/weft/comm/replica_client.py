@@ -471,7 +471,7 @@ class ReplicaGroup:
                 self._report_where()
 
     def _report_where(self) -> bool:
-        """Report this replica's status. Returns True if another replica is known to have a newer anchor."""
+        """Report this replica's status. Returns True if the server reports a newer anchor of another replica."""
         with contextlib.suppress(OSError):
             told = self._line.ask("beat", **self.figures)
             self._behind, self.others = bool(told["behind"]), told["replicas"]

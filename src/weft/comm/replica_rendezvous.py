@@ -124,8 +124,9 @@ class RendezvousRounds:
         return not any(self._lives(one, now) for one in self._replicas.values())
 
     def _leave(self, number: int) -> None:
-        """Remove a replica that was requested to stop from the waiting ones. A round of which it is a member is
-        aborted.
+        """Remove a replica that was requested to stop from the waiting ones.
+
+        A round of which it is a member is aborted.
         """
         self._replicas[number].arrived = None
         under_way = self._round

@@ -97,7 +97,7 @@ class BackendLink:
 
     @functools.cached_property
     def sends_short_summands(self) -> bool:
-        """True if summands in a shorter format than their sum are sent unconverted. The first access is a collective."""
+        """True if summands in a shorter format than their sum are sent unconverted. The first access is collective."""
         return self._on_one_host()
 
     @property

@@ -167,7 +167,7 @@ class Link(Protocol):
         ...
 
     def advance(self) -> bool:
-        """Advance the operations in flight without waiting. Returns True if there was progress."""
+        """Continue the operations in flight without waiting. Returns True if there was progress."""
         ...
 
     @property
@@ -233,7 +233,7 @@ def unobserved() -> AbstractContextManager[object]:
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
-    """Advance all `links` until `operation` is finished.
+    """Continue all `links` until `operation` is finished.
 
     Args:
         operation: a started operation.
@@ -409,7 +409,7 @@ class StagedLink:
         self._inner.start(on_host)
 
     def advance(self) -> bool:
-        """Advance the host's link, and copy finished results to the device."""
+        """Continue the host's link, and copy finished results to the device."""
         moved = self._inner.advance()
         return self._bring_back() or moved
 

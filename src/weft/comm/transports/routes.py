@@ -172,7 +172,7 @@ class AllGather(FlatRoute):
 
 
 class AllToAll(Route[torch.Tensor]):
-    """all_to_all. Spans index into the data from one rank to another; a slot holds the same span for every other rank."""
+    """all_to_all. Spans index into the data from one rank to another; a slot holds one span for every other rank."""
 
     def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
         super().__init__(operation, source, rank, size, combine)

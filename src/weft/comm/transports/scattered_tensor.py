@@ -35,8 +35,9 @@ class Parts:
         return self._numel
 
     def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the parts of [first, last): their slice relative to `first`, and values (n,) in the flat tensor's
-        dtype.
+        """Yield the parts of [first, last) as pairs.
+
+        A pair is the part's slice relative to `first` and its values (n,) in the flat tensor's dtype.
         """
         return ((place, piece.to(self.dtype)) for place, piece in self._split_part(first, last))
 

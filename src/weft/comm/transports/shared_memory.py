@@ -43,7 +43,10 @@ assert SIGNATURES + NUM_SLOTS <= _LINE
 
 
 def host_mark() -> tuple[bytes, str]:
-    """Return (16 bytes that are equal on ranks which can share memory, ""), or (b"", the reason why this rank cannot)."""
+    """Return 16 bytes that are equal on ranks which can share memory, and "".
+
+    If this rank cannot share memory, returns b"" and the reason.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return b"", f"this machine is {platform.machine()}, and shared memory relies on the order of x86-64's stores"
     if not hasattr(os, "memfd_create"):
@@ -64,7 +67,7 @@ def slot_bytes(size: int) -> int:
 
 
 class Segment:
-    """The mapped memory, seen from one rank. Memory and file are freed with the object.
+    """The mapped memory from the view of one rank. Memory and file are freed with the object.
 
     Args:
         fd: file descriptor of the memory. It is closed with the object.
@@ -193,7 +196,7 @@ class SharedLink:
         return self._consumed < self._enqueued
 
     def start(self, operation: Operation) -> None:
-        """Queue the operation's spans, and advance as far as possible."""
+        """Begin the operation: add its spans to the queue, and process them as far as possible."""
         self._refuse_if_broken(operation)
         with unobserved():
             way = route(operation, self._segment.rank, self._segment.size, self._combine)

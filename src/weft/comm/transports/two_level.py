@@ -165,7 +165,7 @@ class _Passing:
 
 
 class TwoLevelLink:
-    """Runs operations in two levels: within hosts, then between hosts.
+    """A link that runs operations in two levels: within hosts, then between hosts.
 
     Args:
         within: links of the ranks of this host, one for the first level and one for the last.
@@ -202,7 +202,7 @@ class TwoLevelLink:
         self.advance()
 
     def advance(self) -> bool:
-        """Advance all levels, and move operations from one level to the next."""
+        """Continue all levels, and move operations from one level to the next."""
         moved = self.flat.advance()
         for link in self._links.values():
             moved = link.advance() or moved
@@ -352,7 +352,7 @@ class TwoLevelLink:
 
 
 class ChosenLink:
-    """Runs each operation on one of several links, chosen by measurement.
+    """A link that runs each operation on one of several links, chosen by measurement.
 
     Args:
         links: by transport.
@@ -388,7 +388,7 @@ class ChosenLink:
         self._links[transport].start(operation)
 
     def advance(self) -> bool:
-        """Advance all links. Returns True if there was progress."""
+        """Continue all links. Returns True if there was progress."""
         moved = [link.advance() for link in self._links.values() if link.busy]
         return any(moved)
 

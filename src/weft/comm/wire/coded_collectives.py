@@ -39,9 +39,7 @@ class CodedGather(Pending):
 
 
 class CodedExchange(Pending):
-    """The sum of the ranks' flat tensors in one stage: each rank encodes its own, and all ranks decode and add all of
-    them.
-    """
+    """The sum of the ranks' flat tensors in one stage: each encodes its own, and all decode and add all of them."""
 
     def __init__(self, flat_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         codes = _encoded(coder, "summands", flat_1N, axis.rank)
@@ -173,8 +171,9 @@ def sum_coded(
 
 
 def gather_coded(shard: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder) -> Pending:
-    """Begin an all_gather of encoded shards into `out`. This rank's shard is decoded too, so all ranks have the same
-    bits.
+    """Begin an all_gather of encoded shards into `out`.
+
+    This rank's shard is decoded too, so that all ranks have the same bits.
 
     Args:
         shard: of any shape, with the same number of elements on every rank.

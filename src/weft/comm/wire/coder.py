@@ -177,8 +177,9 @@ class Coders:
 
     @property
     def needs_host(self) -> bool:
-        """True if the host must read if this step is applied: to clip residuals, or because a state is stored for the
-        first time.
+        """True if the host must read if this step is applied.
+
+        The host needs it to clip residuals, or because a state is stored for the first time.
         """
         return self.has_residual or any(coder.begins for coder in self._coders.values())
 
@@ -223,8 +224,9 @@ class Coders:
             coder.take_turn(turn)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return this rank's states for its plan as `tensor/role/name`, without residuals, which are valid for any
-        plan.
+        """Return this rank's states for its plan as `tensor/role/name`.
+
+        Residuals are left out, because they are valid for any plan.
         """
         return {
             f"{name}/{key}": tensor

@@ -347,8 +347,9 @@ class Largest(Wire):
         return out_RN
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first value, number of chunks, values per chunk, kept values per chunk) of the full chunks and of the
-        rest.
+        """Yield (first value, number of chunks, values per chunk, kept values per chunk).
+
+        The full chunks come first, then the shorter rest.
         """
         block, kept = self.spec.block, self.spec.kept
         whole, rest = divmod(numel, block)
