@@ -54,7 +54,7 @@ class _Replica:
 
 @dataclass(slots=True)
 class _Round:
-    """A round in progress. `said` is the success of the exchange by member, `first_said` the time of the first report."""
+    """A round in progress. `said` is the success of the exchange by member, `first_said` the first report's time."""
 
     told: dict[str, Any]
     said: dict[int, bool] = field(default_factory=dict[int, bool])
