@@ -252,8 +252,9 @@ def _require_regular(found: os.stat_result) -> None:
 
 
 def number(value: object) -> float:
-    """Return a value of an event as a float. `EventLog` writes non-finite ones as "nan" and "inf"; other values become
-    nan.
+    """Return a value of an event as a float, or nan if it is not a number.
+
+    `EventLog` writes non-finite floats as "nan", "inf" and "-inf".
     """
     if isinstance(value, int | float):
         try:

@@ -130,9 +130,7 @@ class LossCurve:
             self._stride *= 2
 
     def draw(self, width: int) -> str:
-        """Return the curve in `width` characters or fewer, each the mean of its steps. '' before there are three
-        points.
-        """
+        """Return the curve in at most `width` characters, each the mean of its steps, or '' with fewer than 3 points."""
         points = self._points
         if len(points) < 3 or width < 3:
             return ""

@@ -33,7 +33,10 @@ class Fold:
 
 
 def fold(values: Mapping[str, float]) -> Fold | None:
-    """Return a figure's values by owner as one `Fold`, or None if none is a number. The first of equal values is named."""
+    """Return a figure's values by owner as one `Fold`, or None if none is a number.
+
+    Of equal extremes, the first owner is named.
+    """
     known = {owner: value for owner, value in values.items() if not math.isnan(value)}
     if not known:
         return None
@@ -435,7 +438,7 @@ class Collector(threading.Thread):
 
 
 def _read_all(readers: list[Reader]) -> dict[str, float]:
-    """Return the figures of all readers. A reader that fails is removed, so that training continues without its figure."""
+    """Return the figures of all readers. A reader that fails is removed, and training continues without it."""
     found: dict[str, float] = {}
     for reader in [*readers]:
         try:

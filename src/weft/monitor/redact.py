@@ -1,4 +1,4 @@
-"""Copies of settings and texts without secrets, for whoever may look at a run and must not learn its passwords."""
+"""Copies of settings and texts without secrets, for viewers of a run who must not learn its passwords."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from weft.config.secret_urls import hide_secret
 
 HIDDEN = "(hidden)"
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-#: Keys below which everything is a secret, and those below which every text is: there are numbers of tokens.
+#: Keys below which all values are secret, and keys below which all texts are secret but not numbers, such as token
+#: counts.
 _SECRET = re.compile(
     r"passw|passphrase|secret|api_?key|credential|authorization|private_?key|access_?key|cookie|signature"
 )
@@ -23,7 +24,7 @@ _DEEPEST = 20
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a copy of JSON values in which what looks like a secret is replaced by "(hidden)".
+    """Return a copy of JSON values in which values that look like secrets are replaced by "(hidden)".
 
     Args:
         value: tables, lists and plain values.
@@ -38,7 +39,7 @@ def text_without_secrets(text: str) -> str:
 
 
 def _copied(value: Any, name: str, hides: str, depth: int) -> Any:
-    """hides: "" below no secret key, "text" or "all" below one."""
+    """Copy a value. `hides` is "" outside of secret keys, and "text" or "all" below one."""
     key = _HUMP.sub("_", name).lower().replace("-", "_")
     if _SECRET.search(key):
         hides = "all"
