@@ -100,7 +100,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
 
     Args:
         axis: the ranks.
-        device: of the tensors, "cpu" or "cuda".
+        device: device type of the tensors, "cpu" or "cuda".
         transport: name of the transport to use, or None for the best one.
 
     Raises:

@@ -251,7 +251,7 @@ def choose_cores(
     """Return the cores of a rank: its share of the cores of its GPU's NUMA node.
 
     Args:
-        topology: of this machine.
+        topology: this machine's topology.
         allowed: cores that this process may use now.
         gpus: PCI ids of the GPUs of this machine's ranks, by local rank.
         local_rank: this rank on this machine.

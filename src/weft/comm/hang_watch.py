@@ -124,7 +124,7 @@ def report(
         ask: reads another rank's status.
         process_of: returns a sentence on the state of another rank's process, as far as this machine can determine it.
         now: seconds of the epoch.
-        rest: sentences on when the wait ends and where the stacks are.
+        rest: sentences on the end of the wait and the location of the stacks.
         zero: the plan's ZeRO stage.
     """
     culprits = find_culprits(waiter, ask)
@@ -266,7 +266,7 @@ class Watch(threading.Thread):
     """Watches one rank until `close`. A later watch of the same process takes over the watched heartbeats.
 
     Args:
-        mesh: of this rank.
+        mesh: this rank's mesh.
         tell: shows a line to the user.
         warn_after_s: seconds without progress before a warning. None: 20 usual steps, at least 10 s, or a minute if
             step times are unknown.

@@ -138,7 +138,7 @@ class Reader:
 
         Args:
             replica: index of the replica.
-            plan: of all replicas.
+            plan: the plan of all replicas.
         """
         order, size = plan.axis_order, self.size * plan.dp_replicate
         if order.index("dp_replicate") < order.index("dp_shard"):
@@ -434,7 +434,7 @@ def join_ranks(
 
     Args:
         place: this rank and the world size.
-        device: of this rank.
+        device: this rank's device.
         timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout.
         store: the store from `open_store`, if the caller has opened it already.
         tell: called with a line about ranks that are missing after some seconds; None writes it to stderr.

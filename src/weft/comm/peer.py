@@ -183,7 +183,7 @@ def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> d
 
     Args:
         axis: contains the ranks.
-        device: of the tensors that are sent.
+        device: device of the sent tensors.
         lanes: the lanes that begin or end on this rank, identical on both ends.
     """
     if axis.group is None:
@@ -281,7 +281,7 @@ def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
     """Begin to send a contiguous tensor. Do not change it before `wait()`.
 
     Args:
-        tensor: of any dtype and shape.
+        tensor: may have any dtype and shape.
         axis: the ranks.
         to: the receiver's index on the axis.
     """

@@ -300,7 +300,7 @@ class ReplicaGroup:
     waits for no round; it is called on the first rank.
 
     Args:
-        mesh: of this replica.
+        mesh: the replica's mesh.
         replica: index of this replica.
         address: address of the rendezvous server.
         host: the address of this machine for ranks of other replicas.

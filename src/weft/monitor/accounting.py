@@ -1,4 +1,4 @@
-"""Accounting of a run: where its time went, goodput, the best checkpoint interval, and the price of devices."""
+"""Accounting of a run: its time by cause, goodput, the best checkpoint interval, and the price of devices."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class PauseFiles:
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the config with settings applied, checked like those of a command line.
+    """Return the config with settings applied, checked like command-line settings.
 
     Raises:
         ConfigError: if a setting violates a rule.
@@ -153,7 +153,7 @@ class RequestQueue:
     """Reads the requests to one run, each once over all its starts. A second file stores the offset that was read.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         since: requests before this time (s since 1970) are ignored, because they were meant for an earlier command.
     """
 
@@ -347,7 +347,7 @@ class AlertDesk:
         return self._changed(now)
 
     def reset_sent(self) -> None:
-        """Keep the judges' state but forget what was sent, because alerts of the past were not sent to anyone."""
+        """Keep the judges' state but forget sent alerts, because alerts of the past were not sent."""
         for alert in self._alerts:
             alert.sent_at = -math.inf
 
@@ -403,8 +403,8 @@ class Companion:
     """Alerts and sinks of one run, for its monitor process.
 
     Args:
-        folder: of the run.
-        config: of the run.
+        folder: the run's folder.
+        config: the run's config.
         tell: called with a line for the user.
         pause_s: first pause between retries, or None for the default.
     """
@@ -459,7 +459,7 @@ class Companion:
             self._act(notice)
 
     def finish(self, grace_s: float) -> list[str]:
-        """Judge and send what is left, for at most `grace_s`. Returns the names of sinks that have more to send."""
+        """Judge the new events and send the queue, for at most `grace_s`. Returns the names of sinks that have more to send."""
         self.look()
         threads = [*self._pumps, *self._rooms.values()]
         for thread in threads:

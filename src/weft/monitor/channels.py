@@ -68,7 +68,7 @@ def _mail(channel: ChannelSection, message: AlertMessage) -> None:
     except OutOfTime:
         raise SinkTrouble(f"mail through {channel.server} failed (not sent within {channel.timeout})") from None
     except (OSError, smtplib.SMTPException) as error:
-        # The server's reply may repeat what it received, so it is not quoted.
+        # The server's reply may repeat the message, so it is not quoted.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         code = getattr(error, "smtp_code", "")
         raise SinkTrouble(f"mail through {channel.server} failed ({f'{code} ' if code else ''}{reason})") from None

@@ -37,9 +37,9 @@ class NonFiniteGuard:
 
         Args:
             step: counts from 1.
-            loss: of this step.
-            grad_norm: of the full gradient.
-            loss_scale: of fp16. While it is above 1, a gradient overflow belongs to the scaler's search and does not
+            loss: this step's loss.
+            grad_norm: norm of the full gradient.
+            loss_scale: loss scale of fp16. While it is above 1, a gradient overflow belongs to the scaler's search and does not
                 count against the limit.
 
         Raises:

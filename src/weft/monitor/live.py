@@ -130,7 +130,7 @@ class LossCurve:
             self._stride *= 2
 
     def draw(self, width: int) -> str:
-        """Return the curve in at most `width` characters, each the mean of its steps, or '' with fewer than 3 points."""
+        """Return the curve in at most `width` characters, each a mean of steps; '' with fewer than 3 points."""
         points = self._points
         if len(points) < 3 or width < 3:
             return ""
@@ -379,7 +379,7 @@ class Display(Protocol):
 
         Args:
             step: step after which it ran.
-            loss: of the evaluation set.
+            loss: loss on the evaluation set.
             metrics: metrics of the task in addition to the loss: (value, its unit or name).
         """
 
@@ -413,7 +413,7 @@ def make_display(
 
     Args:
         stream: output stream.
-        total_steps: of the full run.
+        total_steps: steps of the full run.
         start_step: steps done before, if this run was resumed.
         every: steps between two plain lines.
         is_tty: overrides the detection.

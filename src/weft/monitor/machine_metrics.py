@@ -25,7 +25,7 @@ class GpuSource:
     """Reads one GPU.
 
     Args:
-        uuid: of the GPU, as torch reports it, with or without "GPU-"; or its NVML index.
+        uuid: the GPU's UUID, as torch reports it, with or without "GPU-"; or its NVML index.
         nvml: replaces pynvml in tests.
         clock: in seconds, for tests.
     """

@@ -39,7 +39,7 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
 
     Args:
         events: from `read_events`; repeated steps are drawn once.
-        path: of the PNG; it is also the return value.
+        path: the PNG file; it is also the return value.
         title: "" becomes "Training loss".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Copies of settings and texts without secrets, for viewers of a run who must not learn its passwords."""
+"""Copies of settings and texts without secrets, for viewers of a run."""
 
 from __future__ import annotations
 

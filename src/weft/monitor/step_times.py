@@ -1,4 +1,4 @@
-"""Times of a step by phase, training speed, memory, and where a run's time went.
+"""Times of a step by phase, training speed, memory, and a run's time by kind.
 
 On a GPU, a phase is bracketed by two CUDA events without synchronization. The seconds are read from the events later,
 when they have usually completed.
@@ -190,7 +190,7 @@ class Meter:
         """Record the amount that a step trained: tokens or samples over all ranks. Waits for the step's end.
 
         Args:
-            times: of the step.
+            times: the step's times.
             number: 0 if the step trained nothing.
         """
         self._recent.append((number, times.total_s))
@@ -218,7 +218,7 @@ def memory_bytes(device: object = "cpu") -> tuple[int, int]:
     return now, max(now, peak)
 
 
-# Where a run's time went: seconds of each rank by kind, as text, as a picture, and as a trace.
+# A run's time by kind: seconds of each rank, as text, as a picture, and as a trace.
 
 #: Number of steps for `typical`.
 _TYPICAL = 200
@@ -288,7 +288,7 @@ class TimeBook:
         """Count a step's phases, with communication separate.
 
         Args:
-            times: of the step.
+            times: the step's times.
             data_s: seconds that the host waited for the step's data before it. The part in which the device was still
                 busy with the previous step cost nothing and is not counted.
         """
@@ -340,7 +340,7 @@ def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
     """Return the seconds that a rank spent on its own work in a step, by kind, without waits for other ranks.
 
     Args:
-        times: of the step.
+        times: the step's times.
         data_s: seconds that the host waited for the step's data before it.
     """
     found = {"compute": 0.0, "data": min(data_s, times.gap_s), "optimizer": 0.0, "host": 0.0}
@@ -425,7 +425,7 @@ def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, flo
     """Return the spans as a JSON trace for chrome://tracing or Perfetto.
 
     Args:
-        tracks: (process, thread, spans), where a span is (name, start, end) in seconds.
+        tracks: (process, thread, spans); a span is (name, start, end) in seconds.
     """
     events: list[dict[str, object]] = []
     processes = list(dict.fromkeys(process for process, _, _ in tracks))

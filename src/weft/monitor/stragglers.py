@@ -41,9 +41,7 @@ _SCALE = {"gpu.sm_clock": 1e-9}
 
 @dataclass(slots=True)
 class _OneRank:
-    """State of a rank. `own` is seconds by step, until all peers have reported the step. `ratios` are relative to its
-    peers.
-    """
+    """State of a rank. `own` is seconds by step until all peers report it. `ratios` are relative to its peers."""
 
     own: dict[int, float] = field(default_factory=dict)
     newest: int = 0
@@ -70,7 +68,7 @@ class StragglerWatch:
         """Take the newest report of each rank, and return "slow_rank" events of ranks that became slow or recovered.
 
         Args:
-            reports: of all ranks, in order; {} for a silent rank.
+            reports: reports of all ranks, in order; {} for a silent rank.
         """
         for rank, report in zip(self._ranks, reports, strict=True):
             _take(rank, report)

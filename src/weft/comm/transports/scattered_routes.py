@@ -1,6 +1,6 @@
 """Routes of a flat tensor in parts through the slots, without joining the parts first.
 
-The bytes in the slots equal those of the same operation on one flat tensor, so ranks may differ in which one they use.
+The same operation on one flat tensor writes the same bytes to the slots, so ranks may differ in which one they use.
 """
 
 from __future__ import annotations

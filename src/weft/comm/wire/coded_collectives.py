@@ -176,7 +176,7 @@ def gather_coded(shard: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Code
     This rank's shard is decoded too, so that all ranks have the same bits.
 
     Args:
-        shard: of any shape, with the same number of elements on every rank.
+        shard: tensor of any shape, with the same number of elements on every rank.
         axis: the ranks.
         out: contiguous, of the shard's dtype, with size * numel elements.
         coder: encodes, and keeps the wire's state.

@@ -253,7 +253,7 @@ def chance_key(turn: int, call: int, name: str, role: str, place: int) -> int:
     Args:
         turn: number of applied steps before.
         call: number of uses of the coder in this step before.
-        name: of the coder.
+        name: the coder's name.
         role: which tensor of a collective.
         place: index of the rank on the axis.
     """

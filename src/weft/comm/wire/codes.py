@@ -165,7 +165,7 @@ class RowCodes:
     Args:
         spec: gives the block size. fp8 uses e4m3 with one scale per row.
         stretches: shapes of the parts, in their order in the flat tensor.
-        dtype: of the flat tensor.
+        dtype: dtype of the flat tensor.
     """
 
     def __init__(self, spec: WireSpec, stretches: Sequence[RowSlice], dtype: torch.dtype):

@@ -55,7 +55,7 @@ def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: i
     Several dims are grouped into rows and columns such that the matrix is closest to a square.
 
     Args:
-        shape: of the parameter, in memory order.
+        shape: the parameter's shape, in memory order.
         start: first element of the flat slice.
         end: end of the flat slice.
         offset: index of the parameter's first element in the flat tensor.
@@ -78,7 +78,7 @@ def first_basis(matrix: Matrix, rank: int, name: str, like: torch.Tensor) -> tor
     Args:
         matrix: its position.
         rank: number of columns of the basis.
-        name: of the coder.
+        name: the coder's name.
         like: tensor that gives the dtype and device.
     """
     seed = hashlib.blake2b(f"{name} {matrix.start}".encode(), digest_size=7).digest()

@@ -74,7 +74,7 @@ class Wire:
         Args:
             codes_RC: encoded rows, uint8 (R, bytes).
             numel: number of values of a row.
-            dtype: of the values.
+            dtype: dtype of the values.
         """
         raise NotImplementedError
 

@@ -152,7 +152,7 @@ class PageServer(uvicorn.Server):
     """uvicorn's server with deadlines. It reports a lack of descriptors at most once a minute.
 
     Args:
-        config: of uvicorn.
+        config: uvicorn's config.
         connections: the connections of its listener.
     """
 

@@ -160,7 +160,7 @@ class LogTail:
     """Returns the complete lines that were appended to a log since the last call.
 
     Args:
-        path: of the log, which may not exist yet.
+        path: the log, which may not exist yet.
     """
 
     def __init__(self, path: Path):
@@ -287,7 +287,7 @@ class StepColumns:
         """Append rows. If a step is not larger than the previous one, the rows from that step on are replaced.
 
         Args:
-            steps: of the rows.
+            steps: step of each row.
             times: seconds since 1970.
             values: columns by name. Values that are not numbers become nan.
         """

@@ -123,9 +123,7 @@ def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, A
 
 
 def heat(run: RunIndex) -> dict[str, Any]:
-    """Return each rank's busy time relative to the median rank, as base64 bytes with ranks as rows and steps as
-    columns.
-    """
+    """Return each rank's busy time relative to the median rank, as base64 bytes (ranks x steps)."""
     with run.lock:
         steps, picture = run.heat.picture()
         slowest = run.heat.slowest()
@@ -253,7 +251,7 @@ class Page:
     Args:
         shelf: the runs.
         access: access rules.
-        price: of one device, for the cost of runs.
+        price: price of one device, for the cost of runs.
         go_on: continues the paused run of a folder. With None the page has no such button.
         most_streams: maximum number of open pages with live updates.
     """

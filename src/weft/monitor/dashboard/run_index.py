@@ -204,7 +204,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Lines that were read. With `void` all earlier lines are void. `old` are lines of the part read in the background."""
+    """Lines that were read. With `void` all earlier lines are void. `old` are lines read in the background."""
 
     lines: list[bytes]
     void: bool = False
@@ -220,7 +220,7 @@ class RunIndex(RunState):
     read into a second state in the background, which then replaces the first.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         name: its name on the page.
     """
 
@@ -241,7 +241,7 @@ class RunIndex(RunState):
         return found is not None and self.take(found)
 
     def fetch(self) -> _Fetched | None:
-        """Read the next chunk without changing the state, or return None if there is none. Called from one thread.
+        """Read the next chunk without changing the state, or return None if nothing is new. Called from one thread.
 
         All access to the file system is here, so that a hanging call keeps no lock.
         """

@@ -48,8 +48,8 @@ class AccessRules:
     """Requirements of one server for requests.
 
     `hosts` are the accepted names in the Host header, without ports. Other names indicate a foreign page whose name
-    resolves to this server (DNS rebinding). `token` is required from clients; with None everyone who reaches the
-    address has access. `secure` is True with TLS. `csrf` is a secret of the server's page. `guesses` counts wrong
+    resolves to this server (DNS rebinding). `token` is required from clients; with None every client that reaches
+    the address has access. `secure` is True with TLS. `csrf` is a secret of the server's page. `guesses` counts wrong
     tokens.
     """
 

@@ -31,7 +31,7 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
         root: a run folder, or a folder of run folders.
         terminal: output stream.
         once: show once and return.
-        price: of one device.
+        price: price of one device.
 
     Raises:
         ConfigError: if there is no run.
@@ -54,11 +54,11 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
 
 
 def ledger_lines(root: Path, price: Price | None = None, as_json: bool = False) -> list[str]:
-    """Return where the time of a run, or of a folder's runs, went, line by line.
+    """Return the time ledger of a run, or of a folder's runs, line by line.
 
     Args:
         root: a run folder, or a folder of run folders.
-        price: of one device.
+        price: price of one device.
         as_json: return one JSON value instead of text.
 
     Raises:

@@ -1,6 +1,6 @@
 """Base of sinks, their secrets, and HTTP requests.
 
-Secrets are read where they are used, from the environment or a file, and are never written.
+Secrets are read from the environment or a file on use, and are never written.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def address_of(reference: str, key: str) -> str:
     """Return the URL in the config, or the one that env:NAME or file:PATH refers to.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if it does not exist.
     """
     if not reference.startswith(("env:", "file:")):
         return reference
@@ -130,9 +130,7 @@ class SinkJob:
 
 
 class FigureSink:
-    """Base of all sinks, called from one thread. With `is_current` a sink shows only current figures and skips past
-    events.
-    """
+    """Base of all sinks, called from one thread. With `is_current` a sink skips past events."""
 
     is_current = False
 
@@ -231,7 +229,7 @@ class Poster:
     """Sends HTTP requests to one server.
 
     Args:
-        url: of the server, or env:NAME or file:PATH for a secret one.
+        url: the server's URL, or env:NAME or file:PATH for a secret one.
         headers: for every request.
         timeout_s: limit of one request, from the name lookup to the last byte of the answer.
         key: key in the config, for errors.
@@ -275,7 +273,7 @@ class Poster:
         Args:
             path: relative to the server's URL.
             body: bytes, or a table sent as JSON.
-            method: of HTTP.
+            method: HTTP method.
             kind: the body's media type.
 
         Raises:
@@ -323,7 +321,7 @@ class Poster:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed, in system messages only, because those of libraries repeat URLs and answers."""
+    """Return why a request failed, in system messages only, because error texts of libraries repeat URLs and answers."""
     cause = getattr(error, "reason", error)
     if isinstance(cause, ssl.SSLError):
         return f"TLS: {cause.reason or 'failed'}".replace("_", " ").lower().replace("tls", "TLS", 1)

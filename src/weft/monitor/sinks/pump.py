@@ -29,7 +29,7 @@ class EventFollower:
     """Reads complete lines of a growing events.jsonl, beginning at an offset.
 
     Args:
-        path: of the file.
+        path: the file.
         offset: in bytes.
     """
 
@@ -54,7 +54,7 @@ class EventFollower:
         return [event for line in text[:end].splitlines() if (event := _parsed(line)) is not None], start + end
 
     def skip_to_tail(self, num_bytes: int) -> None:
-        """Skip all but the last `num_bytes`."""
+        """Move to the last `num_bytes`."""
         try:
             size = self._path.stat().st_size
         except OSError:
@@ -70,7 +70,7 @@ class Pump(threading.Thread):
     """Sends events to one sink until `finish`.
 
     Args:
-        name: of the sink.
+        name: the sink's name.
         make: creates the sink; retried if it fails.
         job: inputs of the sink. `kept` is filled with its stored state.
         tell: called with a line for the user when the sink becomes unreachable or is back.
