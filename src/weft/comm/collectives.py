@@ -80,8 +80,8 @@ def all_gather(
     Over an axis of size 1 without `out`, this returns the shard itself, flat.
 
     Args:
-        shard: tensor of any dtype and shape, with the same number of elements on every rank. It may be this rank's slice of
-            `out`; then it is not copied.
+        shard: tensor of any dtype and shape, with the same number of elements on every rank. It may be this rank's
+            slice of `out`; then it is not copied.
         axis: the ranks.
         out: contiguous, of the shard's dtype, with size * numel elements. None allocates a new tensor.
         wire: encodes the values for communication, or None to send them unencoded.
@@ -129,7 +129,8 @@ def reduce_scatter(
     Over an axis of size 1 without `out`, this returns the tensor itself, flat.
 
     Args:
-        flat: tensor of any shape, read as (numel,), with a dtype that can be reduced. numel is a multiple of the axis's size.
+        flat: tensor of any shape, read as (numel,), with a dtype that can be reduced. numel is a multiple of the axis's
+            size.
         axis: the ranks.
         out: contiguous, of the same dtype, with numel / size elements. It may be this rank's slice of `flat`; the rest
             of `flat` is then left unchanged. None allocates a new tensor.

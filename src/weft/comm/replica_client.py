@@ -1,8 +1,8 @@
 """A link over sockets between ranks of several worlds, and a replica's client for local SGD rendezvous.
 
 A link is created for one rendezvous round and closed after it. A process group lives as long as all of its ranks. A
-socket link costs one connection per pair, fails if no data moved for a given time, and has no effect on the processes
-when it fails. Sums use the same tree as all links, so results are bitwise identical.
+socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups intact when
+it fails. Sums use the same tree as all links, so results are bitwise identical.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ HELD = "held.json"
 
 
 class PauseFiles:
-    """The files in the run folder by which the launcher and the user communicate about a paused run."""
+    """The files in the run folder by which the launcher and the user communicate about a paused run.
+
+    Args:
+        folder: the run's folder.
+    """
 
     def __init__(self, folder: Path):
         self._word, self._note = folder / GO_ON, folder / HELD
@@ -459,7 +463,7 @@ class Companion:
             self._act(notice)
 
     def finish(self, grace_s: float) -> list[str]:
-        """Judge the new events and send the queue, for at most `grace_s`. Returns the names of sinks that have more to send."""
+        """Judge the new events and send the queue, for at most `grace_s`. Returns the names of unfinished sinks."""
         self.look()
         threads = [*self._pumps, *self._rooms.values()]
         for thread in threads:

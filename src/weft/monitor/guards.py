@@ -39,8 +39,8 @@ class NonFiniteGuard:
             step: counts from 1.
             loss: this step's loss.
             grad_norm: norm of the full gradient.
-            loss_scale: loss scale of fp16. While it is above 1, a gradient overflow belongs to the scaler's search and does not
-                count against the limit.
+            loss_scale: loss scale of fp16. While it is above 1, a gradient overflow belongs to the scaler's search and
+                does not count against the limit.
 
         Raises:
             TrainingHalted: beyond the limit. The caller completes its sentence with the step at which the command

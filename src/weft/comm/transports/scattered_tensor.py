@@ -69,7 +69,7 @@ class Parts:
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The part that is the full flat tensor, (numel,) in its stored dtype, or None if several parts form it."""
+        """The part that is the full flat tensor, (numel,) in its stored dtype, or None if there is no such part."""
         first = self._tensors[0]
         return first if first.numel() == self._numel and first.is_contiguous() else None
 

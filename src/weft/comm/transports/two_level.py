@@ -165,7 +165,7 @@ class _Passing:
 
 
 class TwoLevelLink:
-    """A link that runs operations in two levels: within hosts, then between hosts.
+    """A link that runs operations in levels: within each host, between hosts, and within each host again.
 
     Args:
         within: links of the ranks of this host, one for the first level and one for the last.

@@ -50,7 +50,7 @@ class LowRank(Wire):
 
 
 def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: int) -> list[Matrix]:
-    """Return the matrix of a parameter, limited to the full rows in a flat slice of it, or [] if it is not worth it.
+    """Return the matrix of a parameter, limited to the full rows in a flat slice, or [] if it would save too little.
 
     Several dims are grouped into rows and columns such that the matrix is closest to a square.
 

@@ -321,7 +321,7 @@ class Poster:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed, in system messages only, because error texts of libraries repeat URLs and answers."""
+    """Return why a request failed, in system messages only, because library messages repeat URLs and answers."""
     cause = getattr(error, "reason", error)
     if isinstance(cause, ssl.SSLError):
         return f"TLS: {cause.reason or 'failed'}".replace("_", " ").lower().replace("tls", "TLS", 1)
