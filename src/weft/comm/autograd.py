@@ -23,7 +23,7 @@ from weft.private_torch import Function, split
 #: shapes.
 Operator = tuple[str, Callable[..., Any], Callable[..., Any]]
 
-#: How the names of the axes' spaces of operators begin.
+#: Prefix of the torch namespaces of the axes' operators.
 _SPACE = "weft_"
 #: Schema of each function's operator, by name.
 _SCHEMAS = {
@@ -181,7 +181,7 @@ def _compiled(axis: Axis, name: str) -> Callable[..., Tensor] | None:
     return axis.operators.get(name) if torch.compiler.is_compiling() else None  # pyright: ignore[reportReturnType]  # kept as objects
 
 
-# Collectives that autograd passes through: each names its axis, and its backward is the transposed collective.
+# Differentiable collectives over a given axis. Their backward is the transposed collective.
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -79,7 +79,8 @@ def links_of(axis: Axis) -> list[Link]:
 
 def link_of(axis: Axis, device: torch.device) -> Link:
     """Return the axis's link for tensors on `device`. The first call is a collective over the axis."""
-    # By group, not by ranks: looking thousands of them up takes tens of microseconds, several times a collective.
+    # Looked up by group instead of ranks: hashing thousands of ranks takes tens of microseconds, several times per
+    # collective.
     link = axis.links.get((axis.group, device.type))
     return cast(Link, link) if link is not None else join(axis, device.type)
 
@@ -172,7 +173,8 @@ def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Li
         return link
     links = {link.transport: link}
     if any(name not in links for way in ways.best.values() for _, name in way):
-        # The one that two levels have: stages of two in one group would begin in another order on each rank.
+        # Reuse the flat link of the two-level link: if two links posted stages in one group, their order would differ
+        # by rank.
         exchange = link.flat if isinstance(link, TwoLevelLink) else None
         links[ExchangeLink.transport] = exchange or ExchangeLink(group, axis.ranks, axis.rank, why, hosts.numbers)
     return ChosenLink(links, link.transport, axis.size, ways, f"{link.reason}; {why}")
@@ -217,7 +219,8 @@ def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) 
         SharedLink(segments[0], neighbours, limit_s, words),
         SharedLink(segments[1], neighbours, limit_s, words),
     )
-    # Groups of this axis alone: another may have the same peers, and begin things in another order on each rank.
+    # Groups for this axis only: another axis may have the same peers, and would post operations in another order on
+    # each rank.
     name = f"between hosts of {zlib.crc32(repr(axis.ranks).encode()):08x}"
     peer_group = join_group(peers, name)
     between = ExchangeLink(peer_group, peers, host, "ranks of equal place", tuple(range(len(peers))), f"second {name}")

@@ -15,7 +15,7 @@ from weft.comm.private_torch import connect_store
 from weft.errors import CommError
 from weft.private_torch import Store
 
-#: How long (s) to wait for the ranks' store, which may have ended with the rank that hosted it.
+#: Time (s) to wait for the ranks' store, which may have ended with the rank that hosted it.
 _WAIT_S = 2.0
 
 
@@ -34,7 +34,7 @@ def run_once(text: str, act: Callable[[], None]) -> None:
     try:
         is_first = store is None or store.add(key, 1) == 1
         if store is not None and not is_first:
-            # A rank that went on to its end here would have the launcher stop the first one before it has acted.
+            # If this rank exited here, the launcher would stop the first rank before it has acted.
             store.wait([f"{key}/done"], datetime.timedelta(seconds=_WAIT_S))
             return
     except (RuntimeError, OSError):

@@ -14,7 +14,7 @@ import torch
 from weft import env
 from weft.errors import PlanError, WeftWarning
 
-#: The first compute capability with TF32.
+#: The lowest compute capability with TF32.
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -35,7 +35,7 @@ class GpuVariable:
 
 
 VARIABLES = (
-    # Segments of the allocator grow, so that less memory is lost between tensors of many sizes.
+    # Growing allocator segments reduce fragmentation between tensors of many sizes.
     GpuVariable("PYTORCH_ALLOC_CONF", "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF"),
     # Collectives start before kernels that are queued in parallel. They are short for this device, and other ranks
     # wait for them.

@@ -90,7 +90,7 @@ class Ledger:
         return found
 
     def rows(self) -> list[tuple[str, str, LedgerEntry]]:
-        """Return all entries as (axis, operation, sums), the most bytes first."""
+        """Return all entries as (axis, operation, sums), largest number of bytes first."""
         self._read()
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))

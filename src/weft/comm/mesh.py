@@ -84,7 +84,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
     record: RecordsCall = field(default=ignore, repr=False, compare=False)
-    #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
+    #: State of comm between calls, for the lifetime of the mesh. One dict, shared by all axes of a mesh.
     links: dict[tuple[object, ...], object] = field(
         default_factory=dict[tuple[object, ...], object], repr=False, compare=False
     )
@@ -94,11 +94,11 @@ class Axis:
     staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
     #: Torch operators by name that replace this axis's collectives in torch.compile graphs; see `comm.autograd`.
     operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
-    #: How bytes go between hosts: one of ROUTES.
+    #: Route of bytes between hosts: one of ROUTES.
     route: str = field(default="auto", repr=False, compare=False)
-    #: Of links that were measured, for route=auto: a file, "auto" for that in the cache folder, or nothing.
+    #: Link measurements for route=auto: a file, "auto" for the file in the cache folder, or "".
     link_profile: str = field(default="", repr=False, compare=False)
-    #: The host of each rank, by global rank, of those that have met: one dict, shared by all axes of a mesh.
+    #: The host of each rank, by global rank, of ranks that have connected. One dict, shared by all axes of a mesh.
     hosts: dict[int, bytes] = field(default_factory=dict[int, bytes], repr=False, compare=False)
     used: str = field(default="", repr=False, compare=False)
 
@@ -177,7 +177,7 @@ def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]
 
     Args:
         plan: the sizes of the axes.
-        rank: one of its ranks.
+        rank: a global rank of the plan.
         names: axes of a mesh.
     """
     places = strides(plan, names)
@@ -194,7 +194,7 @@ def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]
 
 #: Default time (s) that a collective waits for a rank.
 LIMIT_S = 1800.0
-#: How long (s) the launcher's store waits for an answer.
+#: Timeout (s) of requests to the launcher's store.
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
 #: torch.distributed, for its functions that have no types.
@@ -236,7 +236,7 @@ class Mesh:
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
         self.pulse = Heartbeat()
-        #: That of all replicas: itself.
+        #: The mesh of all replicas: itself.
         self.whole: Mesh = self
         self._replica: Mesh | None = None
         for name in AXES:
@@ -499,7 +499,7 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
 
 
 def _rendezvous_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> WeftError:
-    # Of `weft train`'s own ranks one has failed, and its launcher shows that one's error.
+    # If `weft train` started the ranks, one of them has failed, and the launcher shows its error.
     kind = CommError if place.starter == "weft" else LaunchError
     return kind(could_not_meet(place, store, error, limit_s))
 

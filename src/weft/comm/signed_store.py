@@ -1,11 +1,11 @@
-"""Signatures of the messages that ranks leave in their store.
+"""Signatures of the messages that ranks write to their store.
 
 The store has no password: every process that reaches its port can list, read and overwrite its keys. Each message of
-Weft therefore carries an HMAC-SHA256 of its key and its text, made with a secret that all ranks of one process group
-share. `weft train` hands the secret to its ranks over a socket that checks the caller's user. Under torchrun and srun
-rank 0 draws it and broadcasts it over the process group, whose connections are not in the store.
+Weft therefore carries an HMAC-SHA256 of its key and its text, with a secret that all ranks of one process group share.
+`weft train` passes the secret to its ranks over a socket that checks the client's user. Under torchrun and srun, rank 0
+draws it and broadcasts it over the process group, whose connections are not in the store.
 
-What torch itself stores there (addresses of gloo, NCCL's id) is not signed.
+Data that torch stores there (addresses of gloo, NCCL's id) is not signed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StoreKey:
         self._warned: set[str] = set()
 
     def next_number(self, purpose: str) -> int:
-        """Return 1, 2, 3, ... for each call with this purpose, the same on all ranks that make the same calls."""
+        """Return 1, 2, 3, ... for calls with the same purpose, equal on all ranks that make the same calls."""
         self._numbers[purpose] += 1
         return self._numbers[purpose]
 

@@ -173,13 +173,13 @@ class TimeLedger:
             self._state = "will be held"
         elif kind in ("checkpoint", "copy"):
             stall = number(event.get("stall_s", 0.0))
-            # The wait came between two events of the loop, or comes before the next one.
+            # The wait happened between two events of the loop, or is before the next one.
             if math.isfinite(stall) and stall > 0:
                 self._seconds["checkpoint"] = self._seconds.get("checkpoint", 0.0) + stall
                 self._seconds["other"] = self._seconds.get("other", 0.0) - stall
 
     def _add_step(self, event: Mapping[str, Any], took: float) -> None:
-        # Called for each step of logs with millions of them: nothing here is more general than it must be.
+        # Called for each step of logs with millions of steps, so this is optimized for speed.
         parts = event.get("seconds")
         total = data = 0.0
         if isinstance(parts, dict):
@@ -239,7 +239,7 @@ def _step_of(event: Mapping[str, Any]) -> int | None:
     return step if type(step) is int and abs(step) < 2**62 else None
 
 
-# Which share of a run's time made steps that count, what took the rest, and how often to save.
+# Goodput: the productive share of a run's time, the losses, and the best save interval.
 
 
 @dataclass(frozen=True, slots=True)

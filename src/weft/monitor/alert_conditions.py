@@ -22,7 +22,7 @@ _LEAST = 20
 _REFRESHED = 25
 #: Median absolute deviations of a normal distribution in one standard deviation.
 _MAD = 1.4826
-#: A deviation is at least this share of the median: figures that hardly move are no reason to alert.
+#: Minimum deviation as a share of the median, so that nearly constant figures do not alert.
 _LEAST_DEVIATION = 1e-3
 
 
@@ -76,7 +76,7 @@ class TimeWindow:
                 self._values.popleft()
         most = MOST_KEPT if self._span.unit == "s" else math.ceil(self._span.amount / self._stride)
         if len(self._values) > most:
-            # Of a span of time too many readings: the older half thins out.
+            # With too many readings in a span of time, the older half is thinned out.
             if self._span.unit == "s":
                 half = len(self._values) // 2
                 self._values = deque([*list(self._values)[:half:2], *list(self._values)[half:]])
@@ -310,7 +310,7 @@ class _TrendJudge(Judge):
         way = 1.0 if self._condition.rises else -1.0
         if any(way * (after - before) <= 0 for before, after in pairwise(middles)):
             return None
-        # The middles of the first and the last quarter are three quarters of the span apart.
+        # The centers of the first and the last quarter are three quarters of the span apart.
         moved = way * (middles[-1] - middles[0]) * _QUARTERS / (_QUARTERS - 1)
         return moved / max(abs(middles[0]), 1e-12) if self._condition.relative else moved
 

@@ -99,7 +99,7 @@ def _one_line(text: str) -> str:
 
 def _webhook(channel: ChannelSection, message: AlertMessage) -> None:
     assert channel.url is not None
-    # Slack, Mattermost and many others show "text"; programs read the rest.
+    # Slack, Mattermost and many others show "text". Programs read the other fields.
     body = {"text": f"{message.title}\n{message.text}", "title": message.title, **message.data}
     poster = Poster(channel.url, {}, parse_seconds(channel.timeout), f"channel {channel.name}: url")
     poster.post("", body)

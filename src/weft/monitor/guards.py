@@ -83,7 +83,7 @@ def _reason(loss: float, grad_norm: float) -> str | None:
     return None
 
 
-# SpikeWatch: detect steps at which the loss jumps far above its recent values.
+# Detection of steps at which the loss jumps far above its recent values.
 
 #: Number of recent steps that define the usual loss, and the minimum needed before any alarm.
 WINDOW, _MIN_STEPS = 100, 20

@@ -34,7 +34,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def text_without_secrets(text: str) -> str:
-    """Return a text whose URLs show no user info, no query and no path that may be a secret."""
+    """Return a text whose URLs contain no user info, no query and no path that may be a secret."""
     return _URL.sub(lambda match: hide_secret(match[0]), text)
 
 

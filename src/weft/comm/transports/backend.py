@@ -52,7 +52,7 @@ def as_added(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-# The backend's own collectives (nccl, others than gloo), and gloo carrying bytes that are added here.
+# The backend's collectives (nccl and others), and gloo as transport of bytes that are added here.
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -60,7 +60,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 #: OWN_GATHER_BYTES between two ranks uses gloo's collective.
 LITTLE_BYTES, OWN_GATHER_BYTES = 1 << 16, 1 << 20
 
-#: The stages of an operation: each yields the works that must be complete before the next.
+#: Stages of an operation. Each yields the works that must complete before the next stage.
 Stages = Generator[list[dist.Work], None, None]
 
 
@@ -284,7 +284,7 @@ class ExchangeLink:
             yield [all_reduce(out, op=_OPS[operation.op], group=self._group, async_op=True)]
             return
         if size == 2 or out.nbytes <= LITTLE_BYTES:
-            # Everyone's whole tensor to everyone: one stage.
+            # Every rank sends its full tensor to all others: one stage.
             received = torch.empty((size, out.numel()), dtype=out.dtype)
             received[self._rank].copy_(out)
             yield self._spread(operation, list(received), self._group)
@@ -334,7 +334,7 @@ class ExchangeLink:
         dtype = operation.out.dtype
         if dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
             return True
-        # gloo's maximum drops a NaN or not, depending on the order.
+        # gloo's maximum may drop a NaN, depending on the order.
         return len(self._ranks) == 2 and operation.op == "sum" and dtype in (torch.float32, torch.float64)
 
     def _all_to_all(

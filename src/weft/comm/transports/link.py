@@ -71,7 +71,7 @@ def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> floa
     return 0.0 if device.type == "cuda" else host_s
 
 
-# What every transport offers: a link joins the ranks of one axis and carries operations in the order they start.
+# Interface of all transports: a link joins the ranks of one axis and runs operations in the order of their start.
 
 
 @dataclass(slots=True, eq=False)
@@ -215,7 +215,7 @@ class SpinBackoff:
         if waited < self.YIELD_S:
             _yield_core()
         else:
-            # Longer sleeps where waiting has been long: a hundredth of it, at most 2 ms.
+            # The longer the wait, the longer the sleep: a hundredth of it, at most 2 ms.
             time.sleep(min(waited / 100, 0.002))
         if now - self._looked < self.LOOK_S:
             return None
@@ -276,7 +276,7 @@ def failed(operation: Operation, error: Exception) -> CommError:
 
 KINDS = ("barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OPS = ("sum", "max", "min")
-#: In this order on all ranks; those not listed share the last number.
+#: The order is the same on all ranks. Dtypes that are not listed share the last number.
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
@@ -309,16 +309,17 @@ def explain_signature(signature: int) -> str:
     return f"{name}{detail} of {amount} {dtype}"
 
 
-# Sums, maxima and minima of the ranks' parts, always in one tree over ranks: every transport gives the same bits.
+# Sums, maxima and minima of the ranks' parts, always in one tree over ranks, so that all transports give the same
+# bits.
 
-#: Bytes combined at a time: small enough to stay in a core's cache while all parts are added.
+#: Bytes combined at a time: small enough for a core's cache while all parts are added.
 BLOCK_BYTES = 1 << 19
 
 _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def branch(size: int) -> int:
-    """Return how many of `size` parts, from the first, are combined among themselves: 2^k, less than `size`."""
+    """Return the number of leading parts that form the left subtree: the largest 2^k below `size`."""
     return 1 << (size - 1).bit_length() - 1
 
 
@@ -345,7 +346,7 @@ class Combiner:
             cut = [part[block] for part in parts]
             left = self._fold(cut[:middle], op, dtype, 0)
             right = self._fold(cut[middle:], op, dtype, 1)
-            # Only the last step writes to `out`: every part has been read by then.
+            # Only the last step writes to `out`, after every part was read.
             if dtype == out.dtype:
                 function(left, right, out=out[block])
             else:
@@ -374,7 +375,7 @@ class Combiner:
         return self._scratch[level][:num_bytes].view(dtype)
 
 
-# A link for devices whose ranks cannot reach each other: tensors go through host memory, over a link of the CPU.
+# A link for devices whose ranks cannot reach each other: tensors are copied through host memory and a CPU link.
 
 
 @dataclass(slots=True)

@@ -142,11 +142,11 @@ def _network_mark() -> bytes:
     return hashlib.sha256(f"{boot} {network} {env.pretended_host()}".encode()).digest()[:16]
 
 
-# Hosts with equal blocks of ranks: bytes leave a host once for all of its ranks, each of which sends a part.
+# Hosts with equal blocks of ranks: data leaves a host once for all of its ranks, each of which sends a part.
 
 #: Tensors up to this size use the flat link: one synchronization instead of three.
 LITTLE_BYTES = 1 << 13
-#: The levels, in the order in which operations pass them.
+#: The levels, in the order of an operation.
 FIRST, BETWEEN, LAST, DONE = range(4)
 
 #: A level, and a function that makes its operations, which run in parallel.
@@ -290,7 +290,7 @@ class TwoLevelLink:
         own = sums[self._place * length :][:length]
 
         def gather() -> list[Operation]:
-            # Rounded before it goes around: once, as in one sum over all ranks.
+            # Rounded once, before it is gathered, as in a single sum over all ranks.
             part = own.to(out.dtype)
             whole = out if numel == length * self._block else torch.empty(length * self._block, dtype=out.dtype)
             gathered.append(whole)
@@ -348,7 +348,7 @@ class TwoLevelLink:
         return replace(whole, kind=kind, axis=f"{whole.axis} ({whole.kind})", source=source, out=out, root=root)
 
 
-# An axis whose calls take the transport that was measured to be the faster for their operation and size.
+# A link for an axis whose calls use the fastest measured transport for their operation and size.
 
 
 class ChosenLink:

@@ -97,7 +97,7 @@ class Int4(Wire):
             steps = (blocks / usable(scales, x.dtype)[:, None]).round_().clamp_(-7, 7).add_(8)
             out.copy_(steps.view(-1))
             scale_bytes.append(scales.view(torch.uint8))
-        # Two neighbours share a byte.
+        # Two neighbors share a byte.
         codes_RN = steps_RN[:, 0::2] | steps_RN[:, 1::2] << 4
         return torch.cat([torch.stack(scale_bytes), codes_RN[:, : math.ceil(numel / 2)]], 1), None
 
@@ -320,7 +320,7 @@ class Largest(Wire):
             scale = scales_of(values, 7)
             codes = (values / usable(scale, x.dtype)[:, None]).round_().clamp_(-7, 7).nan_to_num_(0.0).add_(8)
             scales.append(scale.view(len(x_RN), count))
-            # Read as signed numbers of 16 bits, which all devices have.
+            # Stored as signed 16-bit integers, which all devices support.
             joined = (codes.to(torch.int32) << 12) | places.to(torch.int32)
             words.append(torch.where(joined < 1 << 15, joined, joined - (1 << 16)).to(torch.int16).view(len(x_RN), -1))
         if not scales:

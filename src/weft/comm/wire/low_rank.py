@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
         return self.rows * self.columns
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its view, (rows, columns), into a flat tensor of any dtype, (numel,)."""
+        """Return a view (rows, columns) of the matrix in a flat tensor (numel,) of any dtype."""
         return flat[self.start : self.start + self.numel].view(self.rows, self.columns)
 
 

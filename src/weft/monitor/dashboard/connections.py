@@ -71,12 +71,12 @@ class Connections:
             self._end(number)
 
     def waits(self, number: int) -> None:
-        """Note that the server waits for the client of a descriptor."""
+        """Record that the server waits for the client of a descriptor."""
         if number in self._open:
             self._open[number].since = self._clock()
 
     def works(self, number: int) -> None:
-        """Note that the server works for the client of a descriptor."""
+        """Record that the server works for the client of a descriptor."""
         if number in self._open:
             self._open[number].since = math.inf
 

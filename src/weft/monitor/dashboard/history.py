@@ -261,12 +261,12 @@ class StepColumns:
 
     @property
     def steps(self) -> np.ndarray:
-        """All steps."""
+        """Step of each row."""
         return self._step[: self._count]
 
     @property
     def times(self) -> np.ndarray:
-        """Seconds since 1970."""
+        """Time of each row, in seconds since 1970."""
         return self._time[: self._count]
 
     def values(self, name: str) -> np.ndarray:

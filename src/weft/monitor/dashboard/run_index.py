@@ -57,7 +57,7 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         if len(self.steps):
             return int(self.steps.steps[-1])
         begun = self.start.get("step")

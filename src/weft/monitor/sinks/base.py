@@ -294,7 +294,7 @@ class Poster:
     def _sent(
         self, path: str, data: bytes | None, headers: Mapping[str, str], method: str, opened: OpenSockets
     ) -> bytes:
-        """Send one request and return the body of its answer. SinkTrouble holds no secret."""
+        """Send one request and return the body of its answer. Errors contain no secret."""
         opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler(),

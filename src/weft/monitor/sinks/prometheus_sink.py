@@ -61,7 +61,7 @@ class NewestFigures:
 
 
 class ScrapedSink(FigureSink):
-    """Serves /metrics."""
+    """Serves the newest figures at /metrics."""
 
     is_current = True
 
@@ -78,7 +78,7 @@ class ScrapedSink(FigureSink):
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which it listens."""
         return self._server.server_address[1]
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -110,7 +110,7 @@ class PushedSink(FigureSink):
             self._push()
 
     def close(self) -> None:
-        """Push once more."""
+        """Send the newest figures a last time."""
         self._push()
 
     def _push(self) -> None:
