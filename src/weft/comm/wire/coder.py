@@ -145,8 +145,8 @@ class Coders:
         self.exact_steps = self.outer_wire.spec.exact_steps
         #: Residuals of other ranks by tensor, which are added to the sums of the first applied step.
         self.owed: dict[str, torch.Tensor] = {}
-        #: True if the current step is applied, as a 0-d bool tensor, if only the device has the value. None in steps
-        #: that need `needs_host`.
+        #: True if the current step is applied, as a 0-d bool tensor, if only the device has the value; else None. It is
+        #: None in all steps with `needs_host`.
         self.taken: torch.Tensor | None = None
         self._coders: dict[str, Coder] = {}
 
