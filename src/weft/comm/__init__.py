@@ -1,1 +1,1 @@
-"""The device mesh, and every collective, by axis and counted."""
+"""The device mesh, and its collectives by axis, with accounting."""

@@ -1,7 +1,7 @@
-"""Collectives along a dim; and the same as operators of torch, which graphs of torch.compile hold like any other.
+"""Differentiable collectives along a dim, and the same collectives as torch operators for torch.compile.
 
-Without operators the compiler would follow a collective into its transport, and give up there. `prepare_operators`
-makes those of one axis; from then on the functions of `comm.autograd` over that axis call them while they are compiled.
+Without operators, the compiler would trace a collective into its transport and fail there. `prepare_operators`
+registers the operators of one axis. After that, the functions of this module call them while they are compiled.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from weft.comm.peer import all_to_all
 from weft.errors import CommError
 from weft.private_torch import Function, split
 
-#: An operator: its schema, what it does with the axis and its arguments, and what shapes that gives.
+#: An operator: its schema, its implementation (takes the axis and the operator's arguments), and its fake kernel for
+#: shapes.
 Operator = tuple[str, Callable[..., Any], Callable[..., Any]]
 
-#: How the names of the axes' spaces of operators begin.
+#: Prefix of the torch namespaces of the axes' operators.
 _SPACE = "weft_"
-#: What each function gives, for the operator of its name.
+#: Schema of each function's operator, by name.
 _SCHEMAS = {
     "add_up": "(Tensor x) -> Tensor",
     "largest": "(Tensor x) -> Tensor",
@@ -34,21 +35,21 @@ _SCHEMAS = {
 
 
 def add_up(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of the ranks' tensors, a new tensor."""
+    """Return the sum of the ranks' tensors in a new tensor."""
     if (operator := _compiled(axis, "add_up")) is not None:
         return operator(x)
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
 def largest(x: Tensor, axis: Axis) -> Tensor:
-    """The largest of the ranks' values, a new tensor."""
+    """Return the elementwise maximum of the ranks' tensors in a new tensor."""
     if (operator := _compiled(axis, "largest")) is not None:
         return operator(x)
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis, "max")
 
 
 def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' tensors joined along dim."""
+    """Join the ranks' tensors along `dim`."""
     if (operator := _compiled(axis, "join")) is not None:
         return operator(x, dim)
     if dim == 0:
@@ -58,7 +59,11 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice along dim of the sum over the ranks. CommError where dim is no multiple of the ranks."""
+    """Return this rank's slice along `dim` of the sum over the ranks.
+
+    Raises:
+        CommError: if dim is not a multiple of the axis's size.
+    """
     size = share(x, axis, dim)
     if (operator := _compiled(axis, "sum_part")) is not None:
         return operator(x, dim)
@@ -70,19 +75,23 @@ def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def is_product(operator: Any) -> bool:
-    """Return whether an operator in a graph multiplies matrices and communicates meanwhile, over some axis."""
+    """Return True if a graph's operator combines a matrix product with communication over some axis."""
     space, _, name = str(operator).partition(".")
     return space.startswith(_SPACE) and name in ("gather_multiply.default", "multiply_scatter.default")
 
 
 def is_join(operator: Any) -> bool:
-    """Return whether an operator in a graph is `join` over some axis."""
+    """Return True if a graph's operator is `join` over some axis."""
     space, _, name = str(operator).partition(".")
     return space.startswith(_SPACE) and name == "join.default"
 
 
 def share(x: Tensor, axis: Axis, dim: int) -> int:
-    """How much of dim each rank has."""
+    """Return the size of each rank's slice of `dim`.
+
+    Raises:
+        CommError: if dim is not a multiple of the axis's size.
+    """
     size, rest = divmod(x.shape[dim], axis.size)
     if rest:
         raise CommError(
@@ -93,10 +102,13 @@ def share(x: Tensor, axis: Axis, dim: int) -> int:
 
 
 def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) -> None:
-    """Let compiled graphs hold collectives over this axis. They live with it, and torch forgets them with it.
+    """Make torch operators for the collectives over this axis, so that compiled graphs can contain them.
 
-    Call it before what uses the axis is compiled. others: more operators by name, which `operator_of` finds; each a
-    schema, what it does with the axis and its arguments, and what shapes that gives.
+    Call it before compiling code that uses the axis. The operators are unregistered when the axis is freed.
+
+    Args:
+        axis: the ranks.
+        others: additional operators by name, for `operator_of`.
     """
     if axis.size > 1 and "add_up" not in axis.operators:
         functions: dict[str, Callable[..., Any]] = {
@@ -116,12 +128,12 @@ def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) 
 
 
 def operator_of(axis: Axis, name: str) -> Callable[..., Any]:
-    """Return one of the `others` that `prepare_operators` made."""
+    """Return an operator from the `others` of `prepare_operators`."""
     return axis.operators[name]  # pyright: ignore[reportReturnType]  # kept as objects
 
 
 class _Library:
-    """Operators of one axis, in a name space of torch's that goes when this goes."""
+    """Operators of one axis, in a torch namespace that is deleted with this object."""
 
     def __init__(self, axis: Axis, known: Mapping[str, Operator]):
         self.axis = axis
@@ -130,7 +142,7 @@ class _Library:
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
     def operators(self) -> dict[str, object]:
-        """By name, and the library itself: torch's own table of operators does not keep it."""
+        """Return the operators by name, and the library itself, which torch's operator table does not keep alive."""
         this: weakref.ref[_Library] = weakref.ref(self)
         library: Any = torch.library  # whose functions have no types
         for name, (schema, function, fake) in self._known.items():
@@ -165,28 +177,33 @@ def _scaled(times: int, over: int) -> Callable[[Tensor, int], Tensor]:
 
 
 def _compiled(axis: Axis, name: str) -> Callable[..., Tensor] | None:
-    """The axis's operator of that name, while something is compiled."""
+    """Return the axis's operator of that name while torch.compile traces, else None."""
     return axis.operators.get(name) if torch.compiler.is_compiling() else None  # pyright: ignore[reportReturnType]  # kept as objects
 
 
-# Collectives that autograd passes through: each names its axis, and its backward is the transposed collective.
+# Differentiable collectives over a given axis. Their backward is the transposed collective.
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the same tensor; its gradient is summed over the axis, whose ranks each go on with a part of the work."""
+    """Return the same tensor; backward sums its gradient over the axis.
+
+    Use it when each rank of the axis continues with a part of the computation.
+    """
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def sum_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum the ranks' tensors; each gets the gradient of the sum."""
+    """Sum the ranks' tensors; each rank receives the gradient of the sum."""
     return x if axis.size == 1 else _SumOver.apply(x, axis)
 
 
 def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Join the ranks' tensors along dim; ranks go on with parts of the work, so gradients are summed and cut.
+    """Join the ranks' tensors along `dim`; backward sums the gradients and returns this rank's slice.
+
+    Use it when each rank continues with a part of the computation.
 
     Args:
-        x: of one shape on all ranks.
+        x: has the same shape on all ranks.
         axis: the ranks.
         dim: grows by the size of the axis.
     """
@@ -194,10 +211,12 @@ def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def gather_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Join the ranks' tensors along dim; ranks go on with the same work, so gradients are only cut.
+    """Join the ranks' tensors along `dim`; backward returns this rank's slice of the gradient, without a sum.
+
+    Use it when all ranks continue with the same computation.
 
     Args:
-        x: of one shape on all ranks.
+        x: has the same shape on all ranks.
         axis: the ranks.
         dim: grows by the size of the axis.
     """
@@ -205,23 +224,29 @@ def gather_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's slice along dim of the sum of the ranks' tensors.
+    """Return this rank's slice along `dim` of the sum of the ranks' tensors.
 
     Args:
-        x: of one shape on all ranks.
+        x: has the same shape on all ranks.
         axis: the ranks.
-        dim: shrinks by the size of the axis; CommError where it is no multiple of it.
+        dim: shrinks by the size of the axis.
+
+    Raises:
+        CommError: if dim is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _ScatterSum.apply(x, axis, dim % x.dim())
 
 
 def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's slice along dim of a tensor that is equal on all ranks.
+    """Return this rank's slice along `dim` of a tensor that is equal on all ranks.
 
     Args:
-        x: the same on all ranks.
+        x: has the same values on all ranks.
         axis: the ranks.
-        dim: shrinks by the size of the axis; CommError where it is no multiple of it.
+        dim: shrinks by the size of the axis.
+
+    Raises:
+        CommError: if dim is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _SliceTo.apply(x, axis, dim % x.dim())
 
@@ -229,39 +254,40 @@ def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def exchange(
     x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], most: int | None = None
 ) -> torch.Tensor:
-    """Exchange rows with each rank, as many as `send` and `receive` say; gradients travel back the same way.
+    """Exchange `send` and `receive` rows with each rank; backward exchanges the gradients in reverse.
 
     Args:
-        x: (sum of `send`, ...), the rows for each rank one after another.
+        x: (sum of `send`, ...), the rows for each rank in order.
         axis: the ranks.
-        send: rows for each rank, in order of the axis.
-        receive: rows from each rank.
-        most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
+        send: number of rows for each rank, in order of the axis.
+        receive: number of rows from each rank.
+        most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
     """
     return x if axis.size == 1 else _Exchange.apply(x, axis, tuple(send), tuple(receive), most)
 
 
 def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
-    """Return each rank's part of `split_dim` from all ranks, joined along `join_dim` in order of the axis.
+    """Return each rank's slice of `split_dim` from all ranks, joined along `join_dim` in order of the axis.
 
-    The exchange of Ulysses (Jacobs et al. 2023, arXiv 2309.14509) with split_dim heads and join_dim sequence.
+    With heads as split_dim and sequence as join_dim, this is the exchange of Ulysses (Jacobs et al. 2023, arXiv
+    2309.14509).
 
     Args:
-        x: of one shape on all ranks.
+        x: has the same shape on all ranks.
         axis: the ranks.
         split_dim: shrinks by the size of the axis.
-        join_dim: grows by it.
+        join_dim: grows by the size of the axis.
     """
     return x if axis.size == 1 else _ExchangeDims.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())
 
 
 def max_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the largest of the ranks' values, element by element, without a gradient."""
+    """Return the elementwise maximum of the ranks' tensors, without a gradient."""
     return x.detach() if axis.size == 1 else largest(x.detach(), axis)
 
 
 def _part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's slice along dim."""
+    """Return this rank's slice along `dim`."""
     return x.narrow(dim, axis.rank * (size := share(x, axis, dim)), size)
 
 

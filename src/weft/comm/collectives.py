@@ -1,12 +1,13 @@
-"""Collectives by axis. Over an axis of size 1 each is the identity and costs nothing.
+"""Collectives over an axis. Over an axis of size 1 each is the identity and costs nothing.
 
-All ranks of an axis start the same operations in the same order; waits may come in any order. Results are the same
-bits on every rank and in every run: on the CPU sums are made in one tree over ranks, whatever carries the bytes, and a
-reduce_scatter gives this rank's slice of the all_reduce. Between `start_...` and `wait()` the tensors belong to comm.
+All ranks of an axis start the same operations in the same order. They may wait for them in any order. Results are
+bitwise identical on every rank and in every run: on the CPU, sums use one fixed tree over the ranks on every transport,
+and a reduce_scatter returns this rank's slice of the all_reduce. Do not touch the tensors between `start_...` and
+`wait()`.
 
-wire: what travels in place of the tensor's own values, with what it carries from step to step; None: those values. Over
-an axis of size 1 nothing is encoded. What a wire encodes is summed as `comm.wire.wire` says: where summands must be
-decoded, an all_reduce rounds the sums once more, and the reduce_scatter does not.
+`wire` encodes the tensor's values for communication and keeps its state from step to step. With None, the values are
+sent unencoded. Over an axis of size 1 nothing is encoded. `comm.wire.wire_format` defines how encoded values are
+summed. If summands must be decoded first, an all_reduce rounds the sums once more; a reduce_scatter does not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weft.errors import CommError
 _OPS = ("sum", "max", "min")
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int64, torch.int32, torch.int8, torch.uint8)
-#: Types that can be combined, by device and op. What is only moved (all_gather, broadcast) may have any type.
+#: Dtypes that can be reduced, by device and op. all_gather and broadcast accept any dtype.
 _COMBINED = {
     ("cpu", "sum"): (*_FLOATS, *_WHOLE, torch.int16, torch.complex64, torch.complex128),
     ("cpu", "max"): (*_FLOATS, *_WHOLE, torch.int16, torch.bool),
@@ -37,10 +38,10 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wire: Coder | 
     """Combine `tensor` over the axis, in place, and return it.
 
     Args:
-        tensor: contiguous, of any shape and of a dtype that can be combined.
+        tensor: contiguous, of any shape, with a dtype that can be reduced.
         axis: the ranks.
         op: "sum", "max" or "min".
-        wire: what travels in place of the tensor's values; None: those values.
+        wire: encodes the values for communication, or None to send them unencoded.
     """
     return start_all_reduce(tensor, axis, op, wire=wire).wait()
 
@@ -48,14 +49,14 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wire: Coder | 
 def start_all_reduce(
     tensor: torch.Tensor, axis: Axis, op: str = "sum", parts: Parts | None = None, wire: Coder | None = None
 ) -> Pending:
-    """Begin `all_reduce`; the tensor must not be touched before `wait()` of what this returns.
+    """Begin `all_reduce`. Do not touch the tensor before `wait()` of the returned object.
 
     Args:
-        tensor: as `all_reduce` takes it.
+        tensor: as in `all_reduce`.
         axis: the ranks.
         op: "sum", "max" or "min".
-        parts: what to combine, where it is not in `tensor` yet; the result is written to `tensor`.
-        wire: as `all_reduce` takes it.
+        parts: the input, if it is not in `tensor` yet. The result is written to `tensor`.
+        wire: as in `all_reduce`.
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
@@ -74,20 +75,19 @@ def start_all_reduce(
 def all_gather(
     shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
 ) -> torch.Tensor:
-    """Return all ranks' shards one after another, in order of the axis, flat (size * numel), or in `out` of any shape.
+    """Gather all ranks' shards in order of the axis, flat (size * numel), or in `out` of any shape.
 
-    Over an axis of size 1 without `out`: the shard itself, flat.
+    Over an axis of size 1 without `out`, this returns the shard itself, flat.
 
     Args:
-        shard: of any dtype and shape, with as many elements on every rank. It may be this rank's part of `out`: then it
-            is
-            not copied.
+        shard: tensor of any dtype and shape, with the same number of elements on every rank. It may be this rank's
+            slice of `out`; then it is not copied.
         axis: the ranks.
-        out: contiguous, of the shard's dtype, with size * numel elements; None: a new tensor.
-        wire: what travels in place of the shard's values; None: those values.
+        out: contiguous, of the shard's dtype, with size * numel elements. None allocates a new tensor.
+        wire: encodes the values for communication, or None to send them unencoded.
 
     Raises:
-        CommError: where `out` does not fit, or a rank is gone.
+        CommError: if `out` does not fit, or a rank has exited.
     """
     return start_all_gather(shard, axis, out, wire).wait()
 
@@ -95,13 +95,13 @@ def all_gather(
 def start_all_gather(
     shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
 ) -> Pending:
-    """Begin `all_gather`; neither shard nor out must be touched before `wait()` of what this returns.
+    """Begin `all_gather`. Do not touch `shard` or `out` before `wait()` of the returned object.
 
     Args:
-        shard: as `all_gather` takes it.
+        shard: as in `all_gather`.
         axis: the ranks.
-        out: as `all_gather` takes it.
-        wire: as `all_gather` takes it.
+        out: as in `all_gather`.
+        wire: as in `all_gather`.
     """
     name = f"all_gather over {axis.label}"
     _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
@@ -124,22 +124,21 @@ def reduce_scatter(
     op: str = "sum",
     wire: Coder | None = None,
 ) -> torch.Tensor:
-    """Combine `flat` over the axis; this rank gets its 1/size slice: flat (numel / size), or in `out` of any shape.
+    """Combine `flat` over the axis and return this rank's slice, flat (numel / size) or in `out` of any shape.
 
-    Over an axis of size 1 without `out`: the tensor itself, flat.
+    Over an axis of size 1 without `out`, this returns the tensor itself, flat.
 
     Args:
-        flat: of a dtype that can be combined and of any shape, taken as (numel,); numel is a multiple of the axis's
+        flat: tensor of any shape, read as (numel,), with a dtype that can be reduced. numel is a multiple of the axis's
             size.
         axis: the ranks.
-        out: contiguous, of the same dtype, with numel / size elements. It may be this rank's slice of `flat` itself;
-            the
-            rest of `flat` is left as it was. None: a new tensor.
+        out: contiguous, of the same dtype, with numel / size elements. It may be this rank's slice of `flat`; the rest
+            of `flat` is then left unchanged. None allocates a new tensor.
         op: "sum", "max" or "min".
-        wire: what travels in place of the tensor's values; None: those values.
+        wire: encodes the values for communication, or None to send them unencoded.
 
     Raises:
-        CommError: where the sizes do not fit, or a rank is gone.
+        CommError: if the sizes do not fit, or a rank has exited.
     """
     return start_reduce_scatter(flat, axis, out, op, wire).wait()
 
@@ -151,18 +150,18 @@ def start_reduce_scatter(
     op: str = "sum",
     wire: Coder | None = None,
 ) -> Pending:
-    """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns.
+    """Begin `reduce_scatter`. Do not touch `flat` or `out` before `wait()` of the returned object.
 
     Args:
-        flat: (numel,) in any shape, as `reduce_scatter` takes it; its dtype is that of the result. Of a flat tensor
-            that lies in parts the sum is taken, into `out`.
+        flat: as in `reduce_scatter`; the result has its dtype. `Parts` (a flat tensor in several parts) need op="sum"
+            and an `out`.
         axis: the ranks.
-        out: as `reduce_scatter` takes it.
+        out: as in `reduce_scatter`.
         op: "sum", "max" or "min".
-        wire: as `reduce_scatter` takes it.
+        wire: as in `reduce_scatter`.
 
     Raises:
-        CommError: where numel is not a multiple of the axis's size, or `out` does not fit.
+        CommError: if numel is not a multiple of the axis's size, or `out` does not fit.
     """
     if isinstance(flat, Parts):
         assert out is not None
@@ -192,15 +191,15 @@ def start_reduce_scatter(
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Copy `tensor` of the axis's rank `source` to all its ranks, in place, and return it.
+    """Copy `tensor` from the axis's rank `source` to all its ranks, in place, and return it.
 
     Args:
-        tensor: contiguous, of any dtype, and of one shape on all ranks.
+        tensor: contiguous, of any dtype, with the same shape on all ranks.
         axis: the ranks.
-        source: a place on the axis.
+        source: index of the sending rank on the axis.
 
     Raises:
-        CommError: where `source` is no rank of the axis.
+        CommError: if `source` is not a rank of the axis.
     """
     if not 0 <= source < axis.size:
         raise CommError(
@@ -213,19 +212,19 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until all ranks of the axis are here."""
+    """Wait until all ranks of the axis have called this."""
     if axis.size > 1:
         nothing = torch.empty(0)
         Pending(nothing, axis, Operation("barrier", axis.label, nothing, nothing)).wait()
 
 
 def _decoding(what: torch.Tensor | Parts, wire: Coder | None) -> Coder | None:
-    """The wire where its summands must be decoded before they are added."""
+    """Return `wire` if its values must be decoded before they are added, else None."""
     return None if wire is None or wire.wire.added_in(what.dtype) is not None else wire
 
 
 def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | None:
-    """A flat copy in the format that the wire's values are added in; None where that is its own."""
+    """Return a flat copy in the dtype in which the wire's values are added, or None if `what` has that dtype."""
     dtype = None if wire is None else wire.wire.added_in(what.dtype)
     if dtype is None or dtype == what.dtype:
         return None
@@ -234,7 +233,7 @@ def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | N
 
 
 def _reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None) -> Pending:
-    """reduce_scatter (sum) of a flat tensor that lies in parts."""
+    """Begin a reduce_scatter (sum) of a flat tensor that is stored in parts."""
     name = f"reduce_scatter over {axis.label}"
     if axis.size == 1:
         return Pending(parts.copy_to(out))
@@ -252,14 +251,14 @@ def _reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | Non
 
 
 def _scatter_rounded(name: str, rounded: torch.Tensor, axis: Axis, out: torch.Tensor, op: str) -> Pending:
-    """reduce_scatter in place of a rounded copy; the result goes to `out`."""
+    """Begin a reduce_scatter of a rounded copy in place; the result is copied to `out`."""
     _check_op(name, rounded, op)
     own = rounded[axis.rank * out.numel() :][: out.numel()]
     return Pending(own, axis, Operation("reduce_scatter", axis.label, rounded, own, op), into=out)
 
 
 def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory as one dimension. What is written to in place must be contiguous."""
+    """Return a 1-D view of the tensor's memory. It must be contiguous, because it is written in place."""
     if not tensor.is_contiguous():
         raise CommError(
             f"{name}: {argument} of shape {tuple(tensor.shape)} is not contiguous, and it is written to in place. "
@@ -288,7 +287,7 @@ def _check_op(name: str, tensor: torch.Tensor, op: str) -> None:
 
 
 def _check_out(name: str, tensor: torch.Tensor, out: torch.Tensor | None, numel: int, what: str) -> None:
-    """`out` must hold exactly `numel` elements of the same type, in the same place."""
+    """Check that `out` has exactly `numel` elements, and the same dtype and device as `tensor`."""
     if out is None:
         return
     if out.numel() != numel or out.dtype != tensor.dtype or out.device != tensor.device:
@@ -303,7 +302,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _check_overlap(name: str, whole: torch.Tensor, part: torch.Tensor, offset: int) -> None:
-    """`part` may be this rank's own slice of `whole`, or memory of its own; anything between would be overwritten."""
+    """Check that `part` is this rank's slice of `whole` or does not overlap it, since writes would corrupt the rest."""
     start = part.data_ptr() - whole.data_ptr()
     if -part.nbytes < start < whole.nbytes and start != offset * whole.itemsize:
         raise CommError(

@@ -1,17 +1,18 @@
-"""How the ranks of an axis meet: once, when the axis is first used, they agree on one transport and keep it.
+"""Choice of the transport of an axis. Its ranks agree on one when the axis is first used, and keep it.
 
 | ranks of the axis | tensors on | transport |
 |---|---|---|
 | all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
-| on hosts with equal blocks of 2, 4, 8 ... neighbours | CPU, gloo | two levels: within hosts, then between them |
-| otherwise, or with `route=flat` | CPU, gloo | gloo exchange: gloo moves bytes, sums are made here |
-| any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
-| any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, then as above |
+| on hosts with equal blocks of 2, 4, 8 ... neighbors | CPU, gloo | two levels: within hosts, then between them |
+| otherwise, or with `route=flat` | CPU, gloo | gloo exchange: gloo moves the bytes, sums are computed here |
+| any | CUDA (nccl), or CPU with another backend than gloo | the backend's collectives |
+| any | CUDA in a gloo group, such as several ranks on one GPU | staged: copied to the host, then as above |
 
-The backend's own sends bf16 and fp16 in half the bytes within a host, where their sum is wanted in fp32.
+Within a host, the backend's collectives send bf16 and fp16 unconverted, at half the bytes, if their sum is requested in
+fp32.
 
-With `route=auto` and links that were measured (`weft calibrate --hosts`), each call takes the transport that was the
-faster for its operation and size. On the CPU a transport never changes a bit of a result. Why so: docs/adr.
+With `route=auto` and measured links (`weft calibrate --hosts`), each call uses the fastest transport for its operation
+and size. On the CPU, the transport never changes a bit of the result. The rationale is in docs/adr.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ from weft.comm.transports.two_level import (
 )
 from weft.errors import CommError
 
-#: Ranks: axes of more are not asked whether they are on one host.
+#: Largest axis for which the ranks check if they are on one host.
 MOST_OF_A_HOST = 16
-#: Those that serve any ranks of one host; two levels need several hosts.
+#: Transports that work for any ranks of one host. The two-level transport needs several hosts.
 TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport, StagedLink.transport)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport that an axis's ranks agreed on. ranks: global. device: "cpu" or "cuda".
+    """The transport that an axis's ranks agreed on.
 
-    planned_s: what all calls so far should have taken, where links were measured.
+    `ranks` are global. `device` is "cpu" or "cuda". `planned_s` is the predicted time of all calls so far, if links
+    were measured.
     """
 
     ranks: tuple[int, ...]
@@ -60,7 +62,7 @@ class Choice:
 
 
 def transports(mesh: Mesh) -> list[Choice]:
-    """Return how the axes of the mesh communicate, of those that have done so."""
+    """Return the transport of each axis of the mesh that has communicated."""
     found: list[Choice] = []
     for (group, device), link in mesh.world.links.items():
         link = cast(Link, link)
@@ -71,21 +73,22 @@ def transports(mesh: Mesh) -> list[Choice]:
 
 
 def links_of(axis: Axis) -> list[Link]:
-    """All links of the axis's mesh."""
+    """Return all links of the axis's mesh."""
     return cast("list[Link]", list(axis.links.values()))
 
 
 def link_of(axis: Axis, device: torch.device) -> Link:
-    """The link of the axis for tensors on `device`; at the first call all its ranks meet."""
-    # By group, not by ranks: looking thousands of them up takes tens of microseconds, several times a collective.
+    """Return the axis's link for tensors on `device`. The first call is a collective over the axis."""
+    # Looked up by group instead of ranks: hashing thousands of ranks takes tens of microseconds, several times per
+    # collective.
     link = axis.links.get((axis.group, device.type))
     return cast(Link, link) if link is not None else join(axis, device.type)
 
 
 def sends_short_summands(axis: Axis, device: torch.device) -> bool:
-    """Return whether a reduce_scatter sends bf16 and fp16 as they are, although their sum is wanted in fp32.
+    """Return True if a reduce_scatter sends bf16 and fp16 unconverted although the sum is requested in fp32.
 
-    At the first call all ranks of the axis meet.
+    The first call is a collective over the axis.
     """
     if axis.size == 1:
         return False
@@ -94,15 +97,15 @@ def sends_short_summands(axis: Axis, device: torch.device) -> bool:
 
 
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
-    """Choose the axis's transport again, or take the one named. All its ranks call this together.
+    """Choose the axis's transport again, or use the one given. All ranks of the axis must call this.
 
     Args:
         axis: the ranks.
-        device: of the tensors, "cpu" or "cuda".
-        transport: to take; None: the best one.
+        device: device type of the tensors, "cpu" or "cuda".
+        transport: name of the transport to use, or None for the best one.
 
     Raises:
-        CommError: when the ranks cannot meet, or cannot use the transport named.
+        CommError: if the ranks cannot connect, or cannot use the given transport.
     """
     assert axis.group is not None, "an axis of size 1 has nobody to meet"
     axis.pulse.waiting = _Rendezvous(axis)
@@ -122,7 +125,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class _Rendezvous:
-    """The first meeting of an axis's ranks, as something that is waited for."""
+    """The first rendezvous of an axis's ranks, as a wait that the hang watch can report."""
 
     axis: Axis
 
@@ -151,7 +154,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
 
 
 def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of an axis are on one host. A collective, where one host may have so many."""
+    """Return True if all ranks of the axis are on one host. A collective for axes of up to MOST_OF_A_HOST ranks."""
     if axis.size > MOST_OF_A_HOST:
         return False
     waiting, axis.pulse.waiting = axis.pulse.waiting, _Rendezvous(axis)
@@ -162,7 +165,7 @@ def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
 
 
 def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Link) -> Link:
-    """What was measured to be faster than this link, which the places of the ranks give, call by call."""
+    """Return a link that picks the fastest measured transport per call, or `link` if there are no measurements."""
     usable = tuple(dict.fromkeys((link.transport, ExchangeLink.transport)))
     ways, why = measured_routes(axis, group, hosts, link.transport, usable)
     if ways is None:
@@ -170,14 +173,15 @@ def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Li
         return link
     links = {link.transport: link}
     if any(name not in links for way in ways.best.values() for _, name in way):
-        # The one that two levels have: stages of two in one group would begin in another order on each rank.
+        # Reuse the flat link of the two-level link: if two links posted stages in one group, their order would differ
+        # by rank.
         exchange = link.flat if isinstance(link, TwoLevelLink) else None
         links[ExchangeLink.transport] = exchange or ExchangeLink(group, axis.ranks, axis.rank, why, hosts.numbers)
     return ChosenLink(links, link.transport, axis.size, ways, f"{link.reason}; {why}")
 
 
 def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device: str, transport: str | None) -> Link:
-    """The link that the places of the ranks give, or the one named."""
+    """Return the link that the hosts of the ranks allow, or the requested one."""
     asked = f"{transport} was requested" if transport else ""
     limit_s = timeout_s(backend_of(group, torch.device(device)))
     why = hosts.why or f"its ranks are on {len(set(hosts.memories))} hosts, namespaces or users that share no memory"
@@ -201,7 +205,7 @@ def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device
 
 
 def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) -> tuple[Link | None, str]:
-    """The link for hosts with equal blocks of ranks, or None and why there is none; the same on all ranks."""
+    """Return the two-level link, or None and the reason why the hosts do not allow it. The same on all ranks."""
     block = hosts.block
     if block == 1:
         return None, "its hosts do not hold equal blocks of 2, 4, 8 ... neighbouring ranks that share memory"
@@ -215,7 +219,8 @@ def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) 
         SharedLink(segments[0], neighbours, limit_s, words),
         SharedLink(segments[1], neighbours, limit_s, words),
     )
-    # Groups of this axis alone: another may have the same peers, and begin things in another order on each rank.
+    # Groups for this axis only: another axis may have the same peers, and would post operations in another order on
+    # each rank.
     name = f"between hosts of {zlib.crc32(repr(axis.ranks).encode()):08x}"
     peer_group = join_group(peers, name)
     between = ExchangeLink(peer_group, peers, host, "ranks of equal place", tuple(range(len(peers))), f"second {name}")

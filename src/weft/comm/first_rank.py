@@ -1,4 +1,4 @@
-"""An action of one rank in place of all, such as printing an error that each of them raised."""
+"""Run an action on one rank instead of all, such as printing an error that each of them raised."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from weft.comm.private_torch import connect_store
 from weft.errors import CommError
 from weft.private_torch import Store
 
-#: How long (s) to wait for the ranks' store, which may have ended with the rank that hosted it.
+#: Time (s) to wait for the ranks' store, which may have ended with the rank that hosted it.
 _WAIT_S = 2.0
 
 
 def run_once(text: str, act: Callable[[], None]) -> None:
-    """Run something on the first rank that calls this with a text; later ones wait until it has.
+    """Run `act` on the first rank that calls this with a given text. Later ranks wait until it has finished.
 
-    Every rank runs it if the ranks share no store, or the store is gone, or the first one ended too early.
+    Every rank runs it if the ranks share no store, the store is unreachable, or the first rank exited before it
+    finished.
 
     Args:
         text: names the action.
@@ -33,7 +34,7 @@ def run_once(text: str, act: Callable[[], None]) -> None:
     try:
         is_first = store is None or store.add(key, 1) == 1
         if store is not None and not is_first:
-            # A rank that went on to its end here would have the launcher stop the first one before it has acted.
+            # If this rank exited here, the launcher would stop the first rank before it has acted.
             store.wait([f"{key}/done"], datetime.timedelta(seconds=_WAIT_S))
             return
     except (RuntimeError, OSError):

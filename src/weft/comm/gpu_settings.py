@@ -1,4 +1,4 @@
-"""What torch, its allocator and NCCL are told before a rank computes on a GPU. What the user has set stays."""
+"""Settings of torch, its allocator and NCCL for a GPU rank. Values that the user has set are kept."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from weft import env
 from weft.errors import PlanError, WeftWarning
 
-#: The first compute capability with TF32.
+#: The lowest compute capability with TF32.
 _LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuVariable:
-    """A variable that a library reads when it first uses the GPU. or_name: another that says the same."""
+    """An environment variable that a library reads when it first uses the GPU. `or_name` is an alias of it."""
 
     name: str
     value: str
     or_name: str = ""
 
     def setting(self) -> str:
-        """Return the variable as it is set now, or as `prepare_gpu` will set it."""
+        """Return the variable's current setting, or the default that `prepare_gpu` will set."""
         for name in (self.name, self.or_name):
             if name and (found := env.get(name)):
                 return f"{name}={found}"
@@ -35,18 +35,19 @@ class GpuVariable:
 
 
 VARIABLES = (
-    # Segments of the allocator grow, so that less memory is lost between tensors of many sizes.
+    # Growing allocator segments reduce fragmentation between tensors of many sizes.
     GpuVariable("PYTORCH_ALLOC_CONF", "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF"),
-    # Collectives are started before kernels that wait beside them: they are short for the device and long for others.
+    # Collectives start before kernels that are queued in parallel. They are short for this device, and other ranks
+    # wait for them.
     GpuVariable("TORCH_NCCL_HIGH_PRIORITY", "1"),
 )
 
 
 def prepare_gpu() -> None:
-    """Set what libraries read, before this process first uses its GPU.
+    """Set the variables that libraries read, before this process first uses its GPU.
 
-    Sums inside of products of bf16 and fp16 stay in fp32, also where a kernel splits a product: by default torch lets
-    them be rounded in between.
+    Matrix products of bf16 and fp16 accumulate in fp32, also if a kernel splits the product. By default torch allows
+    reduced-precision reductions there.
     """
     for one in VARIABLES:
         if not (one.or_name and env.get(one.or_name)):
@@ -57,14 +58,14 @@ def prepare_gpu() -> None:
 
 
 def multiply_as_planned(precision: str, device: torch.device) -> None:
-    """Have torch multiply fp32 numbers on a GPU as the plan says: exactly under fp32, rounded to TF32 under tf32.
+    """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32.
 
-    Its flags are the process's, so the newest mesh decides; other precisions leave them. Torch by itself rounds what
-    convolutions and recurrent layers read. The flags have two generations of names: both are set, since torch refuses
-    to read one where they disagree, as its compiler does.
+    The flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
+    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
+    because torch and its compiler raise an error if the two disagree.
 
     Raises:
-        PlanError: under tf32, for a device without TF32.
+        PlanError: with tf32, for a device without TF32.
     """
     if precision == "tf32" and (why := _without_tf32(device)):
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")
@@ -86,7 +87,7 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
 
 
 def _without_tf32(device: torch.device) -> str:
-    """Why a device does not round to TF32; "" where it does."""
+    """Return why a device does not support TF32, or "" if it does."""
     if device.type != "cuda":
         return f"the {device.type} has no TF32, which is a format of NVIDIA's GPUs"
     if torch.version.hip:
@@ -97,7 +98,7 @@ def _without_tf32(device: torch.device) -> str:
 
 
 def library_settings() -> list[str]:
-    """Return what holds for a rank on a GPU that this process starts, one line each."""
+    """Return the library settings of a GPU rank that this process starts, one line each."""
     why = _without_tf32(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
     rounded = f"precision=tf32 is refused: {why}" if why else "in TF32 under precision=tf32"
     enabled = [name for name, is_on in _attention().items() if is_on]
@@ -111,7 +112,7 @@ def library_settings() -> list[str]:
 
 
 def _attention() -> dict[str, bool]:
-    """Which kernels torch may take for attention, by the names that `kernels.attention` has for them."""
+    """Return which attention kernels torch may use, by their names in `kernels.attention`."""
     told = torch.backends.cuda
     return {
         "flash": told.flash_sdp_enabled(),
@@ -122,10 +123,14 @@ def _attention() -> dict[str, bool]:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda".
+    """Return the device of this rank.
+
+    Args:
+        kind: "auto" (a GPU if available), "cpu" or "cuda".
+        local_rank: rank on this machine.
 
     Raises:
-        PlanError: where the machine has no GPU, or none for this rank.
+        PlanError: if the machine has no GPU, or none for this rank.
     """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
@@ -142,20 +147,20 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-# What the system says of its processor: NUMA nodes and their cores, where PCI devices hang, which cores are given.
+# CPU topology as the system reports it: NUMA nodes and their cores, nodes of PCI devices, allowed cores.
 
 Cores = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Read from the system's files, anew at each call. sys, proc: where those are."""
+    """CPU topology, read from the system's files at each call. `sys` and `proc` are the roots of those files."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
 
     def nodes(self) -> dict[int, Cores]:
-        """Return the NUMA nodes that have cores; empty where the system does not tell."""
+        """Return the cores of each NUMA node that has any. Empty if the system does not report them."""
         found: dict[int, Cores] = {}
         for folder in (self.sys / "devices/system/node").glob("node[0-9]*"):
             if cores := self._cores(folder / "cpulist"):
@@ -163,7 +168,7 @@ class Topology:
         return dict(sorted(found.items()))
 
     def node_of(self, pci: str) -> int | None:
-        """Return the NUMA node of a PCI device such as "0000:3b:00.0"; None where the system does not tell."""
+        """Return the NUMA node of a PCI device such as "0000:3b:00.0", or None if the system does not report it."""
         try:
             node = int((self.sys / "bus/pci/devices" / pci.lower() / "numa_node").read_text())
         except (OSError, ValueError):
@@ -171,13 +176,13 @@ class Topology:
         return node if node >= 0 else None
 
     def threads_of(self, core: int) -> Cores:
-        """Return the logical cores that share a physical one with this, itself among them."""
+        """Return the logical cores that share a physical core with `core`, including `core`."""
         return self._cores(self.sys / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list") or Cores({core})
 
     def given(self) -> Cores:
-        """Return the cores that this machine or its container gives to processes; empty where that is not told.
+        """Return the cores that the machine or its container allows. Empty if the system does not report them.
 
-        The nearest control group that limits cores, or all that are online.
+        These are the cores of the nearest control group that limits cores, or all online cores.
         """
         for folder in self._groups():
             for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
@@ -186,11 +191,11 @@ class Topology:
         return self.online()
 
     def online(self) -> Cores:
-        """Return the cores of the whole machine; empty where that is not told."""
+        """Return the online cores of the machine. Empty if the system does not report them."""
         return self._cores(self.sys / "devices/system/cpu/online")
 
     def _groups(self) -> list[Path]:
-        """Folders of this process's control groups and of those around them, nearest first."""
+        """Return the folders of this process's control groups and their parents, nearest first."""
         found: list[Path] = []
         try:
             lines = (self.proc / "self/cgroup").read_text().splitlines()
@@ -213,7 +218,7 @@ class Topology:
 
 
 def read_cores(text: str) -> Cores:
-    """Return the cores of a list as the system writes them, such as "0-3,8"."""
+    """Parse a core list of the system, such as "0-3,8"."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -222,19 +227,19 @@ def read_cores(text: str) -> Cores:
 
 
 def said(cores: Cores) -> str:
-    """Return cores as the system writes them: "0-3,8"."""
+    """Return cores in the system's list format, such as "0-3,8"."""
     ordered = sorted(cores)
     starts = [core for core in ordered if core - 1 not in cores]
     ends = [core for core in ordered if core + 1 not in cores]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-# Keeping a rank near its GPU: its share of the cores of the NUMA node, unless somebody has chosen cores already.
+# Binding a rank near its GPU: its share of the NUMA node's cores, unless cores were already chosen.
 
 
 @dataclass(frozen=True, slots=True)
 class CoreChoice:
-    """Where a rank shall run. cores: None: where it is. text: for people, what holds and why."""
+    """The cores of a rank, or None to keep the current ones. `text` is the reason, for the user."""
 
     cores: Cores | None
     text: str
@@ -243,14 +248,15 @@ class CoreChoice:
 def choose_cores(
     topology: Topology, allowed: Cores, gpus: Sequence[str], local_rank: int, *, apart: bool = False
 ) -> CoreChoice:
-    """Return the cores of a rank: its share of those of its GPU's NUMA node.
+    """Return the cores of a rank: its share of the cores of its GPU's NUMA node.
 
     Args:
-        topology: of this machine.
-        allowed: the cores that this process may use now.
+        topology: this machine's topology.
+        allowed: cores that this process may use now.
         gpus: PCI ids of the GPUs of this machine's ranks, by local rank.
-        local_rank: of this one.
-        apart: whether each rank may have a control group of its own, as under srun: its cores were chosen for it then.
+        local_rank: this rank on this machine.
+        apart: True if each rank may have a separate control group, as under srun. A narrower core set was then chosen
+            for it.
     """
     nodes, given = topology.nodes(), topology.online() if apart else topology.given()
     if len(nodes) < 2:
@@ -268,7 +274,7 @@ def choose_cores(
 
 
 def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
-    """The place-th of `count` parts, in whole physical cores; all of them where there are too few."""
+    """Return part number `place` of `count`, in full physical cores. Returns all cores if there are too few."""
     physical = sorted({tuple(sorted(topology.threads_of(core) & cores)) for core in cores})
     if len(physical) < count:
         return cores
@@ -277,9 +283,10 @@ def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
 
 
 def bind(cores: Cores) -> None:
-    """Let this process and what it starts run on these cores only: threads that were placed elsewhere stay there.
+    """Run this process and its children on these cores only. Threads with another affinity keep theirs.
 
-    OSError where the system does not allow it.
+    Raises:
+        OSError: if the system does not allow it.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -292,9 +299,10 @@ def bind(cores: Cores) -> None:
 
 
 def cores_of_rank(num_ranks: int) -> int:
-    """Return how many cores this rank has for itself: its share of them all, or those that it alone was given.
+    """Return how many cores this rank may use: its share of the cores, or all of a set that only this rank has.
 
-    num_ranks: on this machine.
+    Args:
+        num_ranks: ranks on this machine.
     """
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // num_ranks)

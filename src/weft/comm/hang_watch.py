@@ -1,4 +1,4 @@
-"""What ranks say of themselves when they have stood still for long, and the one sentence that is made of it."""
+"""Detection and report of hangs: each rank records its status, and one rank reports the cause."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from weft.comm.transports.shared_memory import host_mark
 from weft.private_torch import Store
 from weft.units import format_seconds
 
-#: A sentence names at most so many ranks.
+#: Maximum number of ranks that a sentence names.
 _MOST_NAMED = 8
-#: Ranks whose places one report gathers.
+#: Maximum number of ranks whose status a report reads.
 _MOST_ASKED = 1024
 _NOT_USER = ("/torch/", "/weft/", "<frozen", "/lib/python")
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where a rank stands. since: seconds of the epoch.
+    """Status of a rank that makes no progress.
 
-    waits_for: a collective in words, "" where the rank does something else. ranks: who takes part in it. late: who is
-    known to hold it up. phase: work that is under way. may_take_long: nobody need worry about it. frame: the Python
-    line it is at. in_step: it trains.
+    `since` is in seconds of the epoch. `waits_for` describes a collective, or is "" if the rank is not in one. `ranks`
+    are its members and `late` the members identified as late. `phase` is the work in progress. With `may_take_long` a
+    long duration is normal. `frame` is the current Python line. `in_step` is True during a training step.
     """
 
     rank: int
@@ -59,15 +59,17 @@ class RankStatus:
         return replace(cls(**fields), ranks=tuple(fields["ranks"]), late=tuple(fields["late"]))
 
 
-#: Asks for another rank's record; None where it has left none.
+#: Reads another rank's status; returns None if it has recorded none.
 Ask = Callable[[int], RankStatus | None]
 
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """text: for people. culprits: ranks that the others wait for. is_calm: all of them do work that takes its time.
+    """Result of a hang analysis.
 
-    standing: of the ranks that took part, (which ones, where they stand in words), alike ones together.
+    `text` is for the user. `culprits` are the ranks that the others wait for. `is_calm` is True if all culprits do work
+    that may take long. `standing` lists (ranks, status) of the ranks involved, with ranks of the same status in one
+    entry.
     """
 
     text: str
@@ -77,7 +79,12 @@ class HangReport:
 
 
 def hang_event(state: str, found: HangReport) -> dict[str, object]:
-    """Return a report as an event. state: "fired", or "ended" once all go on."""
+    """Return a report as an event.
+
+    Args:
+        state: "fired", or "ended" once all ranks continue.
+        found: the report.
+    """
     event: dict[str, object] = {"event": "hang", "state": state, "ranks": found.culprits[:_MOST_ASKED]}
     if found.standing:
         event["standing"] = [[list(ranks), where] for ranks, where in found.standing]
@@ -85,9 +92,9 @@ def hang_event(state: str, found: HangReport) -> dict[str, object]:
 
 
 def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
-    """Who does not wait for anybody, and is waited for by `start`, or by a rank that it waits for, and so on.
+    """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks.
 
-    Their records are None where they left no word. Empty when the ranks wait for each other in a circle.
+    The status is None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
     """
     known: dict[int, RankStatus | None] = {start.rank: start}
     found: dict[int, RankStatus | None] = {}
@@ -110,10 +117,15 @@ def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
 def report(
     waiter: RankStatus, ask: Ask, process_of: Callable[[int], str], *, now: float, rest: str, zero: int
 ) -> HangReport:
-    """What `waiter` and those it waits for add up to.
+    """Build the report of `waiter` and the ranks that it waits for.
 
-    process_of: what this machine knows of another rank's process, as a sentence. rest: until when the waiting goes on,
-    and where stacks are, as sentences.
+    Args:
+        waiter: a rank that waits.
+        ask: reads another rank's status.
+        process_of: returns a sentence on the state of another rank's process, as far as this machine can determine it.
+        now: seconds of the epoch.
+        rest: sentences on the end of the wait and the location of the stacks.
+        zero: the plan's ZeRO stage.
     """
     culprits = find_culprits(waiter, ask)
     since = f"since {time.strftime('%H:%M:%S', time.localtime(waiter.since))} ({format_seconds(now - waiter.since)})"
@@ -144,7 +156,7 @@ def report(
 
 
 def _grouped_by_wait(waiter: RankStatus, ask: Ask) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Where each rank of a wait stands, and each that those wait for; ranks that stand alike together."""
+    """Return the status of each rank in a wait and of the ranks that those wait for, grouped by status."""
     places: dict[str, list[int]] = {}
     known: set[int] = set()
     open_ends = [waiter.rank, *waiter.ranks]
@@ -174,7 +186,7 @@ def _names(ranks: Iterable[int]) -> str:
 
 
 def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bool]], in_step: bool) -> RankStatus:
-    """This rank's record."""
+    """Return this rank's status."""
     waits_for, ranks = wait.where() if wait is not None else ("", ())
     late = wait.late() if wait is not None else ()
     phase, may_take_long = phases[-1] if phases else ("", False)
@@ -182,7 +194,10 @@ def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bo
 
 
 def main_frame() -> str:
-    """The line of the user's own code that the main thread is at: 'train.py:40 in evaluate'; any, where it has none."""
+    """Return the main thread's current line in user code, such as 'train.py:40 in evaluate'.
+
+    If no user code is on the stack, this is the innermost line.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # documented
     innermost = frame
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_USER):
@@ -194,7 +209,12 @@ def main_frame() -> str:
 
 
 def process_state(rank: int, pid: int | None) -> str:
-    """What this machine knows of a rank's process. pid: None where it runs on another machine, or is not known."""
+    """Return a sentence on the state of a rank's process.
+
+    Args:
+        rank: the rank.
+        pid: its process id, or None if it runs on another machine or is unknown.
+    """
     if pid is None:
         return f"Rank {rank} does not respond; it is on another machine."
     try:
@@ -211,9 +231,13 @@ def process_state(rank: int, pid: int | None) -> str:
 
 
 def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
-    """The oldest collective that a device has not finished, by torch's flight recorder; ("", ()) where there is none.
+    """Return the oldest collective that a device has not finished, from torch's flight recorder.
 
-    traces: `_dump_nccl_trace_json`. axis_of: torch's name of a group -> (axis, its global ranks).
+    Returns ("", ()) if there is no such collective.
+
+    Args:
+        traces: output of `_dump_nccl_trace_json`.
+        axis_of: torch's group name -> (axis, its global ranks).
     """
     try:
         entries = json.loads(traces).get("entries", [])
@@ -226,33 +250,33 @@ def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int,
     return "", ()
 
 
-# A thread of each rank that notices when nothing moves any more, and sees to it that one rank tells why.
+# A thread on each rank that detects a lack of progress and has one rank report the cause.
 
-#: Where steps are not known yet, and for work that may take long.
+#: Limit (s) if step times are unknown, and for work that may take long.
 WARN_AFTER_S = 60.0
-#: A wait of so many steps is a hang, though not before so many seconds.
+#: A wait of this many usual steps is a hang, but not before this many seconds.
 _STEPS_OF_A_HANG, _LEAST_S = 20.0, 10.0
 _STORE_TIMEOUT = datetime.timedelta(seconds=10)
 _PREFIX = "weft/watch/"
-#: Set while a wait is being reported: who tells, who waits, that stacks are wanted.
+#: Keys set while a wait is reported: the reporting rank, the waiting rank, a request to dump stacks.
 _TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}alarm"
 
 
 class Watch(threading.Thread):
-    """Watches one rank; `close` ends it. A later watch of the same process takes over what this one watched.
+    """Watches one rank until `close`. A later watch of the same process takes over the watched heartbeats.
 
     Args:
-        mesh: of this rank.
-        tell: shows a line to people.
-        warn_after_s: seconds of standing still; None: 20 steps as they usually are, at least 10 s, and a minute where
-            that is not known.
+        mesh: this rank's mesh.
+        tell: shows a line to the user.
+        warn_after_s: seconds without progress before a warning. None: 20 usual steps, at least 10 s, or a minute if
+            step times are unknown.
         limit_s: the group's timeout in seconds.
         limit_name: the setting that changes it.
-        stacks: where Python stacks go; None: stderr.
-        where_stacks: that place in words.
-        owns_process: nobody else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is
+        stacks: stream for Python stacks; None is stderr.
+        where_stacks: description of that stream.
+        owns_process: True if faulthandler's timer is free for use. Stacks are then dumped even if the interpreter is
             stuck.
-        on_report: on the rank that tells people, takes "fired" or "ended", and what it found.
+        on_report: on the reporting rank, called with "fired" or "ended" and the report.
     """
 
     def __init__(
@@ -278,7 +302,7 @@ class Watch(threading.Thread):
         self._where_stacks = where_stacks
         self._owns_process = owns_process
         self._tick_s = min(1.0, warn_after_s / 4)
-        #: The ranks need a moment to say where they stand before one of them tells people, which is after warn_after_s.
+        #: The ranks need time to record their status before one of them reports, which is after warn_after_s.
         self._grace_s = 3 * self._tick_s
         self._pulses: list[Heartbeat] = [mesh.pulse]
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
@@ -300,7 +324,7 @@ class Watch(threading.Thread):
             self.start()
 
     def close(self) -> list[Heartbeat]:
-        """Stop watching. Returns what was watched."""
+        """Stop watching and return the watched heartbeats."""
         self._end.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(2 * self._tick_s)
@@ -317,26 +341,26 @@ class Watch(threading.Thread):
         self.close()
 
     def run(self) -> None:
-        """Watch until `close`: the thread's own function."""
+        """Watch until `close`. This is the thread's main function."""
         while not self._end.wait(self._tick_s):
             self._put_off_timer()
             try:
                 self._look()
             except (RuntimeError, OSError, ValueError) as error:
-                # The store is gone or hangs: what is known here must do.
+                # The store is lost or hangs: report with local information only.
                 self._report_lost_store(error)
 
     def _put_off_timer(self) -> None:
-        """While this thread runs, the interpreter does, and no timer of compiled code need dump the stacks."""
+        """Postpone faulthandler's stack dump, which is needed only if a stuck interpreter also stops this thread."""
         now = time.monotonic()
         if self._owns_process and self._stacks is not None and now - self._armed > self._warn_after_s / 4:
             faulthandler.dump_traceback_later(2 * self._warn_after_s, file=self._stacks)
             self._armed = now
 
     def _look(self) -> None:
-        """One tick: did anything move?"""
+        """Check for progress, once per tick."""
         seen = tuple((pulse.moved, id(pulse.waiting)) for pulse in self._pulses)
-        # Time in which this process was stopped itself, or the machine slept, is nobody's silence.
+        # Do not count time in which this process was stopped or the machine slept.
         now = time.monotonic()
         passed_s, self._looked = min(now - self._looked, 2 * self._tick_s), now
         if seen != self._seen:
@@ -356,7 +380,7 @@ class Watch(threading.Thread):
             self._stand_still()
 
     def _deadline_s(self) -> float:
-        """From when on standing still is a hang."""
+        """Return the seconds without progress that count as a hang."""
         usual = max((pulse.usual_s() for pulse in self._pulses), default=0.0) if self._follows_steps else 0.0
         return min(max(_LEAST_S, _STEPS_OF_A_HANG * usual), self._limit_s / 2) if usual else self._warn_after_s
 
@@ -367,7 +391,7 @@ class Watch(threading.Thread):
         self._is_teller = self._dumped = False
 
     def _stand_still(self) -> None:
-        """Say where this rank stands; tell people, if that is on this rank; leave stacks once they are wanted."""
+        """Record this rank's status, report if this rank is the reporter, and dump stacks if requested."""
         store = self._open()
         if self._said is None:
             self._said = self._status()
@@ -380,7 +404,7 @@ class Watch(threading.Thread):
             self._dump()
 
     def _is_reporter(self, store: Store) -> bool:
-        """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
+        """Return True if this rank reports: rank 0, which has the terminal, or else the first waiting rank."""
         assert self._said is not None
         over_s = self._still_s - self._deadline_s()
         if not self._is_teller:
@@ -390,7 +414,7 @@ class Watch(threading.Thread):
         return self._is_teller and over_s >= 0
 
     def _becomes_teller(self, store: Store) -> bool:
-        """Return True if no other rank reports yet. A value that no rank signed keeps nobody from it."""
+        """Return True if no other rank reports yet. An unsigned value in the store is ignored."""
         assert self._key is not None
         signed = self._key.sign(_TELLER, str(self._rank))
         teller = self._key.opened(_TELLER, store.compare_set(_TELLER, "", signed.decode()))
@@ -430,7 +454,7 @@ class Watch(threading.Thread):
         return report(waiter, ask, of, now=time.time(), rest=rest, zero=self._zero)
 
     def _report_lost_store(self, error: Exception) -> None:
-        """The store does not answer: tell once what this rank knows by itself."""
+        """Report once from local information, because the store does not answer."""
         self._store = None
         if self._said is None or not self._said.waits_for or self._in_one_sentence is not None or self._end.is_set():
             return
@@ -444,7 +468,7 @@ class Watch(threading.Thread):
         self._dump()
 
     def _go_on(self, told: HangReport | None, is_teller: bool, seconds: float) -> None:
-        """Something moved: take back what was said."""
+        """Withdraw the report after progress."""
         if told is not None and not told.is_calm:
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
             verb = "continue" if len(told.culprits) != 1 else "continues"
@@ -463,7 +487,7 @@ class Watch(threading.Thread):
         own = stand(self._rank, self._since, wait, phases, any(pulse.in_step for pulse in self._pulses))
         if own.waits_for or not (axes := self._axes()):
             return own
-        # A device works behind the host: what it has not finished is what this rank waits for.
+        # A device runs behind the host: this rank waits for the collective that the device has not finished.
         dump = nccl_trace()
         names = {str(axis.group.group_name): (axis.label, axis.ranks) for axis in axes if axis.group is not None}
         what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
@@ -478,7 +502,7 @@ class Watch(threading.Thread):
         return process_state(rank, int(pid) if pid and host == host_mark()[0].hex() else None)
 
     def _read(self, key: str) -> str:
-        """Return what a rank wrote under a key, or "" if nothing is there that a rank signed."""
+        """Return the text that a rank stored under a key, or "" if there is no signed value."""
         store = self._open()
         assert self._key is not None
         return (self._key.opened(key, store.get(key)) or b"").decode() if store.check([key]) else ""
@@ -488,7 +512,7 @@ class Watch(threading.Thread):
         store.set(key, self._key.sign(key, text).decode())
 
     def _open(self) -> Store:
-        """A connection of this thread's own: the main thread may be waiting on the other."""
+        """Return this thread's store connection. The main thread may be blocked on the other one."""
         if self._store is None:
             self._store = connect_store(_STORE_TIMEOUT)
         return self._store

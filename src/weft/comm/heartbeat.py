@@ -1,6 +1,6 @@
-"""Where this process stands among the ranks, written by what communicates and read by the thread that watches.
+"""Progress of this process, written by collectives and read by the hang watch's thread.
 
-Writing costs three attributes a collective, so nothing here looks at a clock: the watcher notes when something moved.
+A write costs three attributes per collective and reads no clock. The watch notes when something changed.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
-#: Steps that "usual" is taken from, and how many of them must be known.
+#: Number of recent steps for the usual step time, and the minimum number of them.
 _STEPS, _ENOUGH = 32, 3
 
 
 class Wait(Protocol):
-    """What a rank waits for."""
+    """An operation that a rank waits for."""
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """Return (the collective and its axis in words, the global ranks that take part)."""
+        """Return (description of the collective and its axis, global ranks that take part)."""
         ...
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks known to hold it up; empty where that is not known."""
+        """Return the global ranks identified as late. Empty if they cannot be determined."""
         ...
 
 
 class Heartbeat:
-    """The last sign of life of one mesh on this rank.
+    """Progress of one mesh on this rank.
 
-    waiting: what this rank waits for now. moved: grows whenever a wait has ended. in_step: a training step is under
-    way.
-    phases: work that is under way, the innermost last, such as "saves a checkpoint", and whether it may take long.
-    planned_s: seconds of a step as the plan expects them, 0 where nothing is known.
+    `waiting` is the current wait. `moved` increases whenever a wait ends. `in_step` is True during a training step.
+    `phases` is the stack of work in progress, innermost last, as (description such as "saves a checkpoint", True if it
+    may take long). `planned_s` is the planned step time in seconds, 0 if unknown.
     """
 
     __slots__ = ("_steps", "in_step", "moved", "phases", "planned_s", "waiting")
@@ -47,11 +46,11 @@ class Heartbeat:
         self._steps: deque[float] = deque(maxlen=_STEPS)
 
     def step_took(self, seconds: float) -> None:
-        """Hear how long a step took; all ranks hear of the same steps."""
+        """Record the duration of a step. All ranks record the same steps."""
         self._steps.append(seconds)
 
     def usual_s(self) -> float:
-        """Return how long a step usually takes here: what was measured, or planned where that is longer; 0: unknown."""
+        """Return the usual step time in seconds: the larger of the measured median and the plan. 0 if unknown."""
         steps = list(self._steps)
         if len(steps) < _ENOUGH:
             return 0.0  # the first ones compile and warm up
@@ -59,7 +58,7 @@ class Heartbeat:
 
     @contextmanager
     def doing(self, phase: str, may_take_long: bool = True) -> Generator[None]:
-        """Say that this rank does, within the block, what others may have to wait for: "saves a checkpoint"."""
+        """Record within the block that this rank does work that others may wait for, such as "saves a checkpoint"."""
         self.phases.append((phase, may_take_long))
         self.moved += 1
         try:

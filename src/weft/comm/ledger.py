@@ -1,4 +1,4 @@
-"""The ledger: how often, how much and how long each axis communicated."""
+"""The ledger: number of calls, bytes and time of the collectives of each axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weft.comm.mesh import Waited
 from weft.units import format_bytes
 
-#: Waits of a device's stream that are kept to be read later: more than a step has. Older ones have long passed.
+#: Maximum number of unread stream waits. This is more than a step has; older ones have long passed.
 _MOST_UNREAD = 2**14
 
 
@@ -17,11 +17,12 @@ _MOST_UNREAD = 2**14
 class LedgerEntry:
     """Sum over the calls of one operation on one axis.
 
-    num_bytes: of the tensors on this rank, as they travel. sent_bytes: that this rank handed to others; nccl does not
-    say, so over it there are none. off_host_bytes: what of those left this rank's host.
+    `num_bytes` counts the tensors on this rank in their wire format. `sent_bytes` counts the bytes that this rank sent
+    to others; it is 0 over nccl, which does not report it. `off_host_bytes` is the part of it that left this rank's
+    host.
 
-    seconds: that the computation waited for it: of the host, or of the device's compute stream where the host does not
-    wait. What other work hides is not in it.
+    `seconds` is the time that computation waited: the host's, or the device compute stream's if the host does not wait.
+    Time overlapped by other work is not included.
     """
 
     calls: int = 0
@@ -32,7 +33,7 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Counts collectives by (axis, operation). Give its `record` to `build_mesh`, and itself to a `Meter`."""
+    """Counts collectives by (axis, operation). Pass its `record` to `build_mesh` and the ledger to a `Meter`."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
@@ -54,10 +55,10 @@ class Ledger:
         Args:
             axis: its name.
             operation: such as "all_reduce".
-            num_bytes: of the tensor on this rank, as it travels.
-            seconds: that the host waited, or what knows how long the device's stream did.
-            sent_bytes: that this rank handed to others.
-            off_host_bytes: what of those left its host.
+            num_bytes: size of the tensor on this rank, in its wire format.
+            seconds: time that the host waited, or an object that returns how long the device's stream waited.
+            sent_bytes: bytes that this rank sent to others.
+            off_host_bytes: the part of `sent_bytes` that left its host.
         """
         entry = self._entries.setdefault((axis, operation), LedgerEntry())
         entry.calls += 1
@@ -77,25 +78,25 @@ class Ledger:
         return sum(entry.off_host_bytes for entry in self._entries.values())
 
     def entry(self, axis: str, operation: str) -> LedgerEntry:
-        """Return what was counted for one operation on one axis (zeros where it never ran)."""
+        """Return the counts of one operation on one axis. All are zero if it never ran."""
         self._read()
         return self._entries.get((axis, operation), LedgerEntry())
 
     def sent(self) -> dict[str, int]:
-        """Return the bytes sent so far by axis; may be asked by another thread, and waits for nothing."""
+        """Return the bytes communicated so far by axis. Other threads may call this; it does not wait."""
         found: dict[str, int] = {}
         for (axis, _), entry in list(self._entries.items()):
             found[axis] = found.get(axis, 0) + entry.num_bytes
         return found
 
     def rows(self) -> list[tuple[str, str, LedgerEntry]]:
-        """Return all entries as (axis, operation, sums), the most bytes first."""
+        """Return all entries as (axis, operation, sums), largest number of bytes first."""
         self._read()
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))
 
     def table(self) -> str:
-        """Write what was sent, one line for each axis and operation, for a person to read."""
+        """Return a table of the traffic, one line for each axis and operation."""
         lines = [f"{'axis':<24}{'operation':<16}{'calls':>8}{'bytes':>12}{'sent':>12}{'off host':>12}{'seconds':>10}"]
         for axis, operation, entry in self.rows():
             sizes = "".join(
@@ -105,13 +106,13 @@ class Ledger:
         return "\n".join(lines)
 
     def mark(self) -> tuple[Mapping[str, float], int]:
-        """Return this moment, for `seconds_between`; nothing waits."""
+        """Return a mark of the current time for `seconds_between`, without waiting."""
         return dict(self._host), self._num_read + len(self._unread)
 
     def seconds_between(
         self, start: tuple[Mapping[str, float], int], end: tuple[Mapping[str, float], int]
     ) -> dict[str, float]:
-        """Return by axis the seconds that the computation waited between two marks; waits for the device."""
+        """Return the seconds by axis that computation waited between two marks. Waits for the device."""
         found = {axis: seconds - start[0].get(axis, 0.0) for axis, seconds in end[0].items()}
         for place in range(max(0, start[1] - self._num_read), end[1] - self._num_read):
             axis, _, wait = self._unread[place]
@@ -119,7 +120,7 @@ class Ledger:
         return found
 
     def clear(self) -> None:
-        """Start counting anew."""
+        """Reset all counts."""
         self._entries.clear()
         self._host.clear()
         self._num_read += len(self._unread)

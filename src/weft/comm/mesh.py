@@ -1,4 +1,4 @@
-"""An axis of the mesh, as one rank sees it, and what is told of the collectives over it."""
+"""The mesh and its axes from the view of one rank, and the process groups of its axes."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from weft.private_torch import (
 
 
 class Waited(Protocol):
-    """How long a device's stream waited, which is known later."""
+    """How long a device's stream waited; available only later."""
 
     def seconds(self) -> float:
-        """Return the seconds; the host waits until they are known."""
+        """Return the seconds. Blocks the host until they are available."""
         ...
 
 
 class RecordsCall(Protocol):
-    """Told of each collective."""
+    """A callback that records each collective."""
 
     def __call__(
         self, axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
     ) -> None:
-        """Hear of one call.
+        """Record one call.
 
         Args:
             axis: its name.
             operation: such as "all_reduce".
-            num_bytes: of the tensor on this rank, as it travels.
-            seconds: that the computation waited.
-            sent_bytes: that this rank handed to others.
-            off_host_bytes: what of them left its host.
+            num_bytes: size of the tensor on this rank, in its wire format.
+            seconds: time that computation waited.
+            sent_bytes: bytes that this rank sent to others.
+            off_host_bytes: the part of `sent_bytes` that left its host.
         """
         ...
 
@@ -62,20 +62,20 @@ class RecordsCall(Protocol):
 def ignore(
     axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
 ) -> None:
-    """The record of a mesh that nobody counts."""
+    """Ignore a call: the default `record` of a mesh."""
 
 
-#: How bytes go between hosts: the better way, every rank to every rank, or first within each host. No number depends
-#: on it.
+#: Routes of bytes between hosts: the faster one, direct from every rank to every rank, or first within each host. The
+#: route does not change results.
 ROUTES = ("auto", "flat", "two_level")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of the mesh, or several joined, seen from this rank.
+    """One axis of the mesh, or several joined, from the view of this rank.
 
-    rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
-    group: torch's process group; None where size is 1. used: of joined axes, the names of those with several ranks.
+    `rank` is this rank's index on the axis. `ranks` are the global ranks of the group, in order of the axis. `group` is
+    torch's process group, or None if size is 1. `used` names the joined axes that have several ranks.
     """
 
     name: str
@@ -84,31 +84,31 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
     record: RecordsCall = field(default=ignore, repr=False, compare=False)
-    #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
+    #: State of comm between calls, for the lifetime of the mesh. One dict, shared by all axes of a mesh.
     links: dict[tuple[object, ...], object] = field(
         default_factory=dict[tuple[object, ...], object], repr=False, compare=False
     )
-    #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
+    #: Progress of this rank, for the hang watch. One object for all axes of a mesh.
     pulse: Heartbeat = field(default_factory=Heartbeat, repr=False, compare=False)
-    #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
+    #: Collectives in flight whose second stage has not started. One list, shared by all axes of a mesh.
     staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
-    #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
+    #: Torch operators by name that replace this axis's collectives in torch.compile graphs; see `comm.autograd`.
     operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
-    #: How bytes go between hosts: one of ROUTES.
+    #: Route of bytes between hosts: one of ROUTES.
     route: str = field(default="auto", repr=False, compare=False)
-    #: Of links that were measured, for route=auto: a file, "auto" for that in the cache folder, or nothing.
+    #: Link measurements for route=auto: a file, "auto" for the file in the cache folder, or "".
     link_profile: str = field(default="", repr=False, compare=False)
-    #: The host of each rank, by global rank, of those that have met: one dict, shared by all axes of a mesh.
+    #: The host of each rank, by global rank, of ranks that have connected. One dict, shared by all axes of a mesh.
     hosts: dict[int, bytes] = field(default_factory=dict[int, bytes], repr=False, compare=False)
     used: str = field(default="", repr=False, compare=False)
 
     @property
     def label(self) -> str:
-        """Its name for people: without the axes that have one rank. `name` is the same under every plan."""
+        """Display name without axes of one rank. `name` is the same under every plan."""
         return self.used or self.name
 
 
-# Where ranks stand on the plan's axes: plain arithmetic, without torch.
+# Positions of ranks on the plan's axes: plain arithmetic, without torch.
 
 #: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
 EXPERT_AXES = ("beside_ep", "ep")
@@ -118,27 +118,27 @@ ENDS = "ends"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One rank among all that read different samples: number `rank` of `size`."""
+    """One of the ranks that read different samples: number `rank` of `size`."""
 
     rank: int
     size: int
 
     @classmethod
     def among(cls, rank: int, ranks: tuple[int, ...]) -> Reader:
-        """Return the place of a rank among some.
+        """Return the reader of a rank among the given ranks.
 
         Args:
-            rank: a global one.
-            ranks: those that read different samples, in order.
+            rank: a global rank.
+            ranks: the ranks that read different samples, in order.
         """
         return cls(ranks.index(rank), len(ranks))
 
     def in_replica(self, replica: int, plan: Plan) -> Reader:
-        """Return the place of the same rank where its world is one replica of several.
+        """Return the reader of the same rank if its world is one replica of several.
 
         Args:
-            replica: which one it is.
-            plan: of all replicas.
+            replica: index of the replica.
+            plan: the plan of all replicas.
         """
         order, size = plan.axis_order, self.size * plan.dp_replicate
         if order.index("dp_replicate") < order.index("dp_shard"):
@@ -152,12 +152,12 @@ def joined(names: Iterable[str]) -> str:
 
 
 def _default_position(name: str) -> int:
-    """Where an axis stands in the usual order, so that its name is the same under every order."""
+    """Return the position of an axis in the default order, so that joined names do not depend on the plan's order."""
     return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
 
 
 def strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Return, for each axis, how far apart in rank its neighbours are, and its size."""
+    """Return (stride in ranks, size) of each axis."""
     stride = 1
     found: dict[str, tuple[int, int]] = {}
     for name, size in reversed(plan.axis_sizes().items()):
@@ -177,7 +177,7 @@ def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]
 
     Args:
         plan: the sizes of the axes.
-        rank: one of its ranks.
+        rank: a global rank of the plan.
         names: axes of a mesh.
     """
     places = strides(plan, names)
@@ -190,30 +190,30 @@ def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]
     return tuple(members)
 
 
-# The mesh: every rank's place on the plan's axes, and the group of ranks it shares each axis with.
+# The mesh: every rank's position on the plan's axes, and its process group along each axis.
 
-#: How long (s) a collective waits for a rank where nobody says otherwise.
+#: Default time (s) that a collective waits for a rank.
 LIMIT_S = 1800.0
-#: How long (s) the launcher's store waits for an answer.
+#: Timeout (s) of requests to the launcher's store.
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
-#: torch.distributed, for those of its functions that have no types.
+#: torch.distributed, for its functions that have no types.
 _untyped: Any = dist
 
 
 class Mesh:
-    """Axes by name: `mesh["tp"]`; several joined: `mesh["dp_replicate", "dp_shard"]`.
+    """Axes by name: `mesh["tp"]`, or several joined: `mesh["dp_replicate", "dp_shard"]`.
 
-    `mesh["ep"]` are the ranks among which a layer's experts are divided, `mesh["beside_ep"]` those with the same ones.
-    `mesh["tp/2"]` are 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
+    `mesh["ep"]` holds the ranks among which a layer's experts are divided, `mesh["beside_ep"]` the ranks with the same
+    experts. `mesh["tp/2"]` holds 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
 
     Args:
-        plan: the sizes of the axes. `build_mesh` checks them by the number of ranks.
+        plan: the sizes of the axes. `build_mesh` checks them against the number of ranks.
         rank: this process's global rank.
         device: where this rank computes.
-        record: called after each collective with what a ledger counts.
-        route: how bytes go between hosts, one of ROUTES.
-        link_profile: what route=auto reads of links that were measured: a file, "auto" or nothing.
+        record: called after each collective with its counts for a ledger.
+        route: route of bytes between hosts, one of ROUTES.
+        link_profile: link measurements for route=auto: a file, "auto" or "".
     """
 
     def __init__(
@@ -236,16 +236,20 @@ class Mesh:
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
         self.pulse = Heartbeat()
-        #: That of all replicas: itself.
+        #: The mesh of all replicas: itself.
         self.whole: Mesh = self
         self._replica: Mesh | None = None
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
-        #: This rank among all that read different samples: its place on `data`, unless other worlds read some too.
+        #: This rank among all that read different samples: its index on `data`, unless other worlds read some of them
+        #: too.
         self.reader = Reader.among(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """The axis of that name, or the joined axis of several. Joining makes a group: call it on all its ranks."""
+        """Return the axis of that name, or several joined.
+
+        Joining creates a process group, so all ranks of the axis must call it.
+        """
         key = self._key((names,) if isinstance(names, str) else names)
         if key not in self._axes:
             self._axes[key] = self._build(key)
@@ -268,17 +272,17 @@ class Mesh:
 
     @property
     def replica(self) -> Mesh:
-        """The ranks of this rank's replica as a mesh, where the plan's replicas meet rarely; else this mesh."""
+        """The mesh of this rank's replica if the plan's replicas use local SGD, else this mesh."""
         if self._replica is None:
             self._replica = self if self.plan.sync == "step" else ReplicaMesh(self)
         return self._replica
 
     def built_axes(self) -> list[Axis]:
-        """Return the axes that were asked for so far."""
+        """Return the axes that were built so far."""
         return list(self._axes.values())
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the global ranks that differ from this one only along those axes, in order; makes no group."""
+        """Return the global ranks that differ from this one only along those axes, in order. Creates no group."""
         return members_of(self.plan, self.rank, self._key(names))
 
     def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -291,7 +295,7 @@ class Mesh:
                 f"mesh axes {' and '.join(names)}: ep is a view over dp_shard x cp x tp, so it joins none of them. "
                 f"Join it with beside_ep, dp_replicate or pp."
             )
-        # Outermost first, so that ranks ascend: torch sorts those of a group.
+        # Outermost first, so that ranks ascend: torch sorts the ranks of a group.
         order = (ENDS, *self.plan.axis_order, *EXPERT_AXES)
         return tuple(sorted(dict.fromkeys(names), key=lambda name: order.index(name.partition("/")[0])))
 
@@ -326,9 +330,9 @@ class Mesh:
 
 
 class ReplicaMesh(Mesh):
-    """One replica as a world of its own: its `dp_replicate` has one rank, and its `world` is the replica's ranks.
+    """One replica as a separate world: its `dp_replicate` has one rank, and its `world` contains the replica's ranks.
 
-    Ranks keep their global numbers, and axes, groups, links and the pulse are those of the whole mesh.
+    Ranks keep their global numbers. Axes, groups, links and the heartbeat are shared with the full mesh.
     """
 
     def __init__(self, whole: Mesh):
@@ -338,11 +342,11 @@ class ReplicaMesh(Mesh):
         self.whole, self._replica, self.reader = whole, self, whole.reader
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """The axis of that name, or the joined axis of several, without other replicas."""
+        """Return the axis of that name, or several joined, without other replicas."""
         return self.whole[_in_replica(names)]
 
     def built_axes(self) -> list[Axis]:
-        """Return the axes that were asked for so far, also of the whole mesh."""
+        """Return the axes that were built until now, including those of the full mesh."""
         return self.whole.built_axes()
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -356,10 +360,10 @@ def _in_replica(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:
-    """Return the process group of these ranks: made when it is first asked for, then the same until the ranks part.
+    """Return the process group of these ranks. The first call creates it; later calls return the same one.
 
-    A group holds sockets and threads, so a later mesh over the same ranks takes the one that is there. Only the
-    members need to call.
+    A group holds sockets and threads, so a later mesh over the same ranks reuses the existing group. Only the members
+    need to call this.
     """
     if not dist.is_initialized():
         _start_single_rank()
@@ -368,7 +372,7 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
         if group.group_desc == description:
             return group
     with naming_group(description):
-        # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
+        # Local synchronization: only the members communicate, so a rank does not pay for groups that it is not in.
         made: dist.ProcessGroup = _untyped.new_group(
             list(ranks), timeout=default_timeout(), use_local_synchronization=True, group_desc=description
         )
@@ -376,7 +380,7 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
 
 
 def _start_single_rank() -> None:
-    """Start the default process group of a process that trains alone; fully_shard needs one."""
+    """Start the default process group of a single-process run, because fully_shard needs one."""
     dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] - documented by torch
 
 
@@ -387,18 +391,19 @@ def build_mesh(
     route: str = "auto",
     link_profile: str = "",
 ) -> Mesh:
-    """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
+    """Return the mesh of `plan` on this rank. Call `join_ranks` first, unless the plan has one rank.
 
     Args:
         plan: the sizes of the axes.
         device: where this rank computes.
-        record: called after each collective with what a ledger counts, such as `Ledger().record`.
-        route: how bytes go between hosts: "auto", "flat" or "two_level".
-        link_profile: for route=auto, a file of `weft calibrate --hosts`; "auto": that in the cache folder, if any.
+        record: called after each collective with its counts, such as `Ledger().record`.
+        route: route of bytes between hosts: "auto", "flat" or "two_level".
+        link_profile: for route=auto, a file of `weft calibrate --hosts`, or "auto" for the one in the cache folder, if
+            any.
 
     Raises:
-        PlanError: when the number of started ranks is not the plan's, the device has no TF32 for precision=tf32, or the
-            route is not known.
+        PlanError: if the number of started ranks differs from the plan's, the device has no TF32 for precision=tf32, or
+            the route is unknown.
     """
     if route not in ROUTES:
         raise PlanError(f"route={route}: not one of {', '.join(ROUTES)}. Use auto.")
@@ -414,7 +419,7 @@ def build_mesh(
     return Mesh(plan, rank, torch.device(device), record, route, link_profile)
 
 
-#: How often this process joined the ranks at an address.
+#: How often this process has joined the ranks at an address.
 _joined = Counter[tuple[str, int]]()
 
 
@@ -425,18 +430,18 @@ def join_ranks(
     store: Store | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
+    """Join the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
     Args:
-        place: which rank this is of how many.
-        device: of this rank.
-        timeout_s: seconds that a collective waits for a rank; a process group that is there already keeps its own.
-        store: what `open_store` gave, if the caller has met the others already.
-        tell: takes a line about ranks that are missing after some seconds; None writes it to stderr.
+        place: this rank and the world size.
+        device: this rank's device.
+        timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout.
+        store: the store from `open_store`, if the caller has opened it already.
+        tell: called with a line about ranks that are missing after some seconds; None writes it to stderr.
 
     Raises:
-        CommError: when the ranks cannot meet, or the group that is there does not fit.
-        LaunchError: when ranks cannot meet that another program than `weft train` was to start.
+        CommError: if the ranks cannot connect, or the existing group does not fit.
+        LaunchError: if ranks that a program other than `weft train` starts cannot connect.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -450,8 +455,8 @@ def join_ranks(
         store.set_timeout(timeout)
         if _as_loopback(place.master_addr) is not None:
             _keep_gloo_at_home()
-        # A rank that joins, leaves and joins again must not read what was written the first time. Counted here and not
-        # in the store, where other processes could change the count.
+        # A rank that joins, leaves and joins again must not read the keys of the first time. The count is kept here
+        # and not in the store, where other processes could change it.
         _joined[place.master_addr, place.master_port] += 1
         joined = _joined[place.master_addr, place.master_port]
         with noticed(place, store, tell):
@@ -468,13 +473,13 @@ def join_ranks(
 
 
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
-    """Return where the ranks of this job leave word for each other; on one machine on the loopback interface only.
+    """Return the store of this job's ranks. On a single machine it listens on the loopback interface only.
 
-    The first rank may host it: keep it until all have parted.
+    Rank 0 may host it, so keep it until all ranks have left.
 
     Raises:
-        CommError: when the ranks of `weft train` cannot meet.
-        LaunchError: when others cannot.
+        CommError: if the ranks of `weft train` cannot connect.
+        LaunchError: if ranks of another launcher cannot connect.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)
@@ -494,13 +499,13 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
 
 
 def _rendezvous_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> WeftError:
-    # Of `weft train`'s own ranks one has failed, and its launcher shows that one's error.
+    # If `weft train` started the ranks, one of them has failed, and the launcher shows its error.
     kind = CommError if place.starter == "weft" else LaunchError
     return kind(could_not_meet(place, store, error, limit_s))
 
 
 def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:
-    """Refuse a process group that somebody else made and that the plan cannot use."""
+    """Check that the plan can use an existing process group that Weft did not create."""
     found = dist.get_rank(), dist.get_world_size()
     if found != (place.rank, place.world_size):
         raise CommError(
@@ -516,12 +521,17 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 
 
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
-    """Return a store for other processes of this machine. It listens on `address` only; torch's own listen everywhere.
+    """Return a store for other processes of this machine.
+
+    It listens on `address` only, unlike torch's stores, which listen on all interfaces.
 
     Args:
         address: IPv4 or IPv6.
-        port: 0 takes a free one (see `.port`). OSError where the port is taken.
+        port: 0 picks a free one (see `.port`).
         timeout: how long a read waits for its key.
+
+    Raises:
+        OSError: if the port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:
@@ -540,7 +550,7 @@ def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE
 
 
 def _as_loopback(host: str) -> str | None:
-    """The address on the loopback interface that `host` stands for; None where it is another machine's, or unclear."""
+    """Return the loopback address of `host`, or None if it is another machine or cannot be determined."""
     try:
         address = ipaddress.ip_address(env.LOOPBACK if host == "localhost" else host)
     except ValueError:
@@ -549,14 +559,17 @@ def _as_loopback(host: str) -> str | None:
 
 
 def _keep_gloo_at_home() -> None:
-    """gloo listens where the host's name leads; ranks of one machine need the loopback interface only."""
+    """Restrict gloo to the loopback interface, for ranks of one machine.
+
+    By default gloo listens on the address to which the hostname resolves.
+    """
     name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if name is not None and name in (found for _, found in socket.if_nameindex()):
         env.default_for_libraries(GLOO_SOCKET_IFNAME=name)
 
 
 def leave_ranks() -> None:
-    """Leave the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
+    """Leave the process group in order. Free model, optimizer and step first: gloo aborts on live collectives."""
     if not dist.is_initialized():
         return
     gc.collect()

@@ -1,4 +1,4 @@
-"""Which ranks have come to the store where they meet, and what the user reads while some have not."""
+"""Ranks that have not reached the rendezvous store, and the messages for the user about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft import env
 from weft.private_torch import Store
 from weft.units import format_seconds
 
-#: After how long (s) a rank reports what it waits for.
+#: Time (s) after which a rank reports which ranks it waits for.
 NOTICE_S = 5.0
 _ASK = datetime.timedelta(seconds=10)
 _MOST_NAMED, _MOST_ASKED = 8, 4096
@@ -24,19 +24,19 @@ _VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_POR
 
 
 def note_arrival(store: Store, rank: int) -> None:
-    """Leave word in the store that a rank has reached it."""
+    """Record in the store that a rank has reached it."""
     store.set(f"weft/arrived/{rank}", "1")
 
 
 def missing_ranks(store: Store, world_size: int) -> list[int]:
-    """Return the ranks that have not reached the store; nothing if it does not answer."""
+    """Return the ranks that have not reached the store, or [] if the store does not answer."""
     with contextlib.suppress(RuntimeError, OSError):
         return [rank for rank in range(min(world_size, _MOST_ASKED)) if not store.check([f"weft/arrived/{rank}"])]
     return []
 
 
 def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
-    """Return once rank 0's store can be connected to. torch's own attempts fill the terminal with stacks.
+    """Wait until rank 0's store accepts connections. torch's attempts would fill the terminal with stack traces.
 
     Raises:
         OSError: if it cannot be reached in time.
@@ -57,12 +57,12 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 
 @contextmanager
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
-    """Within the block, report once which ranks are missing if it takes more than a few seconds.
+    """Print once within the block which ranks are missing, if it takes more than a few seconds.
 
     Args:
         place: this rank.
-        store: where the ranks meet, or None while this rank tries to reach it.
-        tell: takes the line; None writes it to stderr.
+        store: the rendezvous store, or None while this rank tries to reach it.
+        tell: called with the line; None writes it to stderr.
     """
     if place.starter == "weft":  # its launcher watches the processes of all ranks
         yield
@@ -88,12 +88,12 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
 
 
 def could_not_meet(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> str:
-    """Return a sentence for ranks that could not meet.
+    """Return an error sentence for ranks that could not connect.
 
     Args:
         place: this rank.
-        store: where they meet, or None if this rank could not reach it.
-        error: what torch raised.
+        store: the rendezvous store, or None if this rank could not reach it.
+        error: the error that torch raised.
         limit_s: how long they waited.
     """
     text = " ".join(str(error).split())
@@ -113,14 +113,14 @@ def could_not_meet(place: env.RankEnv, store: Store | None, error: Exception, li
 
 
 def remedy(place: env.RankEnv) -> str:
-    """Return what to do about ranks that do not come."""
+    """Return advice for missing ranks."""
     if place.starter == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):
         return f"Start all ranks, or type `unset {_VARIABLES}` if this command is to start its own."
     return "Check that every rank was started and can reach that address; the log of a missing one says why."
 
 
 def _own(store: Store) -> Store:
-    """Return a connection of this thread's own: the main thread may be waiting on the other."""
+    """Return a separate store connection for this thread. The main thread may be blocked on the other one."""
     untyped: Any = store
     own: Store = untyped.clone()
     own.set_timeout(_ASK)
@@ -128,7 +128,7 @@ def _own(store: Store) -> Store:
 
 
 def _named(ranks: Iterable[int]) -> str:
-    """Return ranks as people write them: 'rank 3', 'ranks 1, 2 and 4 to 7'."""
+    """Return ranks as text, such as 'rank 3' or 'ranks 1, 2 and 4 to 7'."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Exchanges around an axis: all_to_all and shift. All ranks call them, like any collective."""
+"""Point-to-point and all-to-all exchanges over an axis, and messages between two of its ranks."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     most: int | None = None,
 ) -> torch.Tensor:
-    """Send rows of dim 0 to each rank of the axis, in its order, and return the rows received from each.
+    """Send rows of dim 0 to each rank of the axis, in order, and return the rows received from each.
 
-    Over an axis of size 1 the tensor itself.
+    Over an axis of size 1, this returns the tensor itself.
 
     Args:
         tensor: (rows, ...) of any dtype.
         axis: the ranks.
-        out: contiguous (rows received, ...); None: a new tensor.
-        send: rows to each rank; None: all ranks exchange equal shares.
-        receive: rows from each rank; None with `send`.
-        most: as `start_all_to_all`.
+        out: contiguous (rows received, ...). None allocates a new tensor.
+        send: number of rows for each rank. None sends equal shares.
+        receive: number of rows from each rank. None if `send` is None.
+        most: as in `start_all_to_all`.
 
     Raises:
-        CommError: where the counts do not fit the tensors.
+        CommError: if the counts do not fit the tensors.
     """
     return start_all_to_all(tensor, axis, out, send=send, receive=receive, most=most).wait()
 
@@ -56,18 +56,18 @@ def start_all_to_all(
     receive: Sequence[int] | None = None,
     most: int | None = None,
 ) -> Pending:
-    """Begin `all_to_all`; neither tensor nor out must be touched before `wait()` of what this returns.
+    """Begin `all_to_all`. Do not touch `tensor` or `out` before `wait()` of the returned object.
 
     Args:
-        tensor: as `all_to_all` takes it.
+        tensor: as in `all_to_all`.
         axis: the ranks.
-        out: as `all_to_all` takes it.
-        send: as `all_to_all` takes it.
-        receive: as `all_to_all` takes it.
-        most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
+        out: as in `all_to_all`.
+        send: as in `all_to_all`.
+        receive: as in `all_to_all`.
+        most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
 
     Raises:
-        CommError: where `out` or the counts do not fit the tensors.
+        CommError: if `out` or the counts do not fit the tensors.
     """
     name = f"all_to_all over {axis.label}"
     if axis.size == 1:
@@ -98,27 +98,27 @@ def start_all_to_all(
 
 
 def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Send this rank's tensor to the rank `by` further around the axis, and return that of the rank `by` before.
+    """Send this rank's tensor `by` ranks further around the axis, and return the one received from `by` ranks before.
 
-    Over an axis of size 1 the tensor itself.
+    Over an axis of size 1, this returns the tensor itself.
 
     Args:
-        tensor: of one shape on all ranks.
+        tensor: has the same shape on all ranks.
         axis: the ranks.
         by: may be negative.
-        out: of the tensor's shape; None: a new tensor.
+        out: has the tensor's shape. None allocates a new tensor.
     """
     return start_shift(tensor, axis, by, out).wait()
 
 
 def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> Pending:
-    """Begin `shift`; neither tensor nor out must be touched before `wait()` of what this returns.
+    """Begin `shift`. Do not touch `tensor` or `out` before `wait()` of the returned object.
 
     Args:
-        tensor: as `shift` takes it.
+        tensor: as in `shift`.
         axis: the ranks.
         by: may be negative.
-        out: as `shift` takes it.
+        out: as in `shift`.
     """
     if axis.size == 1 or by % axis.size == 0:
         return Pending(tensor if out is None else out.copy_(tensor))
@@ -164,11 +164,11 @@ def _largest(send: Sequence[int], axis: Axis, device: torch.device) -> int:
     return int(all_reduce(torch.tensor([max(send)]), axis, op="max"))
 
 
-# Lanes: groups of two ranks for what one sends the other, so that one message never waits behind another kind.
+# Lanes: groups of two ranks for messages of one kind in one direction, so that no message waits behind another kind.
 
 
 class PeerLane(NamedTuple):
-    """What one rank sends another: its content, and both places on the axis."""
+    """A kind of content and its direction: sender and receiver as indices on the axis."""
 
     content: str
     sender: int
@@ -176,14 +176,15 @@ class PeerLane(NamedTuple):
 
 
 def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> dict[PeerLane, Axis]:
-    """Return, by lane, the sender and the receiver as an axis of two: with a group of its own where that matters.
+    """Return the sender and the receiver of each lane as an axis of two ranks.
 
-    Only the two ranks of a lane make its group, whatever the size of the axis. A collective over them.
+    A lane has a separate process group unless the backend is gloo. Only its two ranks create the group, independent of
+    the size of the axis. A collective over the two ranks.
 
     Args:
-        axis: on which the ranks lie.
-        device: of what is sent.
-        lanes: those that begin or end on this rank; on both ends alike.
+        axis: contains the ranks.
+        device: device of the sent tensors.
+        lanes: the lanes that begin or end on this rank, identical on both ends.
     """
     if axis.group is None:
         return {}
@@ -200,24 +201,24 @@ def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> d
 
 
 def _order(lane: PeerLane) -> tuple[int, PeerLane]:
-    """One order for all ranks. Pairs that begin on even places meet first, at the same time, then the others."""
+    """Return a sort key that is equal on all ranks. Pairs that begin at an even index connect first, in parallel."""
     return min(lane.sender, lane.receiver) % 2, lane
 
 
-# Messages between two ranks: they concern no other, and arrive in the order in which they were sent.
+# Messages between two ranks. They involve no other rank and arrive in the order in which they were sent.
 
 
 class Message:
-    """A message under way between two ranks; `wait()` returns its tensor, and may be called again.
+    """A message in flight between two ranks. `wait()` returns its tensor and may be called again.
 
     Args:
-        tensor: sent, or received into.
+        tensor: the sent tensor, or the one to receive into.
         axis: the ranks.
         what: "send" or "receive".
-        peer: the other rank's place on the axis.
-        work: of the backend; None: there is nothing to wait for.
-        start: when it began, by time.perf_counter.
-        staged: where the backend reads or writes, if it cannot reach the tensor.
+        peer: the other rank's index on the axis.
+        work: the backend's handle, or None if there is nothing to wait for.
+        start: start time by time.perf_counter.
+        staged: host buffer of the backend, if it cannot access the tensor.
     """
 
     def __init__(
@@ -230,7 +231,6 @@ class Message:
         start: float,
         staged: torch.Tensor | None = None,
     ):
-        # staged: where the backend reads or writes, if it cannot reach the tensor.
         self._tensor, self._axis, self._what, self._work = tensor, axis, what, work
         self._staged = staged
         self._peer = axis.ranks[peer]
@@ -240,7 +240,7 @@ class Message:
         """Return the tensor, sent or received.
 
         Raises:
-            CommError: when the other rank is gone.
+            CommError: if the other rank has exited.
         """
         if self._work is not None:
             pulse = self._axis.pulse
@@ -269,21 +269,21 @@ class Message:
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """Return the message in words and the other rank."""
+        """Return a description of the message, and the other rank."""
         return f"{self._what} over {self._axis.label}", (self._peer,)
 
     def late(self) -> tuple[int, ...]:
-        """Return the other rank: a message waits for no one else."""
+        """Return the other rank, the only one that a message waits for."""
         return (self._peer,)
 
 
 def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
-    """Begin to send a contiguous tensor; it must not be changed before `wait()`.
+    """Begin to send a contiguous tensor. Do not change it before `wait()`.
 
     Args:
-        tensor: of any dtype and shape.
+        tensor: may have any dtype and shape.
         axis: the ranks.
-        to: the receiver's place on the axis.
+        to: the receiver's index on the axis.
     """
     start = time.perf_counter()
     _check_peer("send", axis, to, tensor)
@@ -297,9 +297,9 @@ def start_receive(out: torch.Tensor, axis: Axis, source: int) -> Message:
     """Begin to receive into a contiguous tensor.
 
     Args:
-        out: of the dtype and shape of what is sent.
+        out: has the dtype and shape of the sent tensor.
         axis: the ranks.
-        source: the sender's place on the axis.
+        source: the sender's index on the axis.
     """
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
@@ -309,7 +309,7 @@ def start_receive(out: torch.Tensor, axis: Axis, source: int) -> Message:
 
 
 def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
-    """Whether the group's backend cannot reach the tensor's device: gloo sends from host memory alone."""
+    """Return True if the group's backend cannot access the tensor's device. gloo sends from host memory only."""
     if tensor.device.type == "cpu":
         return False
     return backend_of(cast(dist.ProcessGroup, axis.group), tensor.device).name() == "gloo"

@@ -1,4 +1,4 @@
-"""What is under way: a collective, or numbers to the host."""
+"""Operations in flight: collectives, and copies to the host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.comm.transports.link import Operation, StreamWait, finish, waited
 
 
 class Pending:
-    """A collective under way; `wait()` returns its tensor, and may be called again.
+    """A collective in flight. `wait()` returns its tensor and may be called again.
 
     Args:
-        tensor: what `wait()` returns.
-        axis: the ranks; None: nothing is under way.
-        operation: what is started now; None: nothing is under way.
-        into: where the result belongs, in another format than it travelled in; it is copied there at the end.
-        counts: whether the ledger sees it; what carries a part of another collective is counted with that one.
+        tensor: the tensor that `wait()` returns.
+        axis: the ranks, or None if nothing is in flight.
+        operation: the operation to start, or None if nothing is in flight.
+        into: if given, `wait()` copies the result to it, converted to its dtype.
+        counts: True if the ledger records this operation. A part of another collective is recorded with that one.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Pending:
             self.seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """Return the result.
+        """Wait for the collective and return the result.
 
         Raises:
-            CommError: names axis and operation, when a rank is gone or late beyond the timeout.
+            CommError: with axis and operation, if a rank has exited or exceeds the timeout.
         """
         axis, operation = self._axis, self._operation
         if axis is not None and operation is not None:
@@ -76,12 +76,12 @@ class Pending:
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """Return the collective in words and the global ranks of its axis; empty once it is over."""
+        """Return a description of the collective and the global ranks of its axis. Empty once it is complete."""
         axis, operation = self._axis, self._operation
         return (str(operation), axis.ranks) if axis is not None and operation is not None else ("", ())
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks that hold it up, where the transport knows."""
+        """Return the global ranks that delay it, if the transport reports them."""
         axis, operation = self._axis, self._operation
         if axis is None or operation is None:
             return ()
@@ -89,9 +89,10 @@ class Pending:
 
 
 class LateCopy:
-    """Numbers on their way to the host, which reads them later and holds nothing up.
+    """An asynchronous copy of numbers to the host, which reads them later.
 
-    tensor: 1-D, small, of any device.
+    Args:
+        tensor: 1-D, small, on any device.
     """
 
     def __init__(self, tensor: torch.Tensor):
@@ -105,7 +106,7 @@ class LateCopy:
 
     @cached_property
     def values(self) -> list[float]:
-        """The numbers. The first look waits until the device has made them."""
+        """The numbers. The first access waits until the device has computed them."""
         if self._event is not None:
             self._event.synchronize()
         return [float(one) for one in self._host.unbind()]

@@ -1,6 +1,6 @@
-"""Private names of torch in comm/, each with what it is for; and its collectives, with the types that torch leaves out.
+"""Private names of torch that comm uses, each with its purpose, and torch's collectives with complete types.
 
-Read in torch 2.11 and 2.13.
+Checked against torch 2.11 and 2.13.
 """
 
 # This file is where private names are used.
@@ -18,10 +18,10 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, Store
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-#: Copies of many tensors, on a GPU by few kernels.
+#: Copies many tensors, with few kernels on a GPU.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch.ops.aten._foreach_copy_
 
-#: How many modes see operations now.
+#: Returns the number of active dispatch modes.
 num_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -79,7 +79,7 @@ class _Rendezvous(Protocol):
 
 
 _untyped: Any = dist
-#: The collectives, begun and not waited for. torch 2.13 renamed two; the old names warn there.
+#: Asynchronous collectives. torch 2.13 renamed two; the old names warn there.
 all_reduce: _Combine = _untyped.all_reduce
 all_gather_single: _Gather = getattr(dist, "all_gather_single", _untyped.all_gather_into_tensor)
 reduce_scatter_single: _Scatter = getattr(dist, "reduce_scatter_single", _untyped.reduce_scatter_tensor)
@@ -90,13 +90,13 @@ all_gather: _GatherList = _untyped.all_gather
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes that a flat uint8 tensor holds."""
+    """Return the contents of a flat uint8 tensor as bytes."""
     values: Any = tensor
     return bytes(values.tolist())  # whose result has no type
 
 
 def connect_store(timeout: timedelta) -> Store:
-    """A connection of the caller's own to the store that the ranks met at. timeout: of each question."""
+    """Return a new connection to the ranks' rendezvous store. `timeout` applies to each request."""
     store: Any = default_store()
     own: Store = store.clone()  # which torch's stubs leave out
     own.set_timeout(timeout)
@@ -104,20 +104,20 @@ def connect_store(timeout: timedelta) -> Store:
 
 
 def default_store() -> Store:
-    """The store that the ranks met at: the hang watch leaves its words there. torch hands out no other."""
+    """Return the ranks' rendezvous store, in which the hang watch stores its messages. torch exposes no other."""
     return dist.distributed_c10d._get_default_store()
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Backend:
-    """What carries a group's traffic of a device. `dist.get_backend` gives a name for all devices together."""
+    """Return the group's backend for a device. `dist.get_backend` returns one name for all devices."""
     return group._get_backend(device)
 
 
 def timeout_s(backend: Backend) -> float:
-    """After how many seconds a collective of gloo gives up, so that shared memory gives up as soon."""
+    """Return the timeout (s) of gloo's collectives, so that the shared-memory transport can use the same one."""
     return backend.options._timeout.total_seconds()
 
 
 def nccl_trace() -> Callable[[bool, bool], bytes] | None:
-    """NCCL's flight record of collectives as JSON, for hangs; None where torch was built without NCCL."""
+    """Return the function that dumps NCCL's flight recorder as JSON, or None if torch was built without NCCL."""
     return getattr(c10d, "_dump_nccl_trace_json", None)

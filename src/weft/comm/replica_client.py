@@ -1,7 +1,8 @@
-"""A link over sockets of its own, for ranks of several worlds: made for one meeting, and closed after it.
+"""A link over sockets between ranks of several worlds, and a replica's client for local SGD rendezvous.
 
-A process group lives as long as all of its ranks. This one costs a connection for each pair, fails where nothing moved
-for a given time, and takes nothing with it. Sums are made here, in the tree of all links: the same bits.
+A link is created for one rendezvous round and closed after it. A process group lives as long as all of its ranks. A
+socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups intact when
+it fails. Sums use the same tree as all links, so results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from weft.comm.transports.link import Operation, StagedLink, failed, unobserved
 from weft.comm.transports.scattered_tensor import Parts
 from weft.errors import CommError, ConfigError
 
-#: all_reduce of at most so many bytes, or between two, sends everything to everyone.
+#: An all_reduce of at most this size, or between two ranks, sends the full tensor to every rank.
 _LITTLE_BYTES = 1 << 16
 _HEAD = struct.Struct("!QQ")  # which meeting, which place calls
 _AT_ONCE = 1 << 20
 _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-#: How long (s) a caller may take to say who it is.
+#: Time (s) within which a caller must identify itself.
 _HEAD_S = 5.0
 
 
 class PeerListener:
-    """Where this rank is called by ranks of other replicas, as long as it lives.
+    """Listens for ranks of other replicas until it is closed.
 
     Args:
-        host: under which the others reach this machine.
+        host: the address of this machine for other replicas.
     """
 
     def __init__(self, host: str):
@@ -50,17 +51,20 @@ class PeerListener:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def close(self) -> None:
-        """Close the door: nobody calls any more."""
+        """Stop listening."""
         self._listener.close()
 
     def join(self, meeting: int, place: int, doors: Sequence[str], timeout_s: float) -> dict[int, socket.socket]:
-        """Return a connection to each other place. OSError where one does not come in time.
+        """Return a connection to each other member, by its index.
 
         Args:
-            meeting: its number.
-            place: of this rank in it.
-            doors: of all places.
-            timeout_s: for all of it.
+            meeting: number of the round.
+            place: index of this rank in the round.
+            doors: addresses of all members, by index.
+            timeout_s: time limit for all connections.
+
+        Raises:
+            OSError: if a member does not connect in time.
         """
         end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
         try:
@@ -87,7 +91,7 @@ class PeerListener:
 
 
 def _who_calls(call: socket.socket, meeting: int) -> int | None:
-    """The place that calls for this meeting; None where it is another one, or does not say."""
+    """Return the caller's index in this round, or None if it calls for another round or does not identify itself."""
     call.settimeout(_HEAD_S)
     with contextlib.suppress(OSError, struct.error):
         said, place = _HEAD.unpack(call.recv(_HEAD.size, socket.MSG_WAITALL))
@@ -96,13 +100,13 @@ def _who_calls(call: socket.socket, meeting: int) -> int | None:
 
 
 class SocketLink:
-    """The ranks of one meeting, each with a connection to every other.
+    """The ranks of one round, each with a connection to every other.
 
     Args:
-        calls: connections by place.
-        place: of this rank.
-        timeout_s: seconds in which nothing moves before an operation fails.
-        leaves_host: whether bytes to that place leave this host.
+        calls: connections by index of the other rank.
+        place: index of this rank.
+        timeout_s: seconds without data transfer after which an operation fails.
+        leaves_host: returns True if bytes to the rank at that index leave this host.
     """
 
     transport = "sockets of a meeting"
@@ -123,18 +127,18 @@ class SocketLink:
             call.close()
 
     def start(self, operation: Operation) -> None:
-        """Line the operation up: `block` does it, in the order of starts."""
+        """Queue the operation. `block` runs the queue in order."""
         self._queue.append(operation)
 
     def advance(self) -> bool:
-        """Return False: nothing goes on by itself."""
+        """Return False: nothing runs in the background."""
         return False
 
     def block(self, operation: Operation) -> bool:
-        """Carry out what was started up to this operation; always True.
+        """Run the queued operations up to this one. Always returns True.
 
         Raises:
-            CommError: where a rank is gone, or nothing moved for too long.
+            CommError: if a rank has exited, or no data moved for too long.
         """
         while not operation.finished:
             one = self._queue[0]
@@ -148,11 +152,11 @@ class SocketLink:
         return True
 
     def late(self) -> tuple[int, ...]:
-        """Return nothing: who is late is seen when the time is over."""
+        """Return (): late ranks are only detected by the timeout."""
         return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: `block` keeps the time."""
+        """Do nothing: `block` checks the timeout."""
 
     def _carry_out(self, operation: Operation) -> None:
         source = operation.source
@@ -197,7 +201,7 @@ class SocketLink:
         self._swap(operation, [own] * size, parts)
 
     def _swap(self, operation: Operation, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Send to each place and receive from it, all at the same time; what is this rank's own is copied."""
+        """Send to each rank and receive from it, all in parallel. This rank's part is copied locally."""
         mine, own = receives[self._place], sends[self._place]
         if mine.numel() and mine.data_ptr() != own.data_ptr():
             mine.copy_(own)
@@ -225,7 +229,7 @@ class SocketLink:
 
 
 def _move(call: socket.socket, events: int, going: memoryview, coming: memoryview) -> tuple[memoryview, memoryview]:
-    """Send and receive what goes without waiting; what is left of both."""
+    """Send and receive as much as possible without blocking. Returns the remaining views of both."""
     if events & selectors.EVENT_WRITE:
         going = going[call.send(going[:_AT_ONCE]) :]
     if events & selectors.EVENT_READ:
@@ -242,7 +246,7 @@ def _split_part(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]
 
 
 def _combined(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The parts combined in the tree of all links, which splits n at the largest power of two below it."""
+    """Combine the parts in the tree of all links, which splits n at the largest power of two below it."""
     if len(parts) == 1:
         is_short = op == "sum" and parts[0].dtype in (torch.bfloat16, torch.float16)
         return parts[0].float() if is_short else parts[0]  # rounded once, at the end
@@ -261,19 +265,21 @@ def _is_expected(going: memoryview, coming: memoryview) -> int:
     return (selectors.EVENT_WRITE if len(going) else 0) | (selectors.EVENT_READ if len(coming) else 0)
 
 
-# One rank of a replica that meets others now and then: what it says, whom it joins, and what became of it.
+# A rank of a replica under local SGD: status reports, joining rounds, and their outcomes.
 
-#: Seconds between questions, and for how long the ranks of a replica leave asking to the first one at a time.
+#: Poll interval (s), and the time (s) that the other ranks of a replica wait per call while the first one polls.
 _ASK_S, _SLICE_S = 0.05, 2.0
-#: Seconds between two words of a replica that trains, at most.
+#: Maximum seconds between two status reports of a training replica.
 _BEAT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A meeting to take part in. members: replicas. givers: those of them whose weights count. place: of this one.
+    """A rendezvous round that this replica takes part in.
 
-    doors: of each member's ranks. number, token: of the anchor that comes of it. step: where givers stand.
+    `members` are replica indices. `givers` are the members whose weights count. `doors` are the addresses of each
+    member's ranks. `place` is this replica's index among the members. `number` and `token` identify the resulting
+    anchor. `step` is the givers' step.
     """
 
     id: int
@@ -287,22 +293,22 @@ class Call:
 
 
 class ReplicaGroup:
-    """Joins a replica's ranks to those of other replicas. All ranks of the replica call its methods together.
+    """Joins a replica's ranks to the ranks of other replicas. All ranks of the replica call its methods together.
 
-    figures: where this replica stands, which the others are told: number and token of its anchor, step, loss.
-    others: step and loss of each replica, as last heard. says: takes lines for people. wants_out: whether this replica
-    is asked to stop, so that it waits for no meeting; the first rank is asked.
+    `figures` is this replica's reported status: number and token of its anchor, step, loss. `others` holds the last
+    reported step and loss of each replica. `wants_out` returns True if this replica was requested to stop, so that it
+    waits for no round; it is called on the first rank.
 
     Args:
-        mesh: of this replica.
-        replica: which one it is.
-        address: of the meeting place.
-        host: under which ranks of other replicas reach this machine.
-        timeout_s: how long nothing may move.
-        key: that the meeting place must have.
-        on_first: returns what the first rank of the replica finds, on all of them.
+        mesh: the replica's mesh.
+        replica: index of this replica.
+        address: address of the rendezvous server.
+        host: the address of this machine for ranks of other replicas.
+        timeout_s: maximum time without progress.
+        key: shared key that the rendezvous server must have.
+        on_first: runs a function on the replica's first rank and returns its result on all of them.
         gather: returns the bytes of each rank of the replica, on all of them.
-        says: takes lines for people.
+        says: called with lines for the user.
     """
 
     def __init__(
@@ -330,14 +336,15 @@ class ReplicaGroup:
             threading.Thread(target=self._beat, name="weft-beat", daemon=True).start()
 
     def close(self) -> None:
-        """Stop saying where this replica stands."""
+        """Stop the status reports and stop listening."""
         self._over.set()
         self._door.close()
 
     def begin(self) -> None:
-        """Wait until each replica stands before its first step or was further once, for `timeout_s` at most.
+        """Wait until every replica is ready for its first step or has trained before, for `timeout_s` at most.
 
-        One that starts a little later than the others then finds what they found, and is late at no meeting.
+        A replica that starts a little later than the others then loads the same state as they did, and is late for no
+        round.
         """
         self.figures["begins"] = True
         end = time.monotonic() + self.timeout_s
@@ -345,21 +352,21 @@ class ReplicaGroup:
             pass
 
     def is_behind(self) -> bool:
-        """Return whether another replica has a newer anchor."""
+        """Return True if another replica has a newer anchor."""
         return bool(self._on_first(self._report_where))
 
     def meet(self, layout: str) -> Call | dict[str, Any]:
-        """Wait for a meeting: as long as it takes where another replica's anchor is newer.
+        """Wait for a round, without a time limit if another replica's anchor is newer.
 
-        Returns what the place says where there is none: "alone" where it could not be reached, "over", "leave" where
-        this replica is asked to stop.
+        If there is no round, this returns the server's answer: "alone" if the server is unreachable, "over", or "leave"
+        if this replica was requested to stop.
 
         Args:
-            layout: what this replica holds, in words: the others must hold the same.
+            layout: description of this replica's tensors. It must be equal on all replicas.
 
         Raises:
-            CommError: where another replica holds something else.
-            ConfigError: where the meeting place has another key.
+            CommError: if another replica has a different layout.
+            ConfigError: if the rendezvous server has another key.
         """
         lost_at: list[float] = []
         more = {"doors": self._doors, "layout": layout}
@@ -376,11 +383,11 @@ class ReplicaGroup:
                 return told
 
     def finalize(self, call: Call, is_well: bool) -> bool:
-        """Return whether a meeting counts.
+        """Return True if the round is committed.
 
         Args:
-            call: what it was.
-            is_well: whether this rank has all of it.
+            call: the round.
+            is_well: True if this rank completed its exchange.
         """
         ok = all(one == b"1" for one in self._gather(b"1" if is_well else b"0"))
         more: dict[str, Any] = {"id": call.id, "ok": ok}
@@ -391,7 +398,7 @@ class ReplicaGroup:
                 return told["do"] == "commit"
 
     def end(self, where: str) -> None:
-        """Tell that this replica has come to its end, and where its model is."""
+        """Send the end of this replica's run and the location of its model, then close."""
         if self._mesh.rank == 0:
             with contextlib.suppress(OSError):
                 self._line.ask("end", **self.figures, where=where)
@@ -399,10 +406,13 @@ class ReplicaGroup:
 
     @contextmanager
     def axis(self, call: Call) -> Generator[Axis]:
-        """Join the ranks of the members that hold the same part as this one. OSError where one does not come.
+        """Join the members' ranks that store the same shard as this one, for the block.
 
         Args:
-            call: the meeting.
+            call: the round.
+
+        Raises:
+            OSError: if a rank does not connect.
         """
         rank, mesh = self._mesh.rank, self._mesh
         doors = [each[rank] for each in call.doors]
@@ -426,7 +436,7 @@ class ReplicaGroup:
             link.close()
 
     def _all_begin_in_a_while(self, end: float) -> bool:
-        """On the first rank: whether there is nothing to wait for any more, after some seconds at most."""
+        """Wait some seconds on the first rank. Returns True if there is nothing left to wait for."""
         look_until = min(end, time.monotonic() + _SLICE_S)
         while time.monotonic() < look_until and not self.wants_out():
             with contextlib.suppress(OSError):
@@ -436,7 +446,7 @@ class ReplicaGroup:
         return self.wants_out() or time.monotonic() >= end
 
     def _ask_for_a_while(self, say: str, more: dict[str, Any], lost_at: list[float]) -> dict[str, Any]:
-        """On the first rank: ask until there is an answer other than "wait", for some seconds."""
+        """Poll on the first rank for some seconds, until there is an answer other than "wait"."""
         end = time.monotonic() + _SLICE_S
         while True:
             if say == "arrive" and self.wants_out():
@@ -461,7 +471,7 @@ class ReplicaGroup:
                 self._report_where()
 
     def _report_where(self) -> bool:
-        """Tell where this replica stands; whether another one's anchor is newer, as far as is known."""
+        """Report this replica's status. Returns True if the server reports a newer anchor of another replica."""
         with contextlib.suppress(OSError):
             told = self._line.ask("beat", **self.figures)
             self._behind, self.others = bool(told["behind"]), told["replicas"]

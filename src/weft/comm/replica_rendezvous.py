@@ -1,14 +1,16 @@
-"""Who takes part in which meeting: one state, changed by what replicas say, with no clock and no socket of its own.
+"""Rendezvous of local SGD replicas: a state machine that decides which replicas take part in which round.
 
-A replica's *anchor* has a number, how many meetings it has been through, and a token that only equal anchors share. At
-a meeting
+`RendezvousRounds` is changed only by the replicas' messages. It has no clock and no socket.
 
-    givers      have the newest anchor of all replicas that are known to live: what they learnt is averaged
-    the others  have an older one: they bring nothing, and take anchor and momentum from a giver
+A replica's *anchor* has a number (of rounds so far) and a token that only equal anchors share. In a round
 
-It begins once all that live have arrived, or when the first giver has waited for `timeout_s`. Its members exchange and
-say how that went: if all of them did well it counts for all, else for none, and those who come again begin another.
-Only this state says that a meeting counts, so that two parts of a cut network never both believe in one.
+    givers      have the newest anchor of all live replicas; their updates are averaged
+    the others  have an older one; they contribute nothing, and copy anchor and momentum from a giver
+
+A round begins once all live replicas have arrived, or when the first giver has waited for `timeout_s`. Its members
+exchange weights and report the result. If all succeeded, the round is committed for all, else for none, and replicas
+that arrive again begin another. Only this state decides if a round is committed, so two partitions of a network never
+both commit one.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ from typing import Any
 
 from weft.errors import ConfigError, LaunchError
 
-#: Outcomes that are remembered: a member may have been away when one was decided.
+#: Number of outcomes to keep: a member may have been disconnected when one was decided.
 _KEPT = 8
 
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: the rest does not wait.
+    """State of one replica. `heard` and `arrived` are times (s), or None.
 
-    has_begun: it stood before its first step, with its weights, or was further, since this place is there.
+    With `given_up` the others do not wait for it. `has_begun` is True if, since this server started, the replica was
+    ready for its first step or had trained already.
     """
 
     anchor: tuple[int, int] = (-1, 0)
@@ -51,7 +54,7 @@ class _Replica:
 
 @dataclass(slots=True)
 class _Round:
-    """A meeting under way. said: how the exchange went, by member. first_said: when the first told."""
+    """A round in progress. `said` is the success of the exchange by member, `first_said` the first report's time."""
 
     told: dict[str, Any]
     said: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -59,11 +62,11 @@ class _Round:
 
 
 class RendezvousRounds:
-    """The meetings of a run's replicas.
+    """The rendezvous rounds of a run's replicas.
 
     Args:
-        replicas: how many there are.
-        timeout_s: how long those who are there wait for the others.
+        replicas: number of replicas.
+        timeout_s: how long replicas that have arrived wait for the others.
     """
 
     def __init__(self, replicas: int, timeout_s: float):
@@ -73,11 +76,12 @@ class RendezvousRounds:
         self._outcomes: dict[int, str] = {}
 
     def hear(self, said: dict[str, Any], now: float) -> dict[str, Any]:
-        """Take one replica's word, and return what it is told.
+        """Apply one replica's message and return the answer.
 
         Args:
-            said: `say` is "beat", "arrive", "leave", "done" or "end"; the rest says who it is and where it stands.
-            now: seconds of a clock that only rises.
+            said: the message. `say` is "beat", "arrive", "leave", "done" or "end"; the rest is the replica's identity
+                and status.
+            now: seconds of a monotonic clock.
         """
         number = int(said["replica"])
         one = self._replicas[number]
@@ -112,7 +116,7 @@ class RendezvousRounds:
         return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
 
     def is_over(self, now: float) -> bool:
-        """Return whether the place may close: each replica has ended, or has not been heard for long.
+        """Return True if the server may stop: each replica has ended, or has not reported for `timeout_s`.
 
         Args:
             now: seconds of the same clock.
@@ -120,7 +124,10 @@ class RendezvousRounds:
         return not any(self._lives(one, now) for one in self._replicas.values())
 
     def _leave(self, number: int) -> None:
-        """One that is asked to stop waits no longer; a meeting of which it is a member comes to nothing."""
+        """Remove a replica that was requested to stop from the waiting ones.
+
+        A round of which it is a member is aborted.
+        """
         self._replicas[number].arrived = None
         under_way = self._round
         if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
@@ -149,7 +156,7 @@ class RendezvousRounds:
         return {"do": "wait"}
 
     def _begin(self, now: float) -> None:
-        """Begin a meeting of those who have arrived, where it is time."""
+        """Begin a round of the replicas that have arrived, if it is due."""
         here = {key: one for key, one in self._replicas.items() if one.arrived is not None and self._lives(one, now)}
         newest = max(one.anchor for one in self._replicas.values() if self._lives(one, now))
         givers = sorted(key for key, one in here.items() if one.anchor == newest)
@@ -188,7 +195,7 @@ class RendezvousRounds:
         return {"do": self._outcomes.get(said["id"], "wait")}
 
     def _finalize(self, now: float) -> None:
-        """Decide whether the meeting under way counts, where that is known."""
+        """Commit or abort the current round, if the outcome is determined."""
         under_way = self._round
         if under_way is None:
             return
@@ -214,11 +221,11 @@ class RendezvousRounds:
                 self._replicas[key].anchor = (told["number"], told["token"])
 
 
-# Where replicas leave word, and how: one small question and answer at a time, each over a connection of its own.
+# Server and client: one small request and answer at a time, each over a separate connection.
 
 _MOST_BYTES = 1 << 20
 _WRONG_KEY = b"wrong key\n"
-#: How long (s) one answer may take before the question is asked again.
+#: Time (s) after which an unanswered request is repeated.
 _ANSWER_S = 5.0
 _LOOK_S = 0.2
 
@@ -227,14 +234,14 @@ class RendezvousServer:
     """Answers the replicas of one run, in threads of this process.
 
     Args:
-        host: of the interface it listens on.
-        port: 0 takes a free one.
-        replicas: how many there are.
-        timeout_s: how long a meeting waits.
-        key: that whoever asks must have.
+        host: address of the interface to listen on.
+        port: 0 picks a free one.
+        replicas: number of replicas.
+        timeout_s: how long a round waits for replicas.
+        key: shared key that clients must have.
 
     Raises:
-        LaunchError: where the address cannot be had.
+        LaunchError: if it cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, replicas: int, timeout_s: float, key: str):
@@ -253,12 +260,12 @@ class RendezvousServer:
         threading.Thread(target=self._answer, name="weft-meetings", daemon=True).start()
 
     def is_over(self) -> bool:
-        """Return whether each replica has ended, or has not been heard for `timeout_s`."""
+        """Return True if each replica has ended, or has not reported for `timeout_s`."""
         with self._lock:
             return self._rounds.is_over(time.monotonic())
 
     def wait_until_over(self) -> None:
-        """Answer until each replica has ended, or has not been heard for `timeout_s`."""
+        """Wait until each replica has ended, or has not reported for `timeout_s`."""
         while not self.is_over():
             time.sleep(_LOOK_S)
 
@@ -277,7 +284,7 @@ class RendezvousServer:
             threading.Thread(target=self._serve, args=(call,), name="weft-meeting", daemon=True).start()
 
     def _serve(self, call: socket.socket) -> None:
-        # What is no question is not answered: others may knock at a port.
+        # Invalid requests get no answer: other programs may connect to the port.
         with call, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             call.settimeout(_ANSWER_S)
             once = secrets.token_hex(16).encode()
@@ -292,13 +299,13 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """One replica's way to the place.
+    """A replica's client of the rendezvous server.
 
     Args:
         address: host:port.
-        replica: which one this is.
-        session: of this process: another one of the same replica is another session.
-        key: that the place must have.
+        replica: index of this replica.
+        session: identifies this process. A restarted replica has another session.
+        key: shared key that the server must have.
     """
 
     def __init__(self, address: str, replica: int, session: int, key: str):
@@ -306,14 +313,15 @@ class RendezvousClient:
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Return the answer. OSError where there is none in time.
+        """Send a request and return the answer.
 
         Args:
-            say: as `RendezvousRounds.hear` takes it.
-            more: the rest of what is said.
+            say: as in `RendezvousRounds.hear`.
+            more: the other fields of the message.
 
         Raises:
-            ConfigError: where the place has another key.
+            OSError: if there is no answer in time.
+            ConfigError: if the server has another key.
         """
         host, _, port = self.address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:
@@ -331,13 +339,13 @@ class RendezvousClient:
 
 
 def address_towards(address: str) -> str:
-    """Return the address of this machine by which the machine of another address sees it; nothing is sent.
+    """Return the address of this machine on the route to another address. Sends nothing.
 
     Args:
         address: host:port.
 
     Raises:
-        LaunchError: where this machine knows no way there.
+        LaunchError: if this machine has no route to it.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -368,7 +376,7 @@ def _with_proof(text: bytes, key: bytes, once: bytes, who: bytes) -> bytes:
 
 
 def _proven(line: bytes, key: bytes, once: bytes, who: bytes) -> bytes | None:
-    """What a line says; None where who wrote it does not have the key."""
+    """Return the text of a line, or None if its sender does not have the key."""
     proof, _, text = line.partition(b" ")
     return text if hmac.compare_digest(proof, _proof(text, key, once, who)) else None
 

@@ -1,11 +1,11 @@
-"""Signatures of the messages that ranks leave in their store.
+"""Signatures of the messages that ranks write to their store.
 
 The store has no password: every process that reaches its port can list, read and overwrite its keys. Each message of
-Weft therefore carries an HMAC-SHA256 of its key and its text, made with a secret that all ranks of one process group
-share. `weft train` hands the secret to its ranks over a socket that checks the caller's user. Under torchrun and srun
-rank 0 draws it and broadcasts it over the process group, whose connections are not in the store.
+Weft therefore carries an HMAC-SHA256 of its key and its text, with a secret that all ranks of one process group share.
+`weft train` passes the secret to its ranks over a socket that checks the client's user. Under torchrun and srun, rank 0
+draws it and broadcasts it over the process group, whose connections are not in the store.
 
-What torch itself stores there (addresses of gloo, NCCL's id) is not signed.
+Data that torch stores there (addresses of gloo, NCCL's id) is not signed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from weft.errors import CommError, WeftWarning
 
 _SECRET_BYTES = 32
 _SIGNATURE_LENGTH = 64
-#: The key of each process group of this process, which its group does not outlive.
+#: The key of each process group of this process. A key does not outlive its group.
 _keys: list[tuple[weakref.ref[dist.ProcessGroup], StoreKey]] = []
 
 
 class StoreKey:
-    """Signs messages and checks signatures. A message is bound to its key in the store, so it is valid nowhere else.
+    """Signs messages and checks signatures. A signature is bound to the message's key in the store.
 
     Args:
-        secret: known to all ranks, and to no other process.
+        secret: shared by all ranks, and by no other process.
     """
 
     def __init__(self, secret: bytes):
@@ -42,7 +42,7 @@ class StoreKey:
         self._warned: set[str] = set()
 
     def next_number(self, purpose: str) -> int:
-        """Return 1, 2, 3, ... for each call with this purpose, the same on all ranks that make the same calls."""
+        """Return 1, 2, 3, ... for calls with the same purpose, equal on all ranks that make the same calls."""
         self._numbers[purpose] += 1
         return self._numbers[purpose]
 
@@ -76,18 +76,18 @@ def forged(name: str) -> str:
 
 
 def store_key() -> StoreKey:
-    """Return the key of the present process group; the first call is `share_store_key`, which all ranks make."""
+    """Return the key of the current process group. The first call is a `share_store_key` on all ranks."""
     group = dist.group.WORLD
     _keys[:] = [one for one in _keys if one[0]() is not None]
     return next((key for of, key in _keys if of() is group), None) or share_store_key()
 
 
 def share_store_key(given: str = "", common: bytes = b"") -> StoreKey:
-    """Return a new key of the present process group. All ranks call it; a collective unless a secret is given.
+    """Return a new key of the current process group. All ranks call it; a collective unless a secret is given.
 
     Args:
-        given: hex digits of the secret if every rank has it already.
-        common: what this rank was told before there was a group, which must be the same on all ranks.
+        given: hex digits of the secret, if every rank has it already.
+        common: settings that this rank received before there was a group. They must be equal on all ranks.
 
     Raises:
         CommError: if `common` differs from rank 0's, or if the ranks cannot be reached.

@@ -1,8 +1,7 @@
 """Control messages between ranks over their store, for a thread that must not issue collectives.
 
-Sending costs one store request, whatever the number of ranks. Rank 0 reads all messages in batches of 1,024 keys. A
-second process group would do too, but it holds a socket for every other rank. All messages are signed
-(watch/signed_store.py).
+Sending costs one store request, independent of the number of ranks. Rank 0 reads all messages in batches of 1,024 keys.
+A second process group would need a socket for every other rank. All messages are signed (see `weft.comm.signed_store`).
 """
 
 from __future__ import annotations
@@ -23,25 +22,26 @@ from weft.env import RankEnv
 from weft.errors import CheckpointError, CommError, WeftError
 from weft.private_torch import Store
 
-#: How long (s) one request waits for missing messages; it is then repeated without an end.
+#: Time (s) that one request waits for missing messages. It is repeated without a limit.
 _SLICE = datetime.timedelta(seconds=60)
 #: Messages per request.
 _AT_ONCE = 1024
-#: How long (s) a reader waits for a signed message to replace one that is not, and how often it looks.
+#: Time (s) that a reader waits for a signed message to replace an unsigned one, and its poll interval.
 _FORGED_S, _LOOK_AGAIN_S = 30.0, 0.1
 
 
 class StoreChannel:
-    """Ordered messages between all ranks. All make one, and call the same methods in the same order, from one thread.
+    """Ordered control messages between all ranks.
 
-    If a rank exits, the others block until the launcher ends the job. Methods raise CommError if the store is lost, or
-    if a message is not signed.
+    Every rank constructs the channel and calls the same methods in the same order, from one thread. If a rank exits,
+    the others block until the launcher ends the job. Methods raise CommError if the store is lost, or if a message is
+    not signed.
 
     Args:
         rank: this rank.
         number: number of ranks.
-        open_store: opens a store connection for this thread; None connects to the ranks' store.
-        key: signs the messages; None takes the key of the process group.
+        open_store: opens a store connection for this thread. None connects to the ranks' store.
+        key: signs the messages. None uses the key of the process group.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StoreChannel:
         self._store: Store | None = None
         self._turn = 0
         self._spent: list[str] = []
-        # Counted here and not in the store, where others could change the count.
+        # Counted here and not in the store, where other processes could change the count.
         self._prefix = f"weft/talk/{self._key.next_number('talk')}"
 
     def gather(self, record: bytes) -> list[bytes]:
@@ -103,7 +103,7 @@ class StoreChannel:
         return f"{self._prefix}/{self._turn}"
 
     def _read(self, store: Store, keys: Sequence[str]) -> list[bytes]:
-        """Wait for messages as long as it takes."""
+        """Wait for messages without a time limit, and return them."""
         untyped: Any = store
         found: list[bytes] = []
         for first in range(0, len(keys), _AT_ONCE):
@@ -114,7 +114,7 @@ class StoreChannel:
         return found
 
     def _opened(self, store: Store, key: str, stored: bytes) -> bytes:
-        """Return a message once it is signed: the rank that owns the key overwrites what others put there."""
+        """Return a message once it is signed. The rank that owns the key overwrites forged values."""
         end = time.monotonic() + _FORGED_S
         while (text := self._key.opened(key, stored)) is None:
             if time.monotonic() > end:
@@ -137,7 +137,7 @@ class StoreChannel:
 
 
 def _all_set(store: Store, keys: list[str]) -> bool:
-    """Wait for a while; return True once all messages are there."""
+    """Wait for one time slice. Returns True once all messages are set."""
     try:
         store.wait(keys, _SLICE)
     except dist.DistStoreError as error:
@@ -151,32 +151,36 @@ def _put(store: Store, signing: StoreKey, key: str, message: bytes) -> None:
     store.set(key, signing.sign(key, message))  # pyright: ignore[reportArgumentType]  # bytes are taken too
 
 
-# The first rank's word, heard by the others before there is a process group.
+# A message of rank 0 that the other ranks receive before there is a process group.
 
-#: How often (s) a rank asks, at first and at last.
+#: First and last poll interval (s) of a waiting rank.
 _ASK_S = (0.02, 1.0)
-#: How long (s) the first rank, which may host the store, stays for the others to hear its word.
+#: Time (s) that rank 0, which may host the store, waits for the others to receive its message.
 _STAY_S = 10.0
 
 
 class RankZeroMessage:
-    """One message of rank 0 to all others. Its methods raise CommError when the store is lost."""
+    """One message of rank 0 to all others. Its methods raise CommError if the store is lost.
+
+    Args:
+        place: this rank.
+        store: the store of all ranks, from `weft.comm.mesh.open_store`.
+    """
 
     def __init__(self, place: RankEnv, store: Store):
-        """store: of all ranks, as `weft.comm.mesh.open_store` gives it."""
         self._place, self._store = place, store
         # A launcher that restarts its ranks may keep the store.
         self._key = f"weft/word/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def say(self, word: bytes) -> None:
-        """Say rank 0's word; returns at once."""
+        """Send rank 0's message without waiting."""
         try:
             self._store.set(self._key, word)  # pyright: ignore[reportArgumentType]  # bytes are taken too; the stub says str
         except (dist.DistError, RuntimeError) as error:
             raise self._lost(error) from error
 
     def hear(self) -> bytes:
-        """Wait for rank 0's word, as long as it takes, on another rank."""
+        """Wait on another rank for rank 0's message, without a time limit, and return it."""
         pause = _ASK_S[0]
         try:
             while not self._store.check([self._key]):
@@ -189,7 +193,7 @@ class RankZeroMessage:
         return word
 
     def wait_until_received(self) -> None:
-        """Wait on rank 0 until all others have heard, at most 10 s; call it before leaving after a refusal."""
+        """Wait on rank 0 until all others have received it, at most 10 s. Call it before exiting with an error."""
         end = time.monotonic() + _STAY_S
         try:
             while self._store.add(f"{self._key}/heard", 0) < self._place.world_size - 1 and time.monotonic() < end:
@@ -205,21 +209,22 @@ class RankZeroMessage:
         )
 
 
-# Reports in the ranks' store: each rank leaves a small one, and rank 0 reads them all.
+# Reports in the ranks' store: each rank stores a small one, and rank 0 reads them all.
 
 _TIMEOUT = datetime.timedelta(seconds=5)
 _PREFIX = "weft/figures/"
-#: Reports per request.
 
 
 class StoreReports:
-    """One rank's end of the board. Reports are signed and numbered: others cannot write one, nor bring back an old one.
+    """Reports of all ranks in the store.
+
+    Reports are signed and numbered, so other processes can neither forge one nor replay an old one.
 
     Args:
         rank: this rank.
         number: number of ranks.
-        open_store: opens a store connection; None connects to the ranks' store.
-        key: signs the reports; None takes the key of the process group.
+        open_store: opens a store connection. None connects to the ranks' store.
+        key: signs the reports. None uses the key of the process group.
     """
 
     def __init__(
@@ -241,12 +246,12 @@ class StoreReports:
         self._open().set(name, stored)  # pyright: ignore[reportArgumentType]  # bytes are taken too
 
     def read(self) -> Sequence[str]:
-        """Return the newest report of every rank, "" for a rank without one."""
+        """Return the newest report of every rank, or "" for a rank without one."""
         store = self._open()
         untyped: Any = store
         keys = [f"{_PREFIX}{rank}" for rank in range(self._number)]
         if not self._all_set:
-            # A missing key would be waited for. A key that is there keeps its value.
+            # A request would wait for a missing key. An existing key keeps its value.
             for key in keys:
                 store.compare_set(key, "", "")
             self._all_set = True
@@ -258,7 +263,7 @@ class StoreReports:
         return [self._newest.get(rank, (0, ""))[1] for rank in range(self._number)]
 
     def _take(self, rank: int, key: str, stored: bytes) -> None:
-        """Keep a report if it is signed and newer than the one before."""
+        """Keep a report if it is signed and newer than the last one."""
         text = self._key.opened(key, stored) if stored else None
         if text is None:
             return

@@ -1,4 +1,4 @@
-"""What a device costs by time, as people write it: 2.5usd/h."""
+"""Accounting of a run: its time by cause, goodput, the best checkpoint interval, and the price of devices."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Money for one device and one second. currency: three letters, in capitals."""
+    """Price of one device for one second. `currency` is three capital letters."""
 
     per_s: float
     currency: str
 
     @classmethod
     def parse(cls, text: str) -> Price:
-        """Read such as "2.5usd/h" or "$30/d".
+        """Parse a price such as "2.5usd/h" or "$30/d".
 
         Raises:
-            ConfigError: where it is no price.
+            ConfigError: if the text is not a price.
         """
         swapped = re.sub(r"^\s*([$€£¥])\s*([\d.]+)", r"\2\1", text)
         match = _PRICE.fullmatch(swapped.strip())
@@ -42,26 +42,29 @@ class Price:
         return cls(float(match[1]) / _SECONDS[match[3]], _SIGNS.get(match[2], match[2].upper()))
 
     def of(self, device_s: float) -> float:
-        """Return what so many seconds of one device cost."""
+        """Return the cost of `device_s` seconds of one device."""
         return self.per_s * device_s
 
     def text(self, device_s: float) -> str:
-        """Return that in words: "12.50 USD"."""
+        """Return the cost as text, such as "12.50 USD"."""
         return f"{self.of(device_s):,.2f} {self.currency}"
 
 
-# The ledger of a run: each second of its life under one cause, event by event, over all its starts.
+# Ledger of a run: each second over all its starts is attributed to one cause.
 
 PRODUCTIVE = "productive"
-#: In the order of a run's life; "productive" is none of them.
+#: In the order of a run's life, without "productive".
 CAUSES = ("start", "compile", "data", "evaluation", "tracing", "checkpoint", "lost work", "held", "restart", "other")
-#: Events that the loop writes when it has done something; others come from threads, at any moment.
+#: Events that the training loop writes after doing something. Others are written by threads at any time.
 _OF_THE_LOOP = frozenset({"start", "step", "eval", "trace", "end"})
 
 
 @dataclass
 class TimeLedger:
-    """Adds up events in their order; may be asked at any time. first, last: times of its first and last event (s)."""
+    """Attributes a run's time to causes, from its events in order. `first` and `last` are the times (s) of its events.
+
+    It can be read at any time.
+    """
 
     first: float = math.nan
     last: float = math.nan
@@ -94,18 +97,18 @@ class TimeLedger:
             self.last = when if math.isnan(self.last) else max(self.last, when)
 
     def feed_all(self, events: Iterable[Mapping[str, Any]]) -> TimeLedger:
-        """Add many, and return this ledger."""
+        """Add many events and return this ledger."""
         for event in events:
             self.feed(event)
         return self
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds by cause, "productive" first; all causes are there."""
+        """Return the seconds by cause, "productive" first, including causes with 0."""
         found = {PRODUCTIVE: self._kept[0], **dict.fromkeys(CAUSES, 0.0)}
         for cause, seconds in self._seconds.items():
             found[cause] += seconds
         found["data"] += self._kept[1]
-        # A wait for a save that no gap between two steps holds was inside of a step.
+        # A wait for a save outside of all gaps between steps happened inside a step.
         found[PRODUCTIVE], found["other"] = found[PRODUCTIVE] + min(0.0, found["other"]), max(0.0, found["other"])
         typical = self._typical_step()
         for took, compiles in self._first_steps:
@@ -116,22 +119,22 @@ class TimeLedger:
 
     @property
     def wall_s(self) -> float:
-        """All seconds that have a cause."""
+        """All attributed seconds."""
         return sum(self._seconds.values()) + sum(self._kept)
 
     @property
     def share(self) -> float:
-        """Of the time, what made steps that count; 0 to 1."""
+        """Share of the time spent on steps that count, 0 to 1."""
         return self.seconds()[PRODUCTIVE] / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def device_s(self) -> float:
-        """Seconds times devices, over starts that may have had different numbers of them."""
+        """Seconds times number of devices, which may differ between starts."""
         return self._device_s
 
     def _begin(self, event: Mapping[str, Any], when: float) -> None:
         if self._state in ("runs", "failed"):
-            # The launcher's word of a failure may be missing: it was killed itself.
+            # The launcher's failure event may be missing, because the launcher was killed too.
             self.failures += self._state == "runs"
             self._spend("restart", when - self._looped)
         elif self._state == "held":
@@ -170,13 +173,13 @@ class TimeLedger:
             self._state = "will be held"
         elif kind in ("checkpoint", "copy"):
             stall = number(event.get("stall_s", 0.0))
-            # The wait came between two events of the loop, or comes before the next one.
+            # The wait happened between two events of the loop, or is before the next one.
             if math.isfinite(stall) and stall > 0:
                 self._seconds["checkpoint"] = self._seconds.get("checkpoint", 0.0) + stall
                 self._seconds["other"] = self._seconds.get("other", 0.0) - stall
 
     def _add_step(self, event: Mapping[str, Any], took: float) -> None:
-        # Called for each step of logs with millions of them: nothing here is more general than it must be.
+        # Called for each step of logs with millions of steps, so this is optimized for speed.
         parts = event.get("seconds")
         total = data = 0.0
         if isinstance(parts, dict):
@@ -208,7 +211,7 @@ class TimeLedger:
         self._kept[1] += data
 
     def _forget_beyond(self, step: int) -> None:
-        """What was done beyond this step is done again."""
+        """Count later steps as lost work, because they are repeated."""
         while self._step and self._step[-1] > step:
             self._step.pop()
             work, data = self._work.pop(), self._data.pop()
@@ -222,7 +225,7 @@ class TimeLedger:
             self._device_s += seconds * self._devices
 
     def _typical_step(self) -> float:
-        """The median of a step's work; of the last thousands of a long run."""
+        """Return the median work time of a step, over the last 10,000 steps."""
         count = len(self._work)
         if count < 3:
             return 0.0
@@ -236,17 +239,17 @@ def _step_of(event: Mapping[str, Any]) -> int | None:
     return step if type(step) is int and abs(step) < 2**62 else None
 
 
-# Which share of a run's time made steps that count, what took the rest, and how often to save.
+# Goodput: the productive share of a run's time, the losses, and the best save interval.
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
     """Seconds of a run, over all its starts.
 
-    wall_s: from the first start to the end, without the time between an orderly stop and the next start. steps_s: of
-    steps that count, as `TimeLedger` has them. redone_s: of steps that a later start did again. stalls_s: training
-    waited for saves, and for copies in memory. away_s: from the last sign of a start that failed to the next one.
-    stall_s, step_s: of one save and one step, medians.
+    `wall_s` is the time from the first start to the end, without the time between an orderly stop and the next start.
+    `steps_s` is spent on steps that count (see `TimeLedger`), `redone_s` on steps that a later start repeated.
+    `stalls_s` is the time that training waited for saves and copies in memory. `away_s` is the time from the last event
+    of a failed start to the next start. `stall_s` and `step_s` are the medians of one save and one step.
     """
 
     wall_s: float = 0.0
@@ -260,22 +263,26 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of the time, what made steps that count; 0 to 1."""
+        """Share of the time spent on steps that count, 0 to 1."""
         return self.steps_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def between_failures_s(self) -> float:
-        """Mean time from one failure to the next; infinite where there was none."""
+        """Mean time between failures; infinite without failures."""
         return self.wall_s / self.failures if self.failures else math.inf
 
     def best_every(self) -> int | None:
-        """Return the steps between saves that would have cost least; None without a failure or a save."""
+        """Return the number of steps between saves with the least cost, or None without a failure or a save."""
         if not self.failures or self.stall_s <= 0 or self.step_s <= 0:
             return None
         return max(1, round(best_interval(self.stall_s, self.between_failures_s) / self.step_s))
 
     def lines(self, every: int) -> list[str]:
-        """Return what to print at the end of a run with failures. every: steps between its saves (checkpoint.every)."""
+        """Return the lines to print at the end of a run with failures.
+
+        Args:
+            every: steps between saves (checkpoint.every).
+        """
         if not self.failures:
             return []
         count = f"{self.failures} failure{'s' if self.failures > 1 else ''}"
@@ -292,10 +299,14 @@ class Goodput:
 
 
 def best_interval(stall_s: float, between_failures_s: float) -> float:
-    """Return the seconds of training between two saves that lose least time to saves and to steps done again.
+    """Return the interval (s) between saves that minimizes the time lost to saves and repeated steps.
 
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37; its
-    first term is Young's sqrt(2 stall M) of 1974. stall_s: what one save costs. between_failures_s: the mean time.
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37. Its
+    first term is Young's sqrt(2 stall M) of 1974.
+
+    Args:
+        stall_s: cost of one save.
+        between_failures_s: mean time between failures.
     """
     if stall_s >= 2 * between_failures_s:
         return between_failures_s
@@ -306,8 +317,8 @@ def best_interval(stall_s: float, between_failures_s: float) -> float:
 def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
     """Add up a run's events.jsonl.
 
-    A start that ends without an "end", or with a failure after it, has failed; the failures that the launcher noted and
-    those that only the next start shows (the launcher itself was killed) count alike.
+    A start without an "end" event, or with a failure after it, has failed. Failures that the launcher recorded are
+    counted like those that only the next start reveals (if the launcher itself was killed).
     """
     ledger = TimeLedger()
     kept: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What judges remember: for how long something has been so, and what is usual."""
+"""Judges of alert conditions, and their state: how long a condition has held, and the usual value of a figure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weft.config.metrics import FIGURES
 from weft.monitor.metrics import FigureReading
 from weft.units import format_bytes, format_seconds
 
-#: Readings that a window keeps at most; of a longer span every n-th stands for the others.
+#: Maximum number of readings in a window. For a longer span, only every n-th reading is kept.
 MOST_KEPT = 1000
-#: Readings that must be there before a median or a deviation says anything.
+#: Minimum number of readings for a median or a deviation.
 _LEAST = 20
-#: What is usual is asked anew once this part of a window is new.
+#: The usual value is recomputed once this fraction (1/n) of a window is new.
 _REFRESHED = 25
 #: Median absolute deviations of a normal distribution in one standard deviation.
 _MAD = 1.4826
-#: A deviation is at least this share of the median: figures that hardly move are no reason to alert.
+#: Minimum deviation as a share of the median, so that nearly constant figures do not alert.
 _LEAST_DEVIATION = 1e-3
 
 
 class Streak:
-    """For how long something has been so."""
+    """Tracks how long a condition has held."""
 
     def __init__(self, span: RunSpan | None):
         self._span = span
@@ -36,7 +36,7 @@ class Streak:
         self.since: int | None = None
 
     def see(self, is_so: bool, reading: FigureReading) -> bool:
-        """Whether it has been so for the whole span."""
+        """Add a reading and return True if the condition has held for the full span."""
         if not is_so:
             self._count, self.since = 0, None
             return False
@@ -63,7 +63,7 @@ class TimeWindow:
         self._new = 0
 
     def add(self, value: float, time: float) -> None:
-        """Take a reading."""
+        """Add a reading."""
         self._number += 1
         if self._number % self._stride:
             return
@@ -76,7 +76,7 @@ class TimeWindow:
                 self._values.popleft()
         most = MOST_KEPT if self._span.unit == "s" else math.ceil(self._span.amount / self._stride)
         if len(self._values) > most:
-            # Of a span of time too many readings: the older half thins out.
+            # With too many readings in a span of time, the older half is thinned out.
             if self._span.unit == "s":
                 half = len(self._values) // 2
                 self._values = deque([*list(self._values)[:half:2], *list(self._values)[half:]])
@@ -84,35 +84,36 @@ class TimeWindow:
                 self._values.popleft()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all readings."""
         self._values.clear()
         self._known = None
 
     def usual(self) -> tuple[float, float, float] | None:
-        """(median, median of the newest fifth, deviation from it); None while too few readings are known."""
+        """Return (median, median of the newest fifth, deviation from it), or None with too few readings."""
         if len(self._values) < self._least:
             return None
         if self._known is None:
             values = [value for _, value in self._values]
             middle = statistics.median(values)
-            # From one reading to the next: a curve that falls would make the deviation from its median large.
+            # Differences of successive readings: for a falling curve, the deviation from its median would be too
+            # large.
             moves = statistics.median(abs(after - before) for before, after in pairwise(values))
             recent = statistics.median(values[-max(_LEAST, len(values) // 5) :])
             self._known = middle, recent, max(_MAD * moves / math.sqrt(2), _LEAST_DEVIATION * abs(recent))
         return self._known
 
 
-# What decides whether a condition holds: one judge for each, fed with a run's readings and events in their order.
+# One judge for each condition, fed with a run's readings and events in order.
 
-#: Parts that a trend's span is divided into, and quarters that must all go the same way.
+#: Number of buckets of a trend's span, and of quarters that must all move in the same direction.
 _BUCKETS, _QUARTERS = 64, 4
 
 
 class Judge:
     """Base of all judges.
 
-    holds: whether the condition is true now. said: why, in words. since: first step of it, where known. figures: names
-    of the figures that it wants to see.
+    `holds` is True while the condition is true. `said` is the reason as text. `since` is the first step at which it
+    held, if available. `figures` names the figures that the judge reads.
     """
 
     figures: frozenset[str] = frozenset()
@@ -123,16 +124,16 @@ class Judge:
         self.since: int | None = None
 
     def take(self, reading: FigureReading) -> None:
-        """See a reading of one of its figures."""
+        """Add a reading of one of its figures."""
 
     def hear(self, event: str, time: float) -> None:
-        """Hear of an event, before its readings."""
+        """Add an event, before its readings."""
 
     def tick(self, now: float) -> None:
-        """Hear what time it is, where no event says so."""
+        """Update the current time when no event carries it."""
 
     def all(self) -> Iterator[Judge]:
-        """Yield it and those that it is made of."""
+        """Yield this judge and its parts."""
         yield self
 
 
@@ -170,7 +171,7 @@ class _CompareJudge(Judge):
             self.said, self.since = next(iter(self._true.values()))
 
     def _bound(self, label: str, value: float, reading: FigureReading) -> tuple[float | None, str]:
-        """What the value is compared with, and that in words."""
+        """Return the bound for the value, and its description."""
         condition = self._condition
         if condition.of == "":
             return condition.value, ""
@@ -191,7 +192,7 @@ class _CompareJudge(Judge):
             if math.isfinite(value):
                 window.add(value, reading.time)
         else:
-            # What is out of bounds is no part of what is usual, until it has become usual itself.
+            # Values out of bounds do not enter the usual value, until they have become usual themselves.
             self._out[label] = self._out.get(label, 0) + 1
             most = condition.over.amount if condition.over.unit != "s" else MOST_KEPT
             if self._out[label] > most:
@@ -300,7 +301,7 @@ class _TrendJudge(Judge):
         self.said = next(iter(self._true.values()), self.said)
 
     def _moved(self, buckets: deque[tuple[float, float, int]], at: float) -> float | None:
-        """How far it went over the span; None while too little of it is known, and where it went to and fro."""
+        """Return the change over the span, or None with too little data or if the direction changes."""
         if len(buckets) < 2 * _QUARTERS or at - buckets[0][0] < 0.97 * self._condition.span.amount:
             return None
         values = [total / count for _, total, count in buckets]
@@ -309,7 +310,7 @@ class _TrendJudge(Judge):
         way = 1.0 if self._condition.rises else -1.0
         if any(way * (after - before) <= 0 for before, after in pairwise(middles)):
             return None
-        # The middles of the first and the last quarter are three quarters of the span apart.
+        # The centers of the first and the last quarter are three quarters of the span apart.
         moved = way * (middles[-1] - middles[0]) * _QUARTERS / (_QUARTERS - 1)
         return moved / max(abs(middles[0]), 1e-12) if self._condition.relative else moved
 
@@ -327,7 +328,7 @@ class _MissingJudge(Judge):
             self._last, self._step, self.holds = reading.time, reading.step, False
 
     def hear(self, event: str, time: float) -> None:
-        # Between an end and the next first step nothing is missing: starting takes its time.
+        # Nothing is missing between an end and the next first step, because starting takes time.
         if event in ("end", "held", "failure", "start"):
             self._last, self.holds = None, False
 
@@ -349,7 +350,7 @@ class _HappenedJudge(Judge):
 
 
 class _JoinedJudge(Judge):
-    """holds is asked of the parts each time."""
+    """A combination of judges. `holds` is computed from the parts at each access."""
 
     def __init__(self, parts: tuple[Condition, ...], *, every: bool):
         self._parts = [judge_of(part) for part in parts]
@@ -401,7 +402,7 @@ def _compared(value: float, operator: str, bound: float) -> bool:
 
 
 def _shown(reading: FigureReading, value: float) -> str:
-    """A value as people read it, by the figure's unit."""
+    """Return a value as text in the figure's unit."""
     unit = FIGURES[reading.name].unit
     if not math.isfinite(value):
         return str(value)

@@ -1,4 +1,4 @@
-"""A held run: who waits leaves a note in the run folder, and a person's word comes back through it."""
+"""Alerts, user requests to a run, and files of a paused run."""
 
 from __future__ import annotations
 
@@ -28,32 +28,36 @@ from weft.monitor.sinks.pump import EventFollower, Pump
 from weft.monitor.sinks.registry import make_sink
 from weft.units import format_seconds, parse_seconds
 
-#: Made by a person who wants a held run to go on (`touch`, `weft resume`); settings to change, one a line.
+#: Created by the user to continue a paused run (`touch`, `weft resume`). Contains settings to change, one per line.
 GO_ON = "go_on"
-#: There while the run is held.
+#: Exists while the run is paused.
 HELD = "held.json"
 
 
 class PauseFiles:
-    """The files by which a launcher and a person speak about a held run. folder: of the run."""
+    """The files in the run folder by which the launcher and the user communicate about a paused run.
+
+    Args:
+        folder: the run's folder.
+    """
 
     def __init__(self, folder: Path):
         self._word, self._note = folder / GO_ON, folder / HELD
 
     @property
     def is_held(self) -> bool:
-        """Whether a launcher waits there, as far as its note says."""
+        """True if a launcher waits there, according to its note."""
         return self._note.is_file()
 
     def begin(self, why: str, step: int | None) -> None:
-        """Leave the note; a word from before does not count."""
+        """Write the note, and drop an earlier answer of the user."""
         self._word.unlink(missing_ok=True)
         note = {"since": round(time.time(), 3), "step": step, "why": why, "pid": os.getpid()}
         with contextlib.suppress(OSError):  # the disk may be full, and the run waits all the same
             self._note.write_text(json.dumps(note, indent=1) + "\n")
 
     def word(self) -> list[str] | None:
-        """Return the settings of a person's word, and take the word away; None where there is none yet."""
+        """Return the settings of the user's answer and delete it, or return None if there is no answer yet."""
         try:
             text = self._word.read_text(errors="replace")
         except FileNotFoundError:
@@ -62,41 +66,42 @@ class PauseFiles:
         return [line.strip() for line in text.splitlines() if line.strip()]
 
     def say(self, settings: Sequence[str]) -> None:
-        """Give the word, whole or not at all."""
+        """Write the user's answer atomically."""
         draft = self._word.with_name(f".{GO_ON}.{os.getpid()}")
         draft.write_text("".join(f"{one}\n" for one in settings))
         os.replace(draft, self._word)
 
     def end(self) -> None:
-        """Take the note away."""
+        """Delete the note."""
         self._note.unlink(missing_ok=True)
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the config with settings on top, checked like those of a command line.
+    """Return the config with settings applied, checked like command-line settings.
 
     Raises:
-        ConfigError: for a setting that breaks a rule.
+        ConfigError: if a setting violates a rule.
     """
     return parse_config(format_config(config), "", settings).config if settings else config
 
 
-# wishes.jsonl: what a person, an alert or a page asks of a run. Who may write the run folder may ask.
+# wishes.jsonl: requests of the user, an alert or the dashboard to a run. Write access to the run folder permits
+# requests.
 
 WISHES = "wishes.jsonl"
 RunAction = Literal["checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back", "tell"]
-#: What a run can be asked for; "tell" shows a line and nothing else.
+#: Actions that a run accepts. "tell" only shows a line.
 RUN_ACTIONS: tuple[str, ...] = get_args(RunAction)
-#: What lower_lr multiplies the learning rate by where nobody says.
+#: Default factor of lower_lr for the learning rate.
 _USUAL_FACTOR = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """One request.
+    """One request to a run.
 
-    why: in words, for people. by: who asks: "alert NAME", "a person". since: the first step of the trouble, counted
-    from 1; None: the last one. factor: of lower_lr.
+    `why` is the reason, for the user. `by` is the origin, such as "alert NAME" or "a person". `since` is the first step
+    of the problem, counted from 1, or None for the last one. `factor` applies to lower_lr.
     """
 
     action: str
@@ -107,10 +112,10 @@ class RunRequest:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> RunRequest:
-        """Read what `ask` wrote; unknown keys are passed over.
+        """Read a request that `ask` wrote. Unknown keys are ignored.
 
         Raises:
-            ValueError: for what is no wish.
+            ValueError: if it is not a valid request.
         """
         known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
         wish = cls(**known)
@@ -121,15 +126,15 @@ class RunRequest:
         return wish
 
     def as_json(self) -> dict[str, object]:
-        """Return it as `from_json` reads it."""
+        """Return the request in the form that `from_json` reads."""
         return asdict(self)
 
 
 def ask(folder: Path, wish: RunRequest) -> None:
-    """Ask the run in a folder for something; it hears of it within a second, if it trains.
+    """Send a request to the run in a folder. A training run receives it within a second.
 
     Raises:
-        ConfigError: for an unknown action, and where the folder cannot be written.
+        ConfigError: for an unknown action, or if the folder cannot be written.
     """
     if wish.action not in RUN_ACTIONS:
         raise ConfigError(
@@ -149,11 +154,11 @@ def ask(folder: Path, wish: RunRequest) -> None:
 
 
 class RequestQueue:
-    """Reads the wishes of one run, each once, over its starts: a file beside them keeps what was heard.
+    """Reads the requests to one run, each once over all its starts. A second file stores the offset that was read.
 
     Args:
-        folder: of the run.
-        since: what was asked before (s since 1970) was meant for an earlier command.
+        folder: the run's folder.
+        since: requests before this time (s since 1970) are ignored, because they were meant for an earlier command.
     """
 
     def __init__(self, folder: Path, since: float = 0.0):
@@ -171,7 +176,7 @@ class RequestQueue:
             return 0
 
     def new(self) -> list[RunRequest]:
-        """Return what was asked since the last call; a line that is none is passed over."""
+        """Return the requests since the last call. Invalid lines are ignored."""
         if self._size() <= self._offset:
             return []
         try:
@@ -188,7 +193,7 @@ class RequestQueue:
 
 
 def action_line(step: int, wish: RunRequest) -> str:
-    """Return what the terminal shows of a wish that all ranks have heard."""
+    """Return the line that the terminal shows for a request, once all ranks have received it."""
     does = {
         "checkpoint": "saves a checkpoint",
         "hold": "saves and is held",
@@ -213,15 +218,15 @@ def _read(line: bytes, since: float) -> RunRequest | None:
         return None
 
 
-# All alerts of a run: fed with its events, it says what fires and what has ended.
+# All alerts of a run: given its events, they fire and end.
 
-#: Steps that "the last good figures" are looked for among.
+#: Number of steps that are searched for the last good figures.
 _REMEMBERED = 512
 
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """One alert as it is judged. quiet_s: how long it sends nothing after it has. says: advice for its reader."""
+    """One alert as it is judged. It sends at most once per `quiet_s` seconds. `says` is advice for the reader."""
 
     name: str
     when: str
@@ -235,7 +240,7 @@ class AlertRule:
 
     @classmethod
     def of(cls, section: AlertSection) -> AlertRule:
-        """Return the rule of a table [[alert]]."""
+        """Return the rule of an [[alert]] table."""
         return cls(
             name=section.name,
             when=section.when,
@@ -253,8 +258,8 @@ class AlertRule:
 class Notice:
     """An alert that fires or has ended.
 
-    step, time: of the event that showed it. since: first step of the trouble. said: what was found. good: the last good
-    figures before, by name. sends: False while it is quiet.
+    `step` and `time` are from the event that triggered it. `since` is the first step of the problem. `said` is the
+    finding as text. `good` holds the last good figures before, by name. `sends` is False during the quiet time.
     """
 
     rule: AlertRule
@@ -275,7 +280,10 @@ class Notice:
 
 
 def rules_of(config: RunConfig) -> list[AlertRule]:
-    """Return the alerts of a run: those of the standard set, which all channels hear of, and its own by name."""
+    """Return a run's alerts: the standard set, for all channels that request it, and the config's own.
+
+    An alert of the config replaces a standard one of the same name.
+    """
     own = [AlertRule.of(section) for section in config.alert]
     if config.alerts == "none":
         return own
@@ -290,7 +298,7 @@ def rules_of(config: RunConfig) -> list[AlertRule]:
 
 
 class _Watched:
-    """One alert between its rule and its judges."""
+    """An alert's rule, its judges and its state."""
 
     def __init__(self, rule: AlertRule):
         self.rule = rule
@@ -304,7 +312,7 @@ class _Watched:
 
 
 class AlertDesk:
-    """Judges a run's events in their order.
+    """Judges a run's events in order.
 
     Args:
         rules: the alerts.
@@ -322,7 +330,7 @@ class AlertDesk:
         self._evaluated: float | None = None
 
     def see(self, event: Mapping[str, Any]) -> list[Notice]:
-        """Take one event; return what fires or ends by it."""
+        """Take one event and return the alerts that fire or end because of it."""
         time = number(event.get("time"))
         if not math.isfinite(time):
             return []
@@ -337,13 +345,13 @@ class AlertDesk:
         return found + self._changed(time)
 
     def tick(self, now: float) -> list[Notice]:
-        """Hear what time it is (s since 1970); return what fires because nothing came."""
+        """Update the current time (s since 1970) and return the alerts that fire because no event came."""
         for judge in self._judges:
             judge.tick(now)
         return self._changed(now)
 
     def reset_sent(self) -> None:
-        """Keep what was seen, and take nothing as sent: what the past gave was told to nobody."""
+        """Keep the judges' state but forget sent alerts, because alerts of the past were not sent."""
         for alert in self._alerts:
             alert.sent_at = -math.inf
 
@@ -388,21 +396,21 @@ class AlertDesk:
         return {}
 
 
-# What the process beside the ranks does: it follows a run's events, judges its alerts, and feeds its sinks.
+# The monitor process: it follows a run's events, judges its alerts, and feeds its sinks.
 
 ALERTS = "alerts.jsonl"
-#: Bytes of the past that alerts are judged by at a start, without a word about it.
+#: Bytes of past events that are judged silently at a start.
 _PAST_BYTES = 4 << 20
 
 
 class Companion:
-    """One run's alerts and sinks.
+    """Alerts and sinks of one run, for its monitor process.
 
     Args:
-        folder: of the run.
-        config: of the run.
-        tell: takes a line for people.
-        pause_s: first pause of what is tried again; None: as usual.
+        folder: the run's folder.
+        config: the run's config.
+        tell: called with a line for the user.
+        pause_s: first pause between retries, or None for the default.
     """
 
     def __init__(
@@ -416,7 +424,7 @@ class Companion:
         self._folder, self._config = folder, config
         self._notify_all = tell or self._notify_run
         pauses = {} if pause_s is None else {"pause_s": pause_s}
-        # Trackers keep a copy of the config where others may read it.
+        # Trackers keep a copy of the config that others may read.
         values = without_secrets(config.model_dump(mode="json", by_alias=True, exclude_none=True))
         self._pumps = [
             Pump(
@@ -435,11 +443,11 @@ class Companion:
 
     @staticmethod
     def is_needed(config: RunConfig) -> bool:
-        """Return whether a config has anything for such a process to do."""
+        """Return True if a config has sinks or alerts."""
         return bool(config.sink or config.alert or config.alerts != "none")
 
     def start(self) -> None:
-        """Begin: what the run did before is known, and gives no alerts any more."""
+        """Start the threads, and read the run's past events without sending alerts."""
         for thread in (*self._pumps, *self._rooms.values()):
             thread.start()
         self._follower.skip_to_tail(_PAST_BYTES)
@@ -448,14 +456,14 @@ class Companion:
         self._desk.reset_sent()
 
     def look(self) -> None:
-        """Judge what is new."""
+        """Judge the new events."""
         while self._read(self._act):
             pass
         for notice in self._desk.tick(time.time()):
             self._act(notice)
 
     def finish(self, grace_s: float) -> list[str]:
-        """Judge and send what is there, for at most `grace_s`; return the names of sinks that have more to send."""
+        """Judge the new events and send the queue, for at most `grace_s`. Returns the names of unfinished sinks."""
         self.look()
         threads = [*self._pumps, *self._rooms.values()]
         for thread in threads:
@@ -476,7 +484,7 @@ class Companion:
         return True
 
     def _act(self, notice: Notice) -> None:
-        """Keep a notice, and do what its alert asks for."""
+        """Record a notice, and run the actions of its alert."""
         try:
             with EventLog(self._folder / ALERTS) as log:
                 log.write(notice.as_json())
@@ -505,7 +513,10 @@ class Companion:
 
 
 def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
-    """Return what people are sent: what happened, since when, the last good figures, and the command to go on."""
+    """Return the message of an alert.
+
+    It contains what happened, since when, the last good figures, and the command to continue.
+    """
     rule = notice.rule
     at = f" at step {notice.step}" if notice.step is not None else ""
     lines = [f"Run {config.run.name}{at}: {notice.said}.", f"Alert: {rule.name} ({rule.severity}), when {rule.when}"]
@@ -529,7 +540,7 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
 
 
 def backtest(folder_events: list[dict[str, object]], config: RunConfig) -> list[str]:
-    """Return a line for each time that an alert of the config would have fired or ended, by a run's events."""
+    """Return a line for each time that an alert of the config would have fired or ended in a run's events."""
     desk, lines = AlertDesk(rules_of(config)), list[str]()
     began = next((float(str(event["time"])) for event in folder_events if "time" in event), 0.0)
     for event in folder_events:

@@ -1,4 +1,4 @@
-"""Who hears of alerts: by mail, at a webhook, through apprise, or by a command."""
+"""Channels for alerts: mail, webhook, apprise or a command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.units import parse_seconds
 
 @dataclass(frozen=True, slots=True)
 class AlertMessage:
-    """What an alert says. title: one line. text: the whole. data: the same for programs."""
+    """Message of an alert: `title` is one line, `text` the full text, and `data` the same for programs."""
 
     title: str
     text: str
@@ -36,8 +36,8 @@ def send_message(channel: ChannelSection, message: AlertMessage) -> None:
     """Send a message over a channel.
 
     Raises:
-        SinkTrouble: where it could not be sent now; the text holds no secret.
-        WeftError: where a secret or a package is missing.
+        SinkTrouble: if it could not be sent now. The text contains no secret.
+        WeftError: if a secret or a package is missing.
     """
     {"mail": _mail, "webhook": _webhook, "apprise": _apprise, "command": _command}[channel.kind](channel, message)
 
@@ -68,14 +68,14 @@ def _mail(channel: ChannelSection, message: AlertMessage) -> None:
     except OutOfTime:
         raise SinkTrouble(f"mail through {channel.server} failed (not sent within {channel.timeout})") from None
     except (OSError, smtplib.SMTPException) as error:
-        # The server's words may repeat what it was sent.
+        # The server's reply may repeat the message, so it is not quoted.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         code = getattr(error, "smtp_code", "")
         raise SinkTrouble(f"mail through {channel.server} failed ({f'{code} ' if code else ''}{reason})") from None
 
 
 class _Mail(smtplib.SMTP):
-    """A connection to a mail server whose socket is known, so that another thread can end it."""
+    """An SMTP connection that registers its socket, so that another thread can close it."""
 
     def __init__(self, opened: OpenSockets, host: str, port: int, timeout_s: float, *, tls: bool):
         self._opened, self._tls = opened, tls
@@ -93,13 +93,13 @@ class _Mail(smtplib.SMTP):
 
 
 def _one_line(text: str) -> str:
-    """Return a text as a header takes it: without line breaks and other control characters."""
+    """Return a text for a header, without line breaks and other control characters."""
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
 def _webhook(channel: ChannelSection, message: AlertMessage) -> None:
     assert channel.url is not None
-    # Slack, Mattermost and many others show "text"; programs read the rest.
+    # Slack, Mattermost and many others show "text". Programs read the other fields.
     body = {"text": f"{message.title}\n{message.text}", "title": message.title, **message.data}
     poster = Poster(channel.url, {}, parse_seconds(channel.timeout), f"channel {channel.name}: url")
     poster.post("", body)
@@ -141,22 +141,22 @@ def _command(channel: ChannelSection, message: AlertMessage) -> None:
         raise SinkTrouble(f"command {channel.command[0]} ended with exit code {done.returncode}")
 
 
-# The thread that sends messages over one channel, tries again, and holds nothing up.
+# A thread that sends the messages of one channel and retries, without blocking the caller.
 
-#: Messages that wait at most; the oldest goes, and the next one says how many did.
+#: Maximum number of queued messages. The oldest is dropped, and the next one reports how many were.
 _MOST_WAITING = 100
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
-#: A message that could not be sent for so long (s) is news no more.
+#: A message that could not be sent for this long (s) is dropped.
 _TOO_OLD_S = 6 * 3600.0
 
 
 class NotificationSender(threading.Thread):
-    """Sends over one channel.
+    """Sends messages over one channel.
 
     Args:
         channel: its table in the config.
-        tell: takes a line for people: it cannot be reached.
-        pause_s: first pause between tries.
+        tell: called with a line for the user if the channel cannot be reached.
+        pause_s: first pause between retries.
     """
 
     def __init__(self, channel: ChannelSection, tell: Callable[[str], None], *, pause_s: float = _FIRST_PAUSE_S):
@@ -167,7 +167,7 @@ class NotificationSender(threading.Thread):
         self._num_dropped = 0
 
     def put(self, message: AlertMessage) -> None:
-        """Take a message; never waits."""
+        """Add a message to the queue without waiting."""
         self._waiting.append((time.monotonic(), message))
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popleft()
@@ -175,12 +175,12 @@ class NotificationSender(threading.Thread):
         self._wake.set()
 
     def finish(self) -> None:
-        """Send what is there, and end; the caller waits with `join` as long as it likes."""
+        """Stop after sending the queued messages. The caller waits with `join`."""
         self._end.set()
         self._wake.set()
 
     def run(self) -> None:
-        """Send until `finish`: the thread's own function."""
+        """Send until `finish`. This is the thread's main function."""
         pause_s, is_away = self._first_pause_s, False
         while self._waiting or not self._end.is_set():
             if not self._waiting:

@@ -1,4 +1,4 @@
-"""StepRecord: all that is known of one optimizer step, as the event log, the display and the plot read it."""
+"""StepRecord and events.jsonl: the record of an optimizer step, and the log that displays and plots read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from weft.errors import DataError, TrainingHalted
 
-#: What an event of a step leaves out.
+#: Fields that a step event omits.
 _NOT_TOLD = frozenset({"unit", "busy_s", "exposed", "data_s", "own", "usual_loss"})
-#: What an evaluation found beside the loss: (value, its unit or name).
+#: Metrics of an evaluation in addition to the loss: (value, its unit or name).
 Metrics = Sequence[tuple[float, str]]
 
 
@@ -27,14 +27,18 @@ Metrics = Sequence[tuple[float, str]]
 class StepRecord:
     """One optimizer step.
 
-    step: steps done, this one included (1 is the first). loss: mean over what is counted. count: how many were trained
-    in this step, over all ranks; unit: what they are, such as "tokens". seconds: host time by phase, and "total".
-    memory_bytes: this rank's peak. busy_s: this rank computed and waited for nobody; exposed: it waited for others, by
-    axis; data_s: it waited for data; own: its own work by part; these four stay out of the event, where figures of all
-    ranks have their own. usual_loss: where the loss jumps far above it.
-    samples_per_s: where they are not what is counted. skipped: why the weights were not changed, or None. mfu: None
-    where the device's peak is not known. loss_scale: of fp16, else None. update_ratio: norm of the update over the norm
-    of the weights, None in a step that does not measure it.
+    `step` is the number of steps done, including this one (from 1). `loss` is the mean over the counted items. `count`
+    is their number in this step over all ranks, and `unit` their name, such as "tokens". `samples_per_s` is set if
+    samples are not the counted items. `seconds` is the host time by phase, and "total". `memory_bytes` is this rank's
+    peak.
+
+    These fields are not written to the event, because figures of all ranks cover them: `busy_s` (this rank computed
+    without waiting), `exposed` (it waited for others, by axis), `data_s` (it waited for data), `own` (its own work by
+    part).
+
+    `usual_loss` is set if the loss jumps far above it. `skipped` is the reason why the weights were not changed, or
+    None. `mfu` is None if the device's peak is unknown. `loss_scale` is set for fp16 only. `update_ratio` is the norm
+    of the update over the norm of the weights, or None in a step that does not measure it.
     """
 
     step: int
@@ -58,9 +62,9 @@ class StepRecord:
     usual_loss: float | None = None
 
     def to_event(self) -> dict[str, object]:
-        """Return one line of events.jsonl, of kind "step"; what does not apply to this run is left out.
+        """Return the step event for events.jsonl, without fields that do not apply to this run.
 
-        Counts are called by their unit: "tokens" and "tokens_per_s".
+        Counts are named by their unit: "tokens" and "tokens_per_s".
         """
         names = {"count": self.unit, "count_per_s": f"{self.unit}_per_s"}
         event: dict[str, object] = {"event": "step"}
@@ -72,19 +76,20 @@ class StepRecord:
         return event
 
 
-# events.jsonl: one JSON object a line, appended with one write call each, readable while and after the run.
+# events.jsonl: one JSON object per line, each appended with one write call, readable during and after the run.
 
 _BLOCK_BYTES = 64 * 1024
-#: Bytes of events that wait in memory for room on a full disk; what comes beyond them is lost, and counted.
+#: Bytes of events that wait in memory while the disk is full. Further events are lost and counted.
 _MOST_WAITING_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class EventLog:
-    """Appends events to a file that it creates, with its folder, where it is missing.
+    """Appends events to a file. Creates the file and its folder if missing.
 
-    A last line that a killed writer left torn is cut off first. One process writes; any number may read. While the disk
-    is full, events wait in memory, and each further one tries again. Left as a context, it raises where some still do.
+    An incomplete last line of a killed writer is removed first. One process writes; any number may read. While the disk
+    is full, events wait in memory, and each further write retries. Leaving the context raises an error if some still
+    wait.
     """
 
     def __init__(self, path: Path):
@@ -102,12 +107,13 @@ class EventLog:
             raise self._halted(error) from error
 
     def write(self, event: Mapping[str, object]) -> None:
-        """Append one event; "time" is added where absent.
+        """Append one event. "time" is added if absent.
 
-        The line is with the kernel on return, so that it survives the death of this process, unless the disk is full.
+        The line is passed to the kernel before this returns, so that it survives a crash of this process, unless the
+        disk is full.
 
         Raises:
-            TrainingHalted: when it cannot be written, and room would not help.
+            TrainingHalted: if it cannot be written for a reason other than a full disk.
         """
         line = _encode({"time": round(time.time(), 3), **event})
         with self._lock:
@@ -131,7 +137,7 @@ class EventLog:
 
     @property
     def num_waiting(self) -> int:
-        """How many events wait for room on a full disk, or were lost to it."""
+        """Number of events that wait for disk space, or were lost for lack of it."""
         return len(self._waiting) + self._num_lost
 
     def _wait(self, line: bytes) -> None:
@@ -139,7 +145,7 @@ class EventLog:
         self._waiting_bytes += len(line)
 
     def _push(self) -> None:
-        """Write what waits. A line of which only a part went stays first with its rest."""
+        """Write the waiting lines. The rest of a partly written line stays first."""
         while self._waiting:
             line = self._waiting[0]
             done = os.write(self._handle, line)
@@ -175,12 +181,12 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return all events of a log, oldest first; empty when there is no file. A torn last line is left out.
+    """Return all events of a log, oldest first, or [] if there is no file. An incomplete last line is ignored.
 
     A damaged line in the middle becomes {"event": "damaged", "line": its number}, so that the rest stays readable.
 
     Raises:
-        DataError: where the file cannot be read.
+        DataError: if the file cannot be read.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -188,12 +194,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise DataError(f"{path}: events cannot be read ({error.strerror}).") from error
-    # What follows the last line break is empty, or was torn by a killed writer.
+    # The part after the last line break is empty, or incomplete because the writer was killed.
     return [_decode(line, number) for number, line in enumerate(lines[:-1], start=1)]
 
 
 def tail_events(path: Path, num_bytes: int = 2**20) -> list[dict[str, Any]]:
-    """Return the events in the last `num_bytes` of a log, oldest first, without reading a long log whole."""
+    """Return the events in the last `num_bytes` of a log, oldest first, without reading all of a long log."""
     try:
         with open(path, "rb") as file:
             start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
@@ -201,14 +207,14 @@ def tail_events(path: Path, num_bytes: int = 2**20) -> list[dict[str, Any]]:
             lines = file.read().split(b"\n")
     except OSError:
         return []
-    # The first line is cut where the log is longer, the last is empty or torn.
+    # The first line is incomplete if the log is longer; the last is empty or incomplete.
     return [_decode(line, 0) for line in lines[bool(start) : -1]]
 
 
 def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[dict[str, Any]]:
-    """Return the events of one kind, one a step and in the order of steps: the later of two events of a step is kept.
+    """Return the events of one kind in the order of steps, keeping the later one of two events of a step.
 
-    An event {"event": "resume", "step": n} drops what was logged beyond step n before it: that work was done again.
+    An event {"event": "resume", "step": n} drops earlier events beyond step n, because those steps were repeated.
     """
     by_step: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -223,12 +229,13 @@ def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> li
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading. A FIFO or a device is never opened or waited for.
+    """Open a regular file, or a link to one, for reading. Never opens or waits for a FIFO or a device.
 
     Raises:
-        OSError: for anything else, and if the file is missing or may not be read.
+        OSError: if it is not a regular file, is missing, or may not be read.
     """
-    # Opening a device may act on it, so that it is looked at before; another file may be there by the time it is open.
+    # Opening a device may have side effects, so the type is checked first, and again after opening in case the file
+    # changed.
     _require_regular(os.stat(path))
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -245,7 +252,10 @@ def _require_regular(found: os.stat_result) -> None:
 
 
 def number(value: object) -> float:
-    """A float as `EventLog` wrote it: "nan" and "inf" come back as floats, and anything else that is none as nan."""
+    """Return a value of an event as a float, or nan if it is not a number.
+
+    `EventLog` writes non-finite floats as "nan", "inf" and "-inf".
+    """
     if isinstance(value, int | float):
         try:
             return float(value)
@@ -258,7 +268,7 @@ def _encode(event: Mapping[str, object]) -> bytes:
     try:
         return json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"
     except ValueError:
-        # Rare: only a line with a float that is not finite pays for the walk.
+        # Rare: only lines with a non-finite float need the recursive conversion.
         return json.dumps(_finite(event), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""Stop a run before its weights are spoilt."""
+"""Guards of a run: non-finite steps, loss spikes, garbage collection; and FLOPs and MFU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from weft.errors import TrainingHalted
 class NonFiniteGuard:
     """Watches loss and gradient norm, and halts after more than `limit` bad steps in a row.
 
-    limit: train.max_bad_steps; 0 halts at the first bad step.
+    Args:
+        limit: train.max_bad_steps; 0 halts at the first bad step.
     """
 
     def __init__(self, limit: int):
@@ -23,27 +24,27 @@ class NonFiniteGuard:
 
     @property
     def num_bad(self) -> int:
-        """Bad steps in a row, up to the last one observed."""
+        """Number of bad steps in a row, up to the last one observed."""
         return len(self._row)
 
     @property
     def first_bad(self) -> int | None:
-        """The first of them; None after a good step."""
+        """The first of the current bad steps, or None after a good step."""
         return self._row[0][0] if self._row else None
 
     def observe(self, step: int, loss: float, grad_norm: float, *, loss_scale: float | None = None) -> str | None:
-        """Return why this step must not change the weights, or None when it may.
+        """Return why this step must not change the weights, or None if it may.
 
         Args:
             step: counts from 1.
-            loss: of this step.
-            grad_norm: of the whole gradient.
-            loss_scale: of fp16. While it is above 1, a gradient that overflowed is the scaler's search for its scale,
-                and does
-                not count against the limit.
+            loss: this step's loss.
+            grad_norm: norm of the full gradient.
+            loss_scale: loss scale of fp16. While it is above 1, a gradient overflow belongs to the scaler's search and
+                does not count against the limit.
 
         Raises:
-            TrainingHalted: beyond the limit, with a sentence that its catcher ends: where the command resumes.
+            TrainingHalted: beyond the limit. The caller completes its sentence with the step at which the command
+                resumes.
         """
         reason = _reason(loss, grad_norm)
         if reason is None:
@@ -82,7 +83,7 @@ def _reason(loss: float, grad_norm: float) -> str | None:
     return None
 
 
-# SpikeWatch: detect steps at which the loss jumps far above its recent values.
+# Detection of steps at which the loss jumps far above its recent values.
 
 #: Number of recent steps that define the usual loss, and the minimum needed before any alarm.
 WINDOW, _MIN_STEPS = 100, 20
@@ -92,7 +93,7 @@ DEVIATIONS, ABOVE_BEST = 5.0, 1.5
 FLOOR = 0.01
 #: A single step raises an alarm if it exceeds all recent steps by this factor; otherwise two in a row are needed.
 _SINGLE_STEP_FACTOR = 1.5
-#: Steps without another alarm after the first one. The number doubles with every spike that ended by itself.
+#: Steps without another alarm after the first one. The number doubles with every spike that ended on its own.
 QUIET_STEPS = 50
 #: A spike that lasts this many steps raises an alarm even within the quiet steps.
 _LASTING = 20
@@ -156,13 +157,13 @@ class SpikeWatch:
         return usual, max(usual + DEVIATIONS * deviation, ABOVE_BEST * self._best, FLOOR * self._highest)
 
 
-# Python's garbage collector in turns that all ranks take at the same step.
+# Garbage collection of Python at the same steps on all ranks.
 
 
 class GarbageTurns:
-    """While it is open, Python collects garbage after each step whose number is a multiple of `every`, and only then.
+    """A context in which Python collects garbage only after steps that are multiples of `every`.
 
-    What was there after the first step is left out. Nothing changes where `every` is 0 or the collector was off before.
+    Objects that exist after the first step are frozen. Nothing changes if `every` is 0 or the collector was off before.
 
     Args:
         every: steps between collections.
@@ -187,10 +188,10 @@ class GarbageTurns:
         self._has_frozen = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Take a turn where it is due.
+        """Run a collection if it is due.
 
         Args:
-            step: its number, the same on all ranks; None: as often as this was called.
+            step: number of the step, the same on all ranks. None uses the number of calls.
         """
         self._num_steps += 1
         if not self._was_on:
@@ -205,36 +206,36 @@ class GarbageTurns:
             gc.collect()
 
 
-# How much arithmetic a token costs, and how much of the device that uses.
+# FLOPs per token, and utilization of the devices.
 
 
 def flops_per_token(num_params_without_embedding: int, num_layers: int, dim: int, seq_len: int) -> float:
     """Return the FLOPs to train on one token, forward and backward: `6 * N + 12 * num_layers * dim * seq_len`.
 
     6 N is 2 N for the forward pass (a multiply and an add) and 4 N for the backward pass. The second term is attention:
-    scores and weighted sum are 2 products of 2 * dim * seq_len FLOPs a layer and token, three times for forward and
-    backward. This is the convention of PaLM (Chowdhery et al. 2022, appendix B) and of Llama's reports: every token is
-    counted as attending to all seq_len.
-    Some count only the causal half, `6 * num_layers * dim * seq_len`; their MFU is lower for the same speed.
-    Recomputed activations are not counted (that would be HFU), nor are norms and element-wise work.
+    scores and weighted sum are 2 products of 2 * dim * seq_len FLOPs per layer and token, times three for forward and
+    backward. This is the convention of PaLM (Chowdhery et al. 2022, appendix B) and of Llama's reports: every token
+    counts as attending to all seq_len tokens. Some count only the causal half, `6 * num_layers * dim * seq_len`; their
+    MFU is lower for the same speed. Recomputed activations (as in HFU), norms and elementwise operations are not
+    counted.
 
     Args:
-        num_params_without_embedding: N, the parameters that multiply: all but the embedding tables, and including the
-            head (also where it is tied, because its product with the hidden state is done all the same).
-        num_layers: of the model.
+        num_params_without_embedding: N, the parameters of matrix products: all but the embedding tables, including the
+            head. A tied head counts too, because its product is computed as well.
+        num_layers: number of layers.
         dim: width of the hidden state.
-        seq_len: tokens of a sequence.
+        seq_len: tokens per sequence.
     """
     return 6.0 * num_params_without_embedding + 12.0 * num_layers * dim * seq_len
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float, num_devices: int) -> float:
-    """Return the model FLOPs utilisation, 0 to 1: what the model needs a second over what the devices could do at most.
+    """Return the model FLOPs utilization, 0 to 1: the model's FLOP/s over the peak FLOP/s of the devices.
 
     Args:
         flops_per_token: forward and backward.
         tokens_per_s: over all devices.
-        peak_flops: of one device, dense, in the dtype of the products, in FLOP/s.
-        num_devices: that train.
+        peak_flops: dense peak of one device in the dtype of the products, in FLOP/s.
+        num_devices: number of training devices.
     """
     return flops_per_token * tokens_per_s / (peak_flops * num_devices)

@@ -1,4 +1,4 @@
-"""The numbers of a step, the loss and the remaining time, as people read them."""
+"""Display of a run: step figures, loss curve and remaining time, live on a terminal or as plain lines."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from weft.monitor.events import Metrics, StepRecord, last_per_step, number
 from weft.monitor.terminal import LastingStream, is_live, wrapped
 from weft.units import format_bytes, format_count
 
-#: Steps that the remaining time is estimated from; evaluations and saves between them count.
+#: Number of steps for the estimate of the remaining time; includes evaluations and saves between them.
 _ETA_WINDOW = 100
-#: Units that the lines abbreviate.
+#: Units with an abbreviation.
 _SHORT = {"tokens": "tok"}
 
 
 class Eta:
-    """Seconds that the rest of a run will take, from the wall clock of its last steps.
+    """Estimate of the remaining time of a run (s), from the wall clock of its last steps.
 
-    The mean of the last steps, with the longest taken for as long as the next: one pause (a stopped process, a laptop
-    that slept, the first step's compiling) leaves no trace, and evaluations and saves, which come back, count.
+    It uses the mean of the last steps, with the longest replaced by the second longest. A single pause (a stopped
+    process, a sleeping laptop, compilation in the first step) therefore has no effect, but repeated evaluations and
+    saves count.
     """
 
     def __init__(self, total_steps: int):
@@ -49,7 +50,7 @@ class Eta:
         self._last = (step, now)
 
     def seconds(self) -> float | None:
-        """None before two steps were seen. Time since the last step is taken off, so that a clock runs down."""
+        """Return the estimate, or None before two steps. It decreases between steps like a clock."""
         if self._last is None or not self._seconds:
             return None
         step, ended = self._last
@@ -60,7 +61,7 @@ class Eta:
 
 
 def numbers(record: StepRecord) -> Iterator[tuple[str, str]]:
-    """(label, value) pairs of a step, the most wanted first; a value that says what it is has no label."""
+    """Yield the (label, value) pairs of a step, most important first. A value with a unit has an empty label."""
     yield "loss", format_loss(record.loss)
     yield "lr", f"{record.lr:.1e}"
     yield "grad", f"{record.grad_norm:.2f}" if abs(record.grad_norm) < 1000 else f"{record.grad_norm:.1e}"
@@ -74,14 +75,14 @@ def numbers(record: StepRecord) -> Iterator[tuple[str, str]]:
 
 
 def format_loss(loss: float) -> str:
-    """Three decimals, and more for a small loss: 4.312, 0.0412, nan."""
+    """Return a loss with three decimals, or three significant digits if it is small: 4.312, 0.0412, nan."""
     if not math.isfinite(loss) or loss == 0 or abs(loss) >= 0.1:
         return f"{loss:.3f}"
     return f"{loss:.3g}"
 
 
 def format_clock(seconds: float | None) -> str:
-    """Seconds as a clock shows them: 41 -> '0:41', 4000 -> '1:06:40', 200000 -> '2d 7:33:20', None -> '-:--'."""
+    """Return seconds as a clock: 41 -> '0:41', 4000 -> '1:06:40', 200000 -> '2d 7:33:20', None -> '-:--'."""
     if seconds is None or not math.isfinite(seconds):
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -92,20 +93,20 @@ def format_clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-# The live panel of a terminal: progress, numbers, and the loss so far as a small curve.
+# The live panel of a terminal: progress, figures, and the loss as a small curve.
 
 _DRAWS_PER_S = 4
-#: A phase beside training that is over sooner is not named: the line would flicker.
+#: Shorter phases other than training are not named, because the line would flicker.
 _PHASE_SHOWS_S = 0.5
 _BARS = "▁▂▃▄▅▆▇█"
-#: Columns that the curve takes at least; a longer text about the evaluation gives way.
+#: Minimum width of the curve in columns. A longer evaluation text is shortened.
 _MIN_CURVE = 16
-#: Losses kept for the curve; when full, neighbours are averaged, so that memory and drawing stay small.
+#: Losses kept for the curve. When full, neighbors are averaged, so that memory and drawing time stay small.
 _MAX_POINTS = 512
 
 
 class LossCurve:
-    """The whole run's losses in a bounded number of points, each the mean of equally many steps."""
+    """The losses of the full run in a bounded number of points, each the mean of equally many steps."""
 
     def __init__(self, max_points: int = _MAX_POINTS):
         self._max_points = max_points
@@ -114,7 +115,7 @@ class LossCurve:
         self._sum, self._count = 0.0, 0
 
     def add(self, loss: float) -> None:
-        """A loss that is not finite is left out."""
+        """Add a loss. Non-finite losses are ignored."""
         if not math.isfinite(loss):
             return
         self._sum += loss
@@ -129,7 +130,7 @@ class LossCurve:
             self._stride *= 2
 
     def draw(self, width: int) -> str:
-        """The curve as `width` characters or fewer, each the mean of its steps; '' before there are three points."""
+        """Return the curve in at most `width` characters, each a mean of steps; '' with fewer than 3 points."""
         points = self._points
         if len(points) < 3 or width < 3:
             return ""
@@ -142,9 +143,9 @@ class LossCurve:
 
 
 class LiveDisplay:
-    """A few lines that stay at the foot of the terminal; notes and other output scroll by above them.
+    """A panel at the bottom of the terminal. Notes and other output scroll above it.
 
-    The arguments are those of `make_display`.
+    The arguments are as in `make_display`.
     """
 
     def __init__(
@@ -178,14 +179,14 @@ class LiveDisplay:
             console=self._console,
             refresh_per_second=_DRAWS_PER_S,
             vertical_overflow="crop",
-            # What others print to the same terminal goes above the panel; what they print to a file stays there.
+            # Other output to the same terminal is shown above the panel. Output to files is not redirected.
             redirect_stdout=_is_terminal(sys.stdout),
             redirect_stderr=_is_terminal(sys.stderr),
         )
         self._live.start()
 
     def _recall(self, past: Sequence[Mapping[str, Any]]) -> None:
-        """Draw what the run did before it was resumed, as far as `past` reaches."""
+        """Draw the run's steps before it was resumed, as far as `past` covers them."""
         for event in last_per_step(past):
             if event["step"] <= self._start:
                 self._curve.add(number(event.get("loss")))
@@ -216,7 +217,7 @@ class LiveDisplay:
             best = ""
             if self._best is not None and self._best[1] != step:
                 best = f" · best {format_loss(self._best[0])} at {self._best[1]}"
-            # From the fullest wording to the shortest: a narrow terminal takes the first that fits.
+            # From the longest text to the shortest: a narrow terminal shows the first that fits.
             brief = f"eval {format_loss(loss)}"
             self._evaluations = (f"{brief}{more} at step {step}{best}", f"{brief}{more} at step {step}", brief)
 
@@ -233,7 +234,7 @@ class LiveDisplay:
         self.close()
 
     def lines(self, width: int) -> list[Text | tuple[Text, ProgressBar, Text]]:
-        """The panel's lines for a terminal of `width` columns; none is wider."""
+        """Return the panel's lines for a terminal of `width` columns; none is wider."""
         with self._lock:
             record = self._record
             evaluation = next((text for text in self._evaluations if len(text) + 3 + _MIN_CURVE <= width), "")
@@ -257,16 +258,16 @@ class LiveDisplay:
         return lines
 
     def _head(self, done: int, width: int) -> Text:
-        """The run and where it is in its data."""
+        """Return the line with the run's title and its epoch."""
         epoch = f"epoch {1 + done / self._steps_per_epoch:.2f}" if self._steps_per_epoch else ""
         name, *rest = self._title
         return _fit([(name, "bold"), *((part, "dim") for part in [epoch, *rest])], width, gap=" · ")
 
 
 class _SteadyLive(Live):
-    """Takes its old lines away as a whole after a terminal was made narrower, which has broken them into more rows.
+    """A Live that erases its old lines completely after the terminal was narrowed, which wraps them into more rows.
 
-    Rich goes up as many rows as it drew. Terminals that cut lines off, in place of breaking them, are left to it.
+    Rich moves up as many rows as it drew. Terminals that truncate lines instead of wrapping need no correction.
     """
 
     def __init__(self, panel: _Panel, **options: Any):
@@ -287,8 +288,10 @@ def _breaks_lines() -> bool:
 
 
 class _TerminalConsole(Console):
-    """A console that asks its own stream for the terminal's size. Rich asks the standard streams, and those of a rank
-    are its log files."""
+    """A console that takes the terminal's size from its stream.
+
+    Rich queries the standard streams, which are log files in a rank.
+    """
 
     def __init__(self, stream: LastingStream):
         super().__init__(file=cast(Any, stream), force_terminal=True, highlight=False)
@@ -307,11 +310,11 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 class _Panel:
-    """Asks the display for its lines each time rich draws, at the width the terminal has by then."""
+    """Requests the display's lines each time rich draws, at the terminal's current width."""
 
     def __init__(self, display: LiveDisplay):
         self._display = display
-        #: Columns of each line that was drawn last.
+        #: Columns of each line of the last drawing.
         self.drawn: list[int] = []
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -348,7 +351,7 @@ def _number_line(record: StepRecord, width: int) -> Text:
 
 
 def _fit(parts: list[tuple[str, str]], width: int, gap: str = "  ") -> Text:
-    """Join parts, leaving out from the end what does not fit; the first is cut rather than left out."""
+    """Join parts and omit from the end those that do not fit. The first is truncated instead."""
     line = Text()
     for text, style in parts:
         if not text:
@@ -362,11 +365,11 @@ def _fit(parts: list[tuple[str, str]], width: int, gap: str = "  ") -> Text:
     return line
 
 
-# What a person sees while a run goes on: a live panel on a terminal, plain lines anywhere else.
+# Display of a running training: a live panel on a terminal, plain lines elsewhere.
 
 
 class Display(Protocol):
-    """Shows a run. Every call returns at once; `close` leaves the terminal as it was found, and may be repeated."""
+    """Shows a run. Calls do not block. `close` restores the terminal and may be called more than once."""
 
     def step(self, record: StepRecord) -> None:
         """Show a step."""
@@ -375,19 +378,19 @@ class Display(Protocol):
         """Show an evaluation.
 
         Args:
-            step: after which it was made.
-            loss: of the evaluation set.
-            metrics: of the task, beside the loss: (value, its unit or name).
+            step: step after which it ran.
+            loss: loss on the evaluation set.
+            metrics: metrics of the task in addition to the loss: (value, its unit or name).
         """
 
     def phase(self, name: str) -> None:
-        """Show what the run does besides training: "evaluating", "saving", ...; "" when it trains."""
+        """Show a phase other than training, such as "evaluating" or "saving". "" means training."""
 
     def note(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
 
     def close(self) -> None:
-        """End the display, and leave the terminal as it was found."""
+        """End the display and restore the terminal."""
 
     def __enter__(self) -> Display: ...
 
@@ -406,18 +409,18 @@ def make_display(
     past: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, str] | None = None,
 ) -> Display:
-    """Make a live panel when `stream` is a terminal (and no CI's), else plain lines.
+    """Make a live panel if `stream` is a terminal outside of CI, else a display of plain lines.
 
     Args:
-        stream: where it is shown.
-        total_steps: of the whole run.
-        start_step: steps done before, by the run that this one resumes.
-        every: steps from one plain line to the next.
-        is_tty: overrules the detection.
-        title: what the panel's first line says, such as the run's name and its plan.
-        steps_per_epoch: None where an epoch means nothing.
-        past: the last events of the run that this one resumes, which the panel's curve goes on from.
-        metrics: of the events of evaluations, the label of each metric by its name.
+        stream: output stream.
+        total_steps: steps of the full run.
+        start_step: steps done before, if this run was resumed.
+        every: steps between two plain lines.
+        is_tty: overrides the detection.
+        title: parts of the panel's first line, such as the run's name and its plan.
+        steps_per_epoch: None if epochs do not apply.
+        past: the last events before the run was resumed, with which the panel's curve begins.
+        metrics: label of each metric in evaluation events, by name.
     """
     if is_tty is None:
         is_tty = is_live(stream)
@@ -435,7 +438,7 @@ def make_display(
 
 
 class PlainDisplay:
-    """Whole lines without control characters, for logs and pipes."""
+    """Complete lines without control characters, for logs and pipes."""
 
     def __init__(self, stream: TextIO, *, total_steps: int, start_step: int, every: int):
         self._stream = LastingStream(stream)
@@ -460,7 +463,7 @@ class PlainDisplay:
         self._line(f"eval {step:>{len(str(self._total))}}/{self._total}  loss {format_loss(loss)}{more}")
 
     def phase(self, name: str) -> None:
-        """Only what may take minutes has a line: the log of a short phase is the line of what it made."""
+        """Print a line only for phases that may take minutes. Short phases are covered by the line of their result."""
         if name == "compiling":
             self._line("compiling the model: the first step takes longer")
 

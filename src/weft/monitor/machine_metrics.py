@@ -1,4 +1,7 @@
-"""Figures of one GPU through nvidia-ml-py. What a GPU does not tell is left out."""
+"""Figures of a GPU through nvidia-ml-py, and of the process and the machine through psutil.
+
+Figures that a GPU or system does not report are omitted.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-#: Reasons for a slow clock that are trouble: heat, a power brake, a failing supply. A power cap is no trouble.
+#: Reasons for a slow clock that indicate a problem: heat, a power brake, a failing supply. A power cap does not.
 _TROUBLE = (
     "nvmlClocksEventReasonHwThermalSlowdown",
     "nvmlClocksEventReasonSwThermalSlowdown",
@@ -22,8 +25,8 @@ class GpuSource:
     """Reads one GPU.
 
     Args:
-        uuid: of the GPU, as torch tells it, with or without "GPU-"; or its number for NVML.
-        nvml: in the place of pynvml, for tests.
+        uuid: the GPU's UUID, as torch reports it, with or without "GPU-"; or its NVML index.
+        nvml: replaces pynvml in tests.
         clock: in seconds, for tests.
     """
 
@@ -37,13 +40,13 @@ class GpuSource:
         self._nvlink: tuple[float, float] | None = None
 
     def read(self) -> Mapping[str, float]:
-        """Return the figures that the GPU tells now; {} without a driver or once the GPU is lost."""
+        """Return the GPU's current figures, or {} without a driver or once the GPU is lost."""
         if self._is_lost or not self._open():
             return {}
         found: dict[str, float] = {}
         for read in (self._utilization, self._memory, self._power, self._temperature, self._clocks, self._throttled,
                      self._ecc, self._pcie, self._links, self._xid):  # fmt: skip
-            # Each alone: a card without NVLink has a temperature all the same.
+            # Each separately: a card without NVLink still has a temperature.
             with contextlib.suppress(self._nvml.NVMLError, AttributeError):
                 found.update(read())
         return found
@@ -115,7 +118,7 @@ class GpuSource:
         yield "gpu.pcie_bytes_per_s", sum(nvml.nvmlDeviceGetPcieThroughput(self._handle, way) for way in ways) * 1000.0
 
     def _links(self) -> Iterator[tuple[str, float]]:
-        """NVLink counts kilobytes since the driver was loaded, all links of the GPU together."""
+        """Yield the NVLink rate. NVLink counts kilobytes since the driver was loaded, over all links of the GPU."""
         nvml, total = self._nvml, 0.0
         fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
         for value in nvml.nvmlDeviceGetFieldValues(self._handle, fields):
@@ -128,7 +131,7 @@ class GpuSource:
             yield "gpu.nvlink_bytes_per_s", (total - before[1]) / (now - before[0])
 
     def _xid(self) -> Iterator[tuple[str, float]]:
-        """Count the driver's reports since the run began; reading them waits for nothing."""
+        """Yield the number of XID errors since the run began, without waiting."""
         if self._events is None:
             return
         for _ in range(_XID_EVENTS):
@@ -147,12 +150,12 @@ _LOOPBACK = ("lo", "lo0")
 
 
 class HostSource:
-    """Reads the process, and for one rank of each machine the machine.
+    """Reads the process, and on one rank of each machine the machine.
 
     Args:
-        folder: whose disk's free space is told.
-        with_machine: whether this rank reads the machine's figures too.
-        system: in the place of psutil, for tests.
+        folder: its disk's free space is reported.
+        with_machine: True if this rank reads the machine's figures too.
+        system: replaces psutil in tests.
         clock: in seconds, for tests.
     """
 
@@ -174,7 +177,7 @@ class HostSource:
         self._before: dict[str, tuple[float, float]] = {}
 
     def of_process(self) -> Mapping[str, float]:
-        """Return the figures of this process; those that the system does not tell are left out."""
+        """Return the figures of this process that the system reports."""
         times = self._process.cpu_times()
         found = {"process.memory_bytes": float(self._process.memory_info().rss)}
         cores = self._rate("cpu", times.user + times.system)
@@ -207,7 +210,7 @@ class HostSource:
             found[name] = rate
 
     def _rate(self, name: str, total: float) -> float | None:
-        """How fast a total grows, per second since it was last asked for; None the first time, and where it fell."""
+        """Return the growth of a total per second since the last call, or None the first time or if it decreased."""
         now = self._clock()
         before = self._before.get(name)
         self._before[name] = (now, total)
@@ -217,5 +220,5 @@ class HostSource:
 
 
 def host_name() -> str:
-    """Return what tells this machine from others in figures."""
+    """Return the machine's name for figures."""
     return os.uname().nodename

@@ -1,4 +1,4 @@
-"""The same figure of many ranks as five numbers: least, median, greatest, and whose the two ends are."""
+"""Figures of a run: folding over ranks, reading from events, and collection from all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.monitor.stragglers import StragglerWatch, median_without
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One figure over ranks or machines. at_min, at_max: who has the two ends, such as "rank 3"."""
+    """One figure over ranks or machines. `at_min` and `at_max` name the owners of the extremes, such as "rank 3"."""
 
     min: float
     median: float
@@ -28,12 +28,15 @@ class Fold:
     at_max: str
 
     def as_json(self) -> list[object]:
-        """Return it as an event holds it: [least, median, greatest, who has the least, who has the greatest]."""
+        """Return the form in events: [minimum, median, maximum, owner of the minimum, owner of the maximum]."""
         return [*(_short(value) for value in (self.min, self.median, self.max)), self.at_min, self.at_max]
 
 
 def fold(values: Mapping[str, float]) -> Fold | None:
-    """Return a figure's values by owner as one `Fold`; None where none is a number. Of equals the first is named."""
+    """Return a figure's values by owner as one `Fold`, or None if none is a number.
+
+    Of equal extremes, the first owner is named.
+    """
     known = {owner: value for owner, value in values.items() if not math.isnan(value)}
     if not known:
         return None
@@ -43,25 +46,25 @@ def fold(values: Mapping[str, float]) -> Fold | None:
 
 
 def _short(value: float) -> float | int:
-    """Six digits say enough, and whole numbers stay whole: a line of an event is read by people too."""
+    """Round to six digits and keep integers, because users read the lines of events too."""
     if not math.isfinite(value):
         return value
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")
 
 
-# What an event says in figures: every reader of events.jsonl (sinks, alerts, the page) asks here.
+# Figures of events, for all readers of events.jsonl (sinks, alerts, the dashboard).
 
-#: What an evaluation says beside its loss and metrics.
+#: Fields of an evaluation event that are not metrics.
 _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
 
 
 @dataclass(frozen=True, slots=True)
 class FigureReading:
-    """A figure at a moment.
+    """A figure at one time.
 
-    name, label: which series. value: the number; over ranks the median. low, high: over ranks the least and greatest,
-    else the value too. at_low, at_high: whose these are, such as "rank 3"; "" for a figure of the run. step: of the
-    event, None where it has none. time: seconds since 1970.
+    `name` and `label` identify the series. `value` is the number; over ranks, the median. `low` and `high` are the
+    minimum and maximum over ranks, else equal to the value. `at_low` and `at_high` are their owners, such as "rank 3",
+    or "" for a figure of the run. `step` is the event's step, or None. `time` is in seconds since 1970.
     """
 
     name: str
@@ -76,12 +79,12 @@ class FigureReading:
 
     @property
     def series(self) -> str:
-        """The text that names its series."""
+        """Name of the series, including its label."""
         return series(self.name, self.label)
 
 
 def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
-    """Yield what an event says in figures; nothing for events without any. Unknown figures are left out."""
+    """Yield the figures of an event. Unknown figures are ignored."""
     step, time = event.get("step"), number(event.get("time"))
     at = (step if type(step) is int else None, time)
     for text, value in _values(event):
@@ -102,7 +105,7 @@ def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
 
 
 def _values(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Pairs of (series, value)."""
+    """Yield pairs of (series, value)."""
     kind = event.get("event")
     if kind == "step":
         yield from _of_step(event)
@@ -127,7 +130,7 @@ def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "step", event.get("step")
     for name in ("loss", "lr", "grad_norm", "update_ratio", "loss_scale", "mfu", "samples_per_s"):
         yield name, event.get(name)
-    # Counts are called by their unit: tokens_per_s, points_per_s.
+    # Counts are named by their unit: tokens_per_s, points_per_s.
     speed = next((key for key in event if key.endswith("_per_s") and key != "samples_per_s"), "samples_per_s")
     yield "tokens_per_s", event.get(speed)
     yield "step_s", seconds.get("total")
@@ -138,21 +141,21 @@ def _table(value: object) -> Mapping[str, Any]:
 
 
 def _is_metric(key: str, value: object) -> bool:
-    # A whole number is what was counted, called by its unit.
+    # An integer is a count, named by its unit.
     return key not in _OF_EVALUATION and (isinstance(value, float) or value in ("nan", "inf", "-inf"))
 
 
-# A rank's own work, step by step and without its waits for others, for the first rank to compare.
+# A rank's own work per step, without its waits for others, for rank 0 to compare.
 
-#: Steps of one report: so many are enough to compare, and reports stay small.
+#: Steps per report: enough to compare, while reports stay small.
 _MOST = 8
 _MICRO = 1e6
 
 
 class PaceWriter:
-    """Picks some of the steps since the last report: the same ones on every rank, however many each has done.
+    """Picks some of the steps since the last report, the same ones on every rank for any number of steps done.
 
-    They are multiples of a power of two, so that a rank that reports more steps picks a part of what another picks.
+    They are multiples of a power of two, so that a rank that reports more steps picks a subset of another rank's.
     """
 
     def __init__(self) -> None:
@@ -160,7 +163,7 @@ class PaceWriter:
         self._stride = 1
 
     def add(self, step: int, own: Mapping[str, float]) -> None:
-        """Take a step's own seconds by part."""
+        """Add a step's own seconds by part."""
         if step % self._stride:
             return
         self._steps[step] = own
@@ -169,9 +172,9 @@ class PaceWriter:
             self._steps = {one: parts for one, parts in self._steps.items() if one % self._stride == 0}
 
     def take(self) -> dict[str, object]:
-        """Return what a report says of the steps, and begin again; {} where there were none.
+        """Return the report of the steps and reset, or {} if there were none.
 
-        steps: microseconds of each. parts: mean seconds of a step by part.
+        "steps" holds the microseconds of each step, "parts" the mean seconds per step by part.
         """
         steps, self._steps, self._stride = self._steps, {}, 1
         if not steps:
@@ -185,50 +188,50 @@ class PaceWriter:
         }
 
 
-# The thread of each rank that reads figures and reports them; on the first rank it folds what all have reported.
+# A thread on each rank that reads and reports figures. On rank 0 it folds the reports of all ranks.
 
-#: Steps that may wait in the queue; at 1 kHz more than a second.
+#: Maximum number of queued steps; more than a second at 1 kHz.
 _MOST_QUEUED = 2048
-#: How often (s) the thread looks whether there is something to do.
+#: Poll interval (s) of the thread.
 _TICK_S = 0.25
-#: A rank is silent after so many intervals without a new report.
+#: A rank is silent after this many intervals without a new report.
 _SILENT_AFTER = 3
-#: How often (s) at least a rank tells its pace, so that a slow one is named within half a minute.
+#: Maximum interval (s) between two pace reports of a rank, so that a slow one is named within half a minute.
 _PACE_S = 5.0
 
 
 class ReportChannel(Protocol):
-    """Where ranks leave reports. The first rank alone reads them."""
+    """Channel for the ranks' reports, which only rank 0 reads."""
 
     def post(self, text: str) -> None:
-        """Leave this rank's report in the place of the one before."""
+        """Replace this rank's report."""
         ...
 
     def read(self) -> Sequence[str]:
-        """Return the newest report of every rank, "" for one that left none."""
+        """Return the newest report of every rank, or "" for a rank without one."""
         ...
 
 
 class LocalReports:
-    """The board of a single rank."""
+    """The report channel of a single rank."""
 
     def __init__(self) -> None:
         self._text = ""
 
     def post(self, text: str) -> None:
-        """Leave the report."""
+        """Replace the report."""
         self._text = text
 
     def read(self) -> Sequence[str]:
-        """Return it."""
+        """Return the report."""
         return [self._text]
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What training puts into the queue after a step: seconds by phase and, of waits for others, by axis.
+    """Figures that training queues after a step: seconds by phase, and waits for others by axis.
 
-    own: seconds of the rank's own work by part, without its waits for others.
+    `own` is the seconds of the rank's own work by part, without its waits for others.
     """
 
     step: int
@@ -247,16 +250,16 @@ class Collector(threading.Thread):
     """Reads and reports the figures of one rank.
 
     Args:
-        rank: this one.
+        rank: this rank.
         host: name of its machine.
-        board: where the reports go.
-        every_s: seconds between events; ranks report as often, and their pace every 5 s at least.
-        of_rank: give figures of this rank; one that fails is left out from then on.
-        of_host: the same of its machine.
-        totals: figures that grow; what they gained per step is told.
-        publish: on the first rank, takes the event of all ranks.
-        groups: of each rank, a number that is equal for ranks that do the same work; (): all do.
-        on_slow: on the first rank, takes an event of a rank that became slow, or is no longer.
+        board: channel for the reports.
+        every_s: seconds between events. Ranks report at this interval, and their pace at least every 5 s.
+        of_rank: readers of figures of this rank. A reader that fails is not called again.
+        of_host: readers of figures of its machine, likewise.
+        totals: cumulative figures. Their increase per step is reported.
+        publish: on rank 0, called with the event of all ranks.
+        groups: a number for each rank that is equal for ranks that do the same work; () if all do.
+        on_slow: on rank 0, called with an event when a rank becomes slow or recovers.
         clock: seconds since 1970, for tests.
     """
 
@@ -290,24 +293,24 @@ class Collector(threading.Thread):
         self._heard: dict[int, tuple[int, float]] = {}
         self._end = threading.Event()
         self._in_one_sentence = clock()
-        #: Whatever went wrong last; nothing of it stops training.
+        #: The last error. Errors here do not stop training.
         self.trouble = ""
 
     def put(self, figures: StepFigures) -> None:
-        """Take a step's numbers, or drop them where the queue is full. Never waits."""
+        """Add a step's figures to the queue, or drop them if it is full. Never waits."""
         if len(self._queue) >= _MOST_QUEUED:
             self._num_dropped += 1
         else:
             self._queue.append(figures)
 
     def close(self) -> None:
-        """Tell what is left, and end the thread."""
+        """Send a last report and end the thread."""
         self._end.set()
         if self.is_alive():
             self.join(5.0)
 
     def run(self) -> None:
-        """Tell every few seconds until `close`: the thread's own function."""
+        """Send reports until `close`. This is the thread's main function."""
         due = pace_due = time.monotonic()
         while not self._end.wait(min(_TICK_S, self._every_s)):
             self._drain()
@@ -321,9 +324,10 @@ class Collector(threading.Thread):
         self.tell()
 
     def tell(self, *, pace_only: bool = False) -> None:
-        """Make this rank's report; on the first rank, publish what all have reported.
+        """Send this rank's report. On rank 0, publish the reports of all ranks.
 
-        pace_only: tell the last report once more with a newer pace, and publish only who is slow.
+        Args:
+            pace_only: repeat the last report with a newer pace, and publish only slow ranks.
         """
         try:
             self._drain()
@@ -338,7 +342,7 @@ class Collector(threading.Thread):
             self.trouble = f"{type(error).__name__}: {error}"
 
     def _look(self, reports: Sequence[Mapping[str, Any]], pace_only: bool) -> None:
-        """On the first rank: make events of what all have reported."""
+        """Make events from the reports of all ranks, on rank 0."""
         now = self._clock()
         silent = [rank for rank, report in enumerate(reports) if self._is_silent(rank, report, now)]
         heard = [{} if rank in silent else report for rank, report in enumerate(reports)]
@@ -351,7 +355,7 @@ class Collector(threading.Thread):
             self._publish(self._event(heard, silent, now))
 
     def _drain(self) -> None:
-        """Add up what training has put into the queue."""
+        """Add up the queued steps."""
         for _ in range(len(self._queue)):
             one = self._queue.popleft()
             self._step, self._num_steps = one.step, self._num_steps + 1
@@ -371,7 +375,7 @@ class Collector(threading.Thread):
         return {**report, "of_host": host} if host else report
 
     def _of_steps(self) -> dict[str, float]:
-        """Means over the steps since the last report."""
+        """Return the means over the steps since the last report."""
         if not self._num_steps:
             return dict(self._last)  # steps that take longer than an interval
         means = {name: total / self._num_steps for name, total in self._sums.items()}
@@ -380,7 +384,7 @@ class Collector(threading.Thread):
         return dict(self._last)
 
     def _gained(self, step: int) -> dict[str, float]:
-        """What the totals gained per step since the last report."""
+        """Return the increase of the totals per step since the last report."""
         if self._totals is None:
             return {}
         (before_step, before), now = self._totals_before, dict(self._totals())
@@ -391,7 +395,7 @@ class Collector(threading.Thread):
         return {name: (total - before.get(name, 0.0)) / num_steps for name, total in now.items()}
 
     def _event(self, reports: Sequence[Mapping[str, Any]], silent: list[int], now: float) -> dict[str, object]:
-        """One event of what all ranks have reported; {} is the report of a silent one."""
+        """Return one event from the reports of all ranks. The report of a silent rank is {}."""
         by_figure: dict[str, dict[str, float]] = {}
         for rank, report in enumerate(reports):
             for owner, values in ((f"rank {rank}", "values"), (str(report.get("host")), "of_host")):
@@ -412,7 +416,7 @@ class Collector(threading.Thread):
         return event
 
     def _lags(self, busy: Mapping[str, float], number: int) -> dict[str, float]:
-        """Each rank's busy seconds over the median of the other ranks that do the same work."""
+        """Return each rank's busy seconds over the median of the other ranks that do the same work."""
         found: dict[str, float] = {}
         groups = self._groups or [0] * number
         for group in dict.fromkeys(groups):
@@ -434,7 +438,7 @@ class Collector(threading.Thread):
 
 
 def _read_all(readers: list[Reader]) -> dict[str, float]:
-    """What all readers give. One that fails is asked no more: a figure is missing, and training goes on."""
+    """Return the figures of all readers. A reader that fails is removed, and training continues without it."""
     found: dict[str, float] = {}
     for reader in [*readers]:
         try:
@@ -445,7 +449,7 @@ def _read_all(readers: list[Reader]) -> dict[str, float]:
 
 
 def _parsed(text: str) -> Mapping[str, Any]:
-    """A report; {} where a rank left none, or one that is torn."""
+    """Return a parsed report, or {} if it is empty or damaged."""
     try:
         report = json.loads(text) if text else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""loss.png: the curve of a run, drawn from its events."""
+"""Pictures of a run: the loss curve, drawn from its events, and sheets of samples."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from weft.errors import DataError
 from weft.monitor.events import last_per_step, number
 
 _TRAIN, _EVAL, _SKIPPED, _LR = "#2a6fbb", "#d1495b", "#e09f3e", "#7a7a7a"
-#: The smoothed curve is a mean over this share of the run to each side, taken twice.
+#: Share of the run on each side for the moving average, which is applied twice.
 _SMOOTH_SHARE = 0.01
-#: Beyond this ratio of the highest to the lowest smoothed loss the axis is logarithmic.
+#: The axis is logarithmic if the ratio of the highest to the lowest smoothed loss is larger than this.
 _LOG_RATIO = 3.0
 
 
 def unfinished_picture(path: Path, pid: int) -> Path:
-    """Return where a process writes a picture before it takes the place of `path`."""
+    """Return the temporary file of a process that draws `path`."""
     return path.with_name(f".{path.name}.{pid}.tmp")
 
 
 def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
     """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG.
 
-    Under the title stand model, plan, steps and day. The loss has a logarithmic axis where it spans more than a factor
-    of
-    3. The file is replaced in one rename.
+    The subtitle shows model, plan, steps and date. The loss axis is logarithmic if the loss spans more than a factor of
+    3. The file is replaced atomically.
 
     Args:
-        events: as `read_events` gives them; steps done twice are drawn once.
-        path: of the PNG; it is also what is returned.
+        events: from `read_events`; repeated steps are drawn once.
+        path: the PNG file; it is also the return value.
         title: "" becomes "Training loss".
 
     Raises:
-        DataError: when there is no step to draw, or the file cannot be written.
+        DataError: if there is no step to draw, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -74,7 +73,7 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
 
 
 def _subtitle(events: list[Mapping[str, Any]], last: Mapping[str, Any]) -> str:
-    """Model, plan, steps and day of what is drawn, as far as the events tell."""
+    """Return model, plan, steps and date of the curve, as far as the events contain them."""
     start = next((event for event in reversed(events) if event.get("event") == "start"), {})
     ranks = (
         f"{start['plan']} on {start.get('world_size', '?')} {start.get('device', '')} ranks" if "plan" in start else ""
@@ -91,9 +90,9 @@ def _short(loss: float) -> str:
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
-    """Mean of each value and its neighbours, `reach` to each side and fewer at the ends, so that it does not lag.
+    """Compute a centered moving average of `reach` values to each side, and fewer at the ends, so that it does not lag.
 
-    Values that are not finite are left out; where nothing is left the result is nan.
+    Non-finite values are left out. The result is nan if no value is left.
     """
     sums, counts = [0.0], [0]
     for value in values:
@@ -102,8 +101,8 @@ def smoothed(values: list[float], reach: int) -> list[float]:
         counts.append(counts[-1] + finite)
     result = []
     for position in range(len(values)):
-        # At the start the two sides shrink alike, because the loss falls steeply there. At the end only the right one
-        # can: a last value that stands for itself would look like a turn of the curve.
+        # At the start both sides shrink, because the loss falls steeply there. At the end only the right one does: a
+        # last value without an average would look like a turn of the curve.
         left = min(reach, position)
         right = min(left, len(values) - 1 - position)
         first, end = position - left, position + right + 1
@@ -125,7 +124,7 @@ def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
     points = [(step, loss) for step, loss in points if math.isfinite(loss)]
     if points:
         step, loss = min(points, key=lambda point: point[1])
-        # Numbers stand in the legend: beside a point they would lie on the curve or outside of the axes.
+        # Numbers are in the legend: next to a point they would cover the curve or leave the axes.
         label = f"eval, lowest {_short(loss)} at step {step:,}"
         axis.plot(*zip(*points, strict=True), "o-", color=_EVAL, markersize=5, linewidth=1.5, label=label, zorder=5)
         axis.plot([step], [loss], "o", markersize=11, fillstyle="none", color=_EVAL, label="_lowest", zorder=6)
@@ -134,7 +133,7 @@ def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
     if finite and min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO:
         _log_scale(axis, decades=math.log10(max(finite) / min(finite)))
     if skipped:
-        # On the lower edge of the axes, wherever the losses lie: a skipped step often has none.
+        # At the lower edge of the axes, independent of the losses, because a skipped step often has no loss.
         edge = axis.get_xaxis_transform()
         axis.plot(
             skipped, [0.02] * len(skipped), "^", color=_SKIPPED, markersize=8, transform=edge,
@@ -177,25 +176,28 @@ def _dress(axis: Any) -> None:
     axis.margins(x=0.01)
 
 
-# A sheet of samples as a model gets them: pictures, waves, bands of pitch, texts, and what of them is learnt.
+# A sheet of samples as the model receives them: images, waveforms, mel bands, texts, and the trained parts of the
+# text.
 
-#: Formats of files that a sheet is drawn into.
+#: File formats of a sheet.
 SUFFIXES = (".png", ".svg", ".pdf")
 _WIDTH_IN, _MEDIA_IN, _LINE_IN, _MARGIN_IN = 10.0, 1.5, 0.19, 0.4
-#: A letter's width, and how many stand in a line.
+#: Width of a letter, letters per line, and maximum number of lines.
 _LETTER_IN, _COLUMNS, _MOST_LINES = 0.0669, 136, 40
-#: Room for the numbers on an axis.
+#: Space for the numbers on an axis.
 _AXIS_IN = 0.25
-#: Points of a wave that are drawn across.
+#: Horizontal points of a waveform.
 _WAVE_POINTS = 1200
 _LEARNT, _OTHER, _NEVER, _CONTEXT = "#1a7f37", "#b45309", "#c1121f", "#8a8f98"
 
 
 @dataclass(frozen=True, slots=True)
 class GridSample:
-    """One sample. title: where it is from. picture: (3, height, width), 0 to 255. wave: samples, `rate` a second.
+    """One sample of a sheet.
 
-    bands: (bands, frames). text: stretches of text, each with its weight in the loss; 0: it is read and not learnt.
+    `title` is its source. `picture` is (3, height, width), 0 to 255. `wave` holds samples at `rate` per second. `bands`
+    is (bands, frames). `text` holds parts of the text with their weights in the loss; a part with weight 0 is context
+    and not trained.
     """
 
     title: str
@@ -207,10 +209,10 @@ class GridSample:
 
 
 def check_grid(path: Path) -> None:
-    """Refuse a file that no sheet can be drawn into.
+    """Check that a sheet can be drawn to a file.
 
     Raises:
-        DataError: for another suffix, or a folder that is not there.
+        DataError: for another suffix, or a missing folder.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"--sheet={path}: a sheet is drawn into {', '.join(SUFFIXES)}. Give such a file.")
@@ -219,10 +221,10 @@ def check_grid(path: Path) -> None:
 
 
 def draw_grid(path: Path, entries: Sequence[GridSample]) -> None:
-    """Draw samples below one another.
+    """Draw samples one below the other.
 
     Args:
-        path: of the file, whose suffix says the format.
+        path: output file; its suffix selects the format.
         entries: the samples.
 
     Raises:
@@ -279,7 +281,7 @@ def _draw(figure: Any, entry: GridSample, top: float, total: float) -> None:
 
 
 def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
-    """What draws each part of a sample, and its share of the width that is left; 0: a square."""
+    """Yield a drawing function for each part of a sample, and its share of the remaining width (0 for a square)."""
     picture, wave, bands = entry.picture, entry.wave, entry.bands
     if picture is not None:
 
@@ -308,13 +310,13 @@ def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
 
 
 def _envelope(wave: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the largest of the samples at each point across."""
+    """Return the minimum and maximum of the samples at each horizontal point."""
     parts = np.array_split(wave, min(_WAVE_POINTS, max(1, len(wave))))
     return np.array([part.min(initial=0.0) for part in parts]), np.array([part.max(initial=0.0) for part in parts])
 
 
 def _lines(text: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """The text in lines of so many columns."""
+    """Split the text into lines of `_COLUMNS` columns."""
     lines: list[list[tuple[str, float]]] = [[]] if text else []
     left = _COLUMNS
     for stretch, weight in text:
@@ -334,7 +336,7 @@ def _lines(text: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
 
 
 def _plain(text: str, keep: str = "") -> str:
-    """Text without what a font cannot show."""
+    """Replace characters that a font cannot show."""
     return "".join(one if one.isprintable() or one in keep else "·" for one in text)
 
 
@@ -342,21 +344,22 @@ def _colour(weight: float) -> str:
     return _CONTEXT if weight == 0 else _NEVER if weight < 0 else _LEARNT if weight == 1 else _OTHER
 
 
-# Draws loss.png while a run goes on, in a process of its own with the lowest priority.
+# Drawing of loss.png during a run, in a separate process with the lowest priority.
 
-#: Seconds after the start before which nothing is drawn: short runs are drawn at their end.
+#: Seconds after the start before the first picture. Shorter runs are drawn at their end.
 FIRST_S = 5.0
-#: Between two pictures, at least; and how many times as long as a picture took: it then costs 2 % of a core at most.
+#: Minimum seconds between two pictures, and the minimum pause relative to the drawing time, which limits the cost to 2
+#: % of a core.
 BETWEEN_S, REST = 20.0, 50.0
-#: A picture is never older than this while steps go on.
+#: Maximum age (s) of a picture during training.
 LATE_S = 180.0
 
 
 class Artist:
-    """Has a run's picture drawn now and then; every call returns at once but for `close`.
+    """Draws a run's picture from time to time in another process. Calls do not block, except for `close`.
 
     Args:
-        events: the log that is drawn.
+        events: the log to draw.
         png: the picture, replaced each time.
         title: above the picture.
     """
@@ -369,23 +372,23 @@ class Artist:
         self._free_at += FIRST_S
 
     def draw_soon(self) -> None:
-        """Draw, for there is something new to see, unless a picture is fresh or being drawn."""
+        """Draw, because there is something new, unless the picture is recent or being drawn."""
         now = time.monotonic()
         if self._is_busy(now) or now < self._free_at:
             return
         self._began = now
         self._free_at = now + BETWEEN_S
-        # A machine that cannot start another process trains on; the end of the run draws.
+        # If another process cannot be started, training continues, and the picture is drawn at the end of the run.
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def draw_when_late(self) -> None:
-        """Draw where the last picture is old. Called at every step."""
+        """Draw if the last picture is old. Called at every step."""
         if time.monotonic() - self._began > LATE_S:
             self.draw_soon()
 
     def close(self) -> None:
-        """End the process of a picture that is being drawn. May be called more than once."""
+        """End a drawing process, if any. May be called more than once."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -403,7 +406,7 @@ class Artist:
 
 
 def main() -> None:
-    """Draw once."""
+    """Draw one picture."""
     from weft.monitor.events import read_events
 
     with contextlib.suppress(OSError):

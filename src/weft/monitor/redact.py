@@ -1,4 +1,4 @@
-"""Copies of settings and texts without secrets, for whoever may look at a run and must not learn its passwords."""
+"""Copies of settings and texts without secrets, for viewers of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from weft.config.secret_urls import hide_secret
 
 HIDDEN = "(hidden)"
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-#: Keys below which everything is a secret, and those below which every text is: there are numbers of tokens.
+#: Keys below which all values are secret, and keys below which all texts are secret but not numbers, such as token
+#: counts.
 _SECRET = re.compile(
     r"passw|passphrase|secret|api_?key|credential|authorization|private_?key|access_?key|cookie|signature"
 )
@@ -23,7 +24,7 @@ _DEEPEST = 20
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a copy of JSON values in which what looks like a secret is replaced by "(hidden)".
+    """Return a copy of JSON values in which values that look like secrets are replaced by "(hidden)".
 
     Args:
         value: tables, lists and plain values.
@@ -33,12 +34,12 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def text_without_secrets(text: str) -> str:
-    """Return a text whose URLs show no user info, no query and no path that may be a secret."""
+    """Return a text whose URLs contain no user info, no query and no path that may be a secret."""
     return _URL.sub(lambda match: hide_secret(match[0]), text)
 
 
 def _copied(value: Any, name: str, hides: str, depth: int) -> Any:
-    """hides: "" below no secret key, "text" or "all" below one."""
+    """Copy a value. `hides` is "" outside of secret keys, and "text" or "all" below one."""
     key = _HUMP.sub("_", name).lower().replace("-", "_")
     if _SECRET.search(key):
         hides = "all"

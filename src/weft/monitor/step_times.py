@@ -1,7 +1,7 @@
-"""Seconds by phase of a step, what it trained per second, memory.
+"""Times of a step by phase, training speed, memory, and a run's time by kind.
 
-On a GPU a phase is bracketed by two CUDA events and nothing waits: the seconds are read from the events when somebody
-asks for them, which by then have usually passed.
+On a GPU, a phase is bracketed by two CUDA events without synchronization. The seconds are read from the events later,
+when they have usually completed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 from weft.planner.report.pictures import Bar, draw_bars, fits
 
-#: Steps that the smoothed speed looks back on.
+#: Number of steps for the smoothed speed.
 _WINDOW = 20
-#: Phases kept of one step.
+#: Maximum number of phases of one step.
 _MAX_SPANS = 4096
 
 
 class StepClock(Protocol):
-    """Marks a moment in a device's work, and later tells the seconds between two marks."""
+    """Marks a time in a device's work, and later returns the seconds between two marks."""
 
     def mark(self) -> Any: ...
 
@@ -33,7 +33,7 @@ class StepClock(Protocol):
 
 
 class HostClock:
-    """For devices whose work is done when the call returns: a mark is a reading of perf_counter."""
+    """Clock for devices whose calls are synchronous. A mark is a reading of perf_counter."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -43,7 +43,7 @@ class HostClock:
 
 
 class CudaClock:
-    """A mark is an event in the current stream of a CUDA device; only reading the seconds waits for it."""
+    """Clock of a CUDA device. A mark is an event in its current stream; only reading the seconds waits for it."""
 
     def __init__(self, device: object):
         import torch
@@ -62,26 +62,26 @@ class CudaClock:
 
 
 class Communication(Protocol):
-    """Knows how long the computation waited for other ranks; `weft.comm.ledger.Ledger` is one."""
+    """Measures how long computation waited for other ranks, such as `weft.comm.ledger.Ledger`."""
 
     def mark(self) -> Any:
-        """Return this moment; nothing waits."""
+        """Return a mark of the current time without waiting."""
         ...
 
     def seconds_between(self, start: Any, end: Any) -> Mapping[str, float]:
-        """Return seconds by axis between two marks; may wait for the device."""
+        """Return the seconds by axis between two marks. May wait for the device."""
         ...
 
 
 class StepTimes:
-    """One step's times, which are read from the clock when somebody looks, and then may wait for the device.
+    """Times of one step. They are read from the clock on first access, which may wait for the device.
 
     Args:
-        before: mark of the end of the step before; None for the first.
-        start, end: marks of this one.
+        before: mark of the end of the previous step; None for the first.
+        start, end: marks of this step.
         spans: (phase, start, end) as marks of the clock, and the communication's marks at both, or None.
-        clock: makes seconds of marks.
-        communication: the same for communication.
+        clock: converts marks to seconds.
+        communication: likewise for communication.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class StepTimes:
 
     @cached_property
     def total_s(self) -> float:
-        """Seconds from the step's start to its end on the device: all that the step gave it to do is in them."""
+        """Seconds from the step's start to its end on the device, including all work that the step queued."""
         return self._clock.seconds_between(self._start, self._end)
 
     @cached_property
     def gap_s(self) -> float:
-        """Seconds on the device from the end of the step before to the start of this one; infinite for the first."""
+        """Seconds on the device from the end of the previous step to the start of this one; infinite for the first."""
         return math.inf if self._before is None else self._clock.seconds_between(self._before, self._start)
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, in the order the phases began; a phase that ran several times is summed."""
+        """Seconds by phase, in the order in which phases began. Repeated phases are summed."""
         seconds: dict[str, float] = {}
         for name, start, end, _ in self._spans:
             seconds[name] = seconds.get(name, 0.0) + self._clock.seconds_between(start, end)
@@ -118,7 +118,7 @@ class StepTimes:
 
     @cached_property
     def exposed(self) -> dict[str, dict[str, float]]:
-        """Seconds that the computation waited for other ranks inside each phase, by axis."""
+        """Seconds that computation waited for other ranks in each phase, by axis."""
         found: dict[str, dict[str, float]] = {}
         for name, _, _, marks in self._spans:
             if self._communication is not None:
@@ -138,13 +138,13 @@ class StepTimes:
 class Meter:
     """Times the steps of one rank.
 
-    A step lasts from `begin_step` (or, without that, from the last `end_step`) to `end_step`, so that evaluation and
-    saving between the two count as no step's time. On a GPU both are moments of the device.
+    A step lasts from `begin_step` (or else the last `end_step`) to `end_step`, so evaluation and saving between the two
+    do not count. On a GPU both are times of the device.
 
     Args:
         device: "cpu", "cuda:0" or a torch.device.
-        clock: for tests; None: the device's.
-        communication: what of the waits for other ranks falls into each phase is kept apart.
+        clock: for tests; None uses the device's clock.
+        communication: measures the waits for other ranks in each phase separately.
     """
 
     def __init__(
@@ -156,20 +156,20 @@ class Meter:
     ):
         self._communication = communication
         self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
-        # Bounded, because a step used without a loop has nobody to call end_step.
+        # Bounded, because end_step is not called if a step is used without a loop.
         self._spans: deque[tuple[str, Any, Any, Any]] = deque(maxlen=_MAX_SPANS)
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._began = self._clock.mark()
         self._ended: Any = None
 
     def begin_step(self) -> None:
-        """Start the step's time now, and forget phases timed since the last step."""
+        """Start the step's time now, and drop phases measured since the last step."""
         self._spans.clear()
         self._began = self._clock.mark()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the time of a part of the step. Phases may repeat within a step, and may lie inside each other."""
+        """Measure the time of a part of the step. Phases may repeat and may be nested."""
         known = self._communication
         before = known.mark() if known else None
         start = self._clock.mark()
@@ -179,7 +179,7 @@ class Meter:
             self._spans.append((name, start, self._clock.mark(), (before, known.mark()) if known else None))
 
     def end_step(self) -> StepTimes:
-        """End the step. Nothing waits: say with `count` later what it trained."""
+        """End the step without waiting. Call `count` later with the trained amount."""
         end = self._clock.mark()
         times = StepTimes(self._ended, self._began, end, list(self._spans), self._clock, self._communication)
         self._spans.clear()
@@ -187,18 +187,23 @@ class Meter:
         return times
 
     def count(self, times: StepTimes, number: int) -> None:
-        """Say what a step trained: tokens or samples over all ranks, 0 for nothing. Waits for the step's end."""
+        """Record the amount that a step trained: tokens or samples over all ranks. Waits for the step's end.
+
+        Args:
+            times: the step's times.
+            number: 0 if the step trained nothing.
+        """
         self._recent.append((number, times.total_s))
 
     @property
     def count_per_s(self) -> float:
-        """Smoothed over the last steps: what they trained over their seconds. 0 before the first."""
+        """Trained amount per second, smoothed over the last steps. 0 before the first."""
         total_s = sum(seconds for _, seconds in self._recent)
         return sum(count for count, _ in self._recent) / total_s if total_s > 0 else 0.0
 
 
 def memory_bytes(device: object = "cpu") -> tuple[int, int]:
-    """Return (now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
+    """Return (current, peak) bytes of torch's allocator on a CUDA device, or of this process's resident memory."""
     if str(device).startswith("cuda"):
         import torch
 
@@ -213,11 +218,11 @@ def memory_bytes(device: object = "cpu") -> tuple[int, int]:
     return now, max(now, peak)
 
 
-# Where a run's time went: seconds of each rank by kind, in words, as a picture, and as a trace.
+# A run's time by kind: seconds of each rank, as text, as a picture, and as a trace.
 
-#: Steps that `typical` looks back on.
+#: Number of steps for `typical`.
 _TYPICAL = 200
-#: The kind of each phase of a step, for what of it is not communication.
+#: Kind of each phase of a step, for its time outside of communication.
 _KINDS = {
     "forward": "compute", "backward": "compute", "forward and backward": "compute", "weight gradients": "compute",
     "wait": "stages",
@@ -229,7 +234,7 @@ _COLOURS = {
     "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "tracing": "#c06fa0", "host": "#7a7a7a",
 }  # fmt: skip
 _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
-#: What may help, by kind, from this share of the time on.
+#: Advice by kind, given from this share of the time on.
 _ADVICE = {
     "stages": (
         0.1,
@@ -239,9 +244,9 @@ _ADVICE = {
     "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
     "host": (0.25, "Python takes longer than the computation: use a larger microbatch, or compile=on"),
 }
-#: Seconds that a kind has taken before there is advice about it: nobody tunes a run of a minute.
+#: Minimum seconds of a kind for advice, so that runs of a minute get none.
 _WORTH_ADVICE_S = 10.0
-#: How much more the slowest rank computes than the mean before it is named; less is chance.
+#: The slowest rank is named if it computes this much more than the mean. Smaller differences are noise.
 _SLOWER = 0.05
 
 
@@ -268,7 +273,7 @@ class TimeBook:
 
     @contextlib.contextmanager
     def spend(self, kind: str) -> Iterator[None]:
-        """Count what happens inside under this kind."""
+        """Count the time of the block under a kind."""
         start = time.perf_counter()
         try:
             yield
@@ -280,10 +285,12 @@ class TimeBook:
         self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
 
     def add_step(self, times: StepTimes, data_s: float = 0.0) -> None:
-        """Count a step's phases, communication apart.
+        """Count a step's phases, with communication separate.
 
-        data_s: that the host waited for the step's data before it. What of it the device filled with the step before
-        cost nothing, and is not counted.
+        Args:
+            times: the step's times.
+            data_s: seconds that the host waited for the step's data before it. The part in which the device was still
+                busy with the previous step cost nothing and is not counted.
         """
         if data_s:
             self.add("data", min(data_s, times.gap_s))
@@ -292,18 +299,18 @@ class TimeBook:
         before = dict(self._seconds)
         for phase, seconds in times.phases.items():
             kind = _KINDS.get(phase, "host")
-            # Waiting for a stage is waiting for its message: one of the two is counted.
+            # A wait for a stage is a wait for its message, so only one of the two is counted.
             inside = {axis: s for axis, s in times.exposed.get(phase, {}).items() if kind != "stages" and s > 0}
             for axis, spent in inside.items():
                 self.add(f"over {axis}", spent)
             self.add(kind, max(0.0, seconds - sum(inside.values())))
         spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in self._seconds.items() if kind != "host"}
-        # What no phase has: Python between them.
+        # Time outside of all phases: Python between them.
         spent["host"] = max(0.0, times.total_s - sum(spent.values()))
         self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
 
     def typical(self) -> dict[str, float]:
-        """Return a step's seconds by kind: the mean over the last ones, without the run's first."""
+        """Return a step's seconds by kind: the mean over the last steps, without the run's first."""
         steps = [*self._steps]
         if self.num_steps == len(steps) and len(steps) > 1:
             steps = steps[1:]
@@ -311,14 +318,14 @@ class TimeBook:
         return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by kind; "host" is what no kind has; "total" is all."""
+        """Return the seconds by kind. "host" is the time of no other kind; "total" is the sum."""
         total = self._total if self._total is not None else time.perf_counter() - self._began
         known = sum(seconds for kind, seconds in self._seconds.items() if kind != "host")
         return {**self._seconds, "host": max(0.0, total - known), "total": total}
 
 
 def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step in which its rank computed and waited for nobody, and its waits by axis."""
+    """Return the seconds of a step in which its rank computed without waiting, and its waits by axis."""
     busy, waits = 0.0, dict[str, float]()
     for phase, seconds in times.phases.items():
         inside = times.exposed.get(phase, {})
@@ -330,9 +337,11 @@ def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
 
 
 def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
-    """Return the seconds of a step that its rank spent on work of its own, by kind: what it waited for others is out.
+    """Return the seconds that a rank spent on its own work in a step, by kind, without waits for other ranks.
 
-    data_s: that the host waited for the step's data before it.
+    Args:
+        times: the step's times.
+        data_s: seconds that the host waited for the step's data before it.
     """
     found = {"compute": 0.0, "data": min(data_s, times.gap_s), "optimizer": 0.0, "host": 0.0}
     known = 0.0
@@ -348,13 +357,13 @@ def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
 def time_lines(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:
-    """Tell the report in words.
+    """Return the report as lines of text.
 
     Args:
         ranks: `TimeBook.seconds()` of each rank.
-        num_steps: that these times are of.
-        sizes: of the mesh's axes, so that joined axes are told without those of one rank.
-        start_step: what an earlier start had done.
+        num_steps: number of steps in these times.
+        sizes: sizes of the mesh's axes, to omit axes of one rank from joined ones.
+        start_step: steps done by earlier starts.
     """
     ranks = [_over_wide(one, sizes) for one in ranks]
     total = max(one["total"] for one in ranks)
@@ -381,10 +390,10 @@ def time_lines(
 def draw_times(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> str:
-    """Draw the report: SVG text, one row for each rank (at most 64, evenly chosen).
+    """Draw the report as SVG text, with one row for each rank (at most 64, evenly chosen).
 
     Args:
-        ranks, num_steps, sizes, start_step: as `time_lines` takes them.
+        ranks, num_steps, sizes, start_step: as in `time_lines`.
     """
     ranks = [_over_wide(one, sizes) for one in ranks]
     kinds = _kinds(ranks)
@@ -407,15 +416,16 @@ def draw_times(
     since = f" since step {start_step}" if start_step else ""
     title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
-    # Bars may be too narrow for numbers; the legend has those of all.
+    # Bars may be too narrow for numbers; the legend shows all of them.
     legend = [(f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
     return draw_bars(rows, title, legend)
 
 
 def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]]) -> str:
-    """Return the spans as a trace for chrome://tracing or Perfetto: JSON text.
+    """Return the spans as a JSON trace for chrome://tracing or Perfetto.
 
-    tracks: (process, thread, spans), where a span is (name, start, end) in seconds.
+    Args:
+        tracks: (process, thread, spans); a span is (name, start, end) in seconds.
     """
     events: list[dict[str, object]] = []
     processes = list(dict.fromkeys(process for process, _, _ in tracks))
@@ -431,7 +441,7 @@ def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, flo
 
 
 def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
-    """Those that any rank has, compute first and host last."""
+    """Return the kinds of any rank, compute first and host last."""
     found = {kind for one in ranks for kind in one if kind != "total"}
     axes = sorted(kind for kind in found if kind.startswith("over "))
     order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "tracing", "host"]
@@ -439,7 +449,7 @@ def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _over_wide(rank: Mapping[str, float], sizes: Mapping[str, int] | None) -> dict[str, float]:
-    """Seconds by kind, where axes of one rank are left out of joined ones; what then has one name adds up."""
+    """Return the seconds by kind, with axes of one rank omitted from joined ones. Kinds of equal names are summed."""
     sizes, found = sizes or {}, dict[str, float]()
     for kind, seconds in rank.items():
         if kind.startswith("over "):

@@ -1,9 +1,9 @@
-"""Finds the rank that the others wait for: the same steps compared over ranks that do the same work.
+"""Detection of the rank that the others wait for, by comparing the same steps over ranks with the same work.
 
-A rank's own work is what it computes, reads and prepares itself; what it waits for others is not in it, or all ranks
-would look alike. Of each step it is laid beside the median of the rank's peers: the ranks that hold the same stage of
-the pipeline. A rank without peers is laid beside its own past, and what all ranks have in common is taken out. One slow
-step says nothing: medians and quartiles over the last steps decide, and how much the ranks differ anyway.
+A rank's own work is its computing, reading and preparing. Its waits for others are excluded, or all ranks would look
+the same. Each step is compared to the median of the rank's peers: the ranks with the same pipeline stage. A rank
+without peers is compared to its past, corrected for changes that all ranks share. A single slow step is not enough:
+medians and quartiles over the last steps decide, relative to the normal variation between ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, cast
 
 from weft.units import format_seconds
 
-#: Steps that a verdict looks back on, and how many it needs at least.
+#: Number of recent steps for a decision, and the minimum.
 _WINDOW, _LEAST = 16, 6
-#: A rank is slow above SLOW times its peers, and no longer below OVER.
+#: A rank becomes slow above SLOW times its peers, and recovers below OVER.
 SLOW, OVER = 1.10, 1.05
-#: With so many ranks their differences are known: a slow one is beyond this many deviations of them.
+#: From this number of ranks on, their variation is measured, and a slow rank exceeds this many deviations.
 _MANY, _DEVIATIONS = 5, 5.0
-#: Seconds of a step that are too few to matter.
+#: Smaller differences in seconds per step are ignored.
 _WORTH_S = 0.001
-#: Steps kept of each rank until all its peers have reported them.
+#: Maximum number of a rank's steps kept until all its peers have reported them.
 _KEPT = 64
-#: Steps of a rank's past that it is laid beside where it has no peers.
+#: Past steps of a rank for the comparison without peers, and the minimum.
 _PAST, _ENOUGH_PAST = 240, 24
-#: Figures that may say why: (figure, whether a low value is the trouble, how far from the others' median, words).
+#: Figures that may explain it: (figure, True if low values are the problem, factor of the others' median, text).
 _CLUES = (
     ("gpu.throttled", False, 1.0, "its GPU is slowed down by heat or its power brake"),
     ("gpu.sm_clock", True, 0.95, "its GPU's clock is {0:.2f} GHz, theirs {1:.2f} GHz"),
@@ -41,7 +41,7 @@ _SCALE = {"gpu.sm_clock": 1e-9}
 
 @dataclass(slots=True)
 class _OneRank:
-    """What is known of a rank. own: seconds by step, until all peers have told theirs. ratios: over its peers."""
+    """State of a rank. `own` is seconds by step until all peers report it. `ratios` are relative to its peers."""
 
     own: dict[int, float] = field(default_factory=dict)
     newest: int = 0
@@ -53,10 +53,10 @@ class _OneRank:
 
 
 class StragglerWatch:
-    """Takes all ranks' reports and tells who is slow, once, and when that is over.
+    """Reads all ranks' reports and returns an event once when a rank becomes slow, and when it recovers.
 
     Args:
-        groups: of each rank, a number that is equal for ranks that do the same work.
+        groups: a number for each rank that is equal for ranks that do the same work.
     """
 
     def __init__(self, groups: Sequence[int]):
@@ -65,10 +65,10 @@ class StragglerWatch:
         self._ranks = [_OneRank() for _ in groups]
 
     def observe(self, reports: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-        """Take the newest report of each rank; return events "slow_rank" of ranks that became slow, or are no longer.
+        """Take the newest report of each rank, and return "slow_rank" events of ranks that became slow or recovered.
 
         Args:
-            reports: of all ranks, in their order; {} of a rank that is silent.
+            reports: reports of all ranks, in order; {} for a silent rank.
         """
         for rank, report in zip(self._ranks, reports, strict=True):
             _take(rank, report)
@@ -90,12 +90,12 @@ class StragglerWatch:
         return events
 
     def lag(self, rank: int) -> float | None:
-        """Return how many times its peers' own work a rank's last steps took (median); None where too few are known."""
+        """Return the median ratio of a rank's last steps to its peers' own work, or None with too few steps."""
         ratios = self._ranks[rank].ratios
         return statistics.median(ratios) if len(ratios) >= _LEAST else None
 
     def _common(self, group: Sequence[int], heard: Sequence[bool]) -> tuple[list[int], list[int]]:
-        """The members that report, and the steps that all of them have told."""
+        """Return the members that report, and the steps that all of them have reported."""
         members = [rank for rank in group if heard[rank] and self._ranks[rank].own]
         if len(members) < 2:
             return members, []
@@ -120,7 +120,7 @@ class StragglerWatch:
             if min(len(self._ranks[rank].past) for rank in members) >= _ENOUGH_PAST and min(usual.values()) > 0:
                 ordered = sorted(own[rank] / usual[rank] for rank in members)
                 for rank, seconds in own.items():
-                    # A longer sequence is longer on all ranks.
+                    # A longer sequence takes longer on all ranks.
                     common = median_without(ordered, seconds / usual[rank])
                     _note(self._ranks[rank], seconds, usual[rank] * common)
             for rank, seconds in own.items():
@@ -149,7 +149,7 @@ class StragglerWatch:
                 "part": part, "text": text}  # fmt: skip
 
     def _words(self, rank: int, lag: float, reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """The part that is slow, and a sentence for people."""
+        """Return the slow part, and a sentence for the user."""
         one = self._ranks[rank]
         own_s, peers_s = statistics.median(list(one.own_s)[-_LEAST:]), statistics.median(list(one.peers_s)[-_LEAST:])
         peers = [other for other in range(len(reports)) if other != rank and reports[other]
@@ -175,7 +175,7 @@ class StragglerWatch:
 
 
 def _take(rank: _OneRank, report: Mapping[str, Any]) -> None:
-    """Add the steps that a report is the first to tell."""
+    """Add the steps that this report is the first to contain."""
     for text, micro in _numbers(_pace(report).get("steps")).items():
         step = int(text) if text.isdigit() else 0
         if step > rank.newest:
@@ -193,7 +193,7 @@ def _note(rank: _OneRank, own_s: float, peers_s: float) -> None:
 
 
 def _bound(lags: Sequence[float]) -> float:
-    """How slow is too slow for ranks that do the same work and differ by themselves."""
+    """Return the ratio above which a rank is slow, given the variation between ranks with the same work."""
     if len(lags) < _MANY:
         return SLOW
     middle = statistics.median(lags)
@@ -211,7 +211,7 @@ def median_without(ordered: Sequence[float], value: float) -> float:
 
 
 def _clues(own: Mapping[str, float], peers: Sequence[Mapping[str, float]]) -> list[str]:
-    """What else is different on a slow rank."""
+    """Return other differences of a slow rank from its peers."""
     found: list[str] = []
     for name, is_low, factor, words in _CLUES:
         others = [one[name] for one in peers if name in one]
@@ -234,7 +234,7 @@ def _parts(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(table: object) -> dict[str, float]:
-    """The numbers of a table; a report may be damaged."""
+    """Return the numbers of a table. A report may be damaged."""
     if not isinstance(table, Mapping):
         return {}
     known = cast(Mapping[Any, Any], table)

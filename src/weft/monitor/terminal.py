@@ -1,4 +1,4 @@
-"""Text for a terminal that stands still or is as wide as it is: wrapped lines, and a line that says what is awaited."""
+"""Text for a terminal: wrapped lines, a progress line, and a stream that survives a closed terminal."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TextIO
 
 from weft import env
 
-#: Columns that labels such as "plan    " take; wrapped lines continue under the text beside them.
+#: Width of labels such as "plan    ". Wrapped lines continue below the text next to them.
 LABEL_COLUMNS = 8
 _DRAWS_PER_S = 4
-#: Shorter waits draw nothing: a line that flashes up tells nobody anything.
+#: Shorter waits (s) draw nothing, because the line would only flash.
 _PATIENCE_S = 0.3
 
 
 def is_live(stream: TextIO) -> bool:
-    """Whether a person looks on, at a terminal that moves its cursor."""
+    """Return True if the stream is an interactive terminal with cursor control."""
     return stream.isatty() and not env.is_ci() and env.get("TERM") != "dumb"
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Return the terminal's width behind `stream` less one column, which some wrap at; None for anything else."""
+    """Return the terminal's width minus one column, at which some terminals wrap; None for other streams."""
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns - 1) if stream.isatty() else None
     except (OSError, ValueError):
@@ -34,14 +34,14 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
-    """Return `text` with each line broken at spaces.
+    """Return `text` with each line wrapped at spaces.
 
-    A word that is longer than a line stays whole, so that a path can be copied.
+    A token longer than a line is not split, so that a path can be copied.
 
     Args:
         text: one line or more.
-        width: columns of a line; None: nothing is broken.
-        indent: columns before what follows a break.
+        width: columns of a line, or None for no wrapping.
+        indent: columns before a continued line.
     """
     if width is None:
         return text
@@ -57,7 +57,7 @@ def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
 
 
 def _broken(line: str, wrapper: textwrap.TextWrapper) -> list[str]:
-    # A label's own spaces are no place to break: they would leave the label alone on its line.
+    # Do not break at the spaces of a label, which would leave it alone on its line.
     label = re.match(r"\s*\S*\s\s*", line)
     head = label.group() if label and label.end() <= len(wrapper.subsequent_indent) else ""
     wrapper.initial_indent = head
@@ -65,12 +65,12 @@ def _broken(line: str, wrapper: textwrap.TextWrapper) -> list[str]:
 
 
 def tell(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> None:
-    """Print lines, wrapped at words where `stream` is a terminal.
+    """Print lines, wrapped if `stream` is a terminal.
 
     Args:
-        stream: where they go.
-        lines: each is wrapped by itself.
-        indent: columns before what follows a break.
+        stream: output stream.
+        lines: each is wrapped separately.
+        indent: columns before a continued line.
     """
     width = columns_of(stream)
     print("\n".join(wrapped(line, width, indent) for line in lines), file=stream, flush=True)
@@ -78,9 +78,9 @@ def tell(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> N
 
 @contextlib.contextmanager
 def busy(stream: TextIO | None, text: str) -> Iterator[None]:
-    """Show `text` and the seconds so far on a line of a terminal's own while inside; it is gone afterwards.
+    """Show `text` and the elapsed seconds on a separate terminal line within the block, and erase it afterwards.
 
-    Nothing else may write to the terminal meanwhile. Other streams show nothing.
+    Nothing else may write to the terminal in the meantime. Other streams show nothing.
     """
     if stream is None or not is_live(stream):
         yield
@@ -99,7 +99,7 @@ def _draw_busy(stream: TextIO, text: str, done: threading.Event) -> None:
     began = time.monotonic()
     if done.wait(_PATIENCE_S):
         return
-    # A closed terminal ends the line and not the run.
+    # A closed terminal ends this line but not the run.
     with contextlib.suppress(OSError, ValueError):
         while True:
             line = f"{text} ... {time.monotonic() - began:.0f} s"
@@ -112,11 +112,10 @@ def _draw_busy(stream: TextIO, text: str, done: threading.Event) -> None:
 
 
 class LastingStream:
-    """Passes text on to a stream, and nothing once that is gone.
+    """Forwards text to a stream, and drops it once the stream is closed.
 
-    A closed terminal or pipe does not end a run, whose numbers are in events.jsonl all the same. Letters that the
-    stream
-    cannot encode become '?'.
+    A closed terminal or pipe does not end a run, because its figures are in events.jsonl too. Characters that the
+    stream cannot encode become '?'.
     """
 
     def __init__(self, stream: TextIO):
@@ -125,7 +124,7 @@ class LastingStream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write a text as far as the stream takes it, and return its length."""
+        """Write a text if the stream is open, and return its length."""
         if not self._gone:
             try:
                 self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
@@ -134,7 +133,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, unless it is gone."""
+        """Flush the stream if it is open."""
         if not self._gone:
             try:
                 self._stream.flush()
@@ -142,7 +141,7 @@ class LastingStream:
                 self._gone = True
 
     def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
+        """Return True if the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:

@@ -1,1 +1,1 @@
-"""Ways to send: shared memory, gloo, the backend's own, staged through the host."""
+"""Transports: shared memory, gloo, the backend's collectives, staging through the host."""

@@ -1,7 +1,7 @@
-"""Number formats that NCCL takes, and what travels in the place of others.
+"""Links over torch process groups: the backend's collectives, and gloo with sums computed here.
 
-torch raises for the rest ("Unconvertible NCCL type"). Its fp8 formats depend on the releases of NCCL and torch, so they
-count as others here.
+Also the dtypes that NCCL accepts, and conversions of others. torch raises "Unconvertible NCCL type" for the rest.
+Support of fp8 depends on the releases of NCCL and torch, so fp8 is converted too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.comm.transports.link import Combiner, Operation, SentBytes, failed, un
 from weft.comm.transports.routes import same_memory
 from weft.comm.transports.scattered_tensor import Parts
 
-#: In every release that Weft runs on. bool travels as uint8.
+#: Supported by every release that Weft runs on. bool is sent as uint8.
 NCCL_FORMATS = frozenset(
     {
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -38,50 +38,51 @@ NCCL_FORMATS = frozenset(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor as flat bytes: what is only moved may have any type."""
+    """Return the tensor as flat bytes, for operations that only move data of any dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def as_moved(tensor: Tensor) -> Tensor:
-    """Return what travels of a contiguous tensor that is only moved: itself, or its bytes."""
+    """Return a contiguous tensor for an operation that only moves data: itself, or its bytes."""
     return tensor if tensor.dtype in NCCL_FORMATS else as_bytes(tensor)
 
 
 def as_added(tensor: Tensor) -> Tensor:
-    """Return what travels of a contiguous tensor that is added up: itself, or its real and imaginary parts."""
+    """Return a contiguous tensor for a sum: itself, or its real and imaginary parts."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-# The backend's own collectives (nccl, others than gloo), and gloo carrying bytes that are added here.
+# The backend's collectives (nccl and others), and gloo as transport of bytes that are added here.
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-#: all_reduce of at most so many bytes sends everything to everyone; all_gather of fewer between two is gloo's own.
+#: An all_reduce of at most LITTLE_BYTES sends the full tensor to every rank. A smaller all_gather than
+#: OWN_GATHER_BYTES between two ranks uses gloo's collective.
 LITTLE_BYTES, OWN_GATHER_BYTES = 1 << 16, 1 << 20
 
-#: The stages of an operation: each yields the works that must be complete before the next.
+#: Stages of an operation. Each yields the works that must complete before the next stage.
 Stages = Generator[list[dist.Work], None, None]
 
 
-#: Formats whose every value has a place in that of their sums.
+#: Shorter formats that the format of the sum represents exactly.
 _SHORT = {torch.float32: (torch.bfloat16, torch.float16)}
 
 
 class BackendLink:
-    """Each operation is one call of the process group.
+    """A link on which each operation is one call of the process group.
 
-    It cannot be polled: gloo's reduce_scatter does not say that it is complete before it is waited for, and nccl's
-    works belong to streams.
+    It cannot be polled: gloo's reduce_scatter reports completion only when waited for, and nccl's works are bound to
+    streams.
 
-    Within a host, gradients in bf16 or fp16 whose sum is wanted in fp32 travel as they are, each rank's share to it,
-    and are added there in fp32: the sum of a reduce_scatter in fp32, in half of the bytes and always in the order of
-    ranks. Between hosts a reduce_scatter sends less, since it adds on its way.
+    Within a host, bf16 or fp16 gradients whose sum is requested in fp32 are sent unconverted by an all_to_all, and each
+    rank adds its slice in fp32. This equals an fp32 reduce_scatter with half the bytes, always in rank order. Between
+    hosts a reduce_scatter sends less, because it adds along the route.
 
     Args:
-        group: of these ranks.
+        group: process group of these ranks.
         ranks: their global ranks, in order of the axis.
-        reason: why this link was chosen, in words.
-        on_one_host: ask whether all of them are; all call it together, once.
+        reason: why this link was chosen, for the user.
+        on_one_host: returns True if all ranks are on one host. A collective, called once.
     """
 
     transport = "backend"
@@ -96,12 +97,12 @@ class BackendLink:
 
     @functools.cached_property
     def sends_short_summands(self) -> bool:
-        """Whether summands in a shorter format than their sum travel in it. At the first look all ranks meet."""
+        """True if summands in a shorter format than their sum are sent unconverted. The first access is collective."""
         return self._on_one_host()
 
     @property
     def busy(self) -> bool:
-        """False: the backend carries its calls on by itself."""
+        """Always False: the backend runs its calls in the background."""
         return False
 
     def start(self, operation: Operation) -> None:
@@ -113,7 +114,7 @@ class BackendLink:
             raise failed(operation, error) from error
 
     def _short_format(self, operation: Operation) -> torch.dtype | None:
-        """The format that summands lie in, where they travel in it."""
+        """Return the summands' dtype if they are sent unconverted, else None."""
         source = operation.source
         if operation.kind != "reduce_scatter" or operation.op != "sum" or not isinstance(source, Parts):
             return None
@@ -149,11 +150,11 @@ class BackendLink:
                 return barrier(group=group, async_op=True)
 
     def advance(self) -> bool:
-        """Return False: there is nothing to carry on."""
+        """Return False: the backend runs in the background."""
         return False
 
     def block(self, operation: Operation) -> bool:
-        """Wait for the group's call; always True."""
+        """Wait for the group's call. Always returns True."""
         work = self._works.pop(operation)
         try:
             work.wait()
@@ -163,26 +164,27 @@ class BackendLink:
         return True
 
     def late(self) -> tuple[int, ...]:
-        """Return nothing: the backend does not say whom it waits for."""
+        """Return (): the backend does not report which rank is late."""
         return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: the backend keeps the group's timeout itself."""
+        """Do nothing: the backend enforces the group's timeout."""
 
 
 class ExchangeLink:
-    """gloo moves bytes; sums are made here, in one tree over ranks: the same bits as through shared memory.
+    """gloo moves the bytes, and sums are computed here in one tree over ranks: the same bits as over shared memory.
 
-    Measured beside gloo's own (torch 2.13): reduce_scatter as all_to_all and a sum here takes 0.4 to 0.9 of the time,
-    all_gather as one broadcast from each rank 0.3 to 0.8, only with two ranks and little data more.
+    Relative to gloo's collectives (measured with torch 2.13), reduce_scatter as all_to_all plus a local sum takes 0.4
+    to 0.9 of the time, and all_gather as one broadcast from each rank 0.3 to 0.8. Only with two ranks and little data
+    it takes more.
 
     Args:
-        group: of these ranks.
+        group: process group of these ranks.
         ranks: their global ranks, in order of the axis.
-        rank: this one's place among them.
-        reason: why this link was chosen, in words.
-        hosts: a number for each rank's host; empty: none is another.
-        purpose: tells groups of the same ranks apart that must not meet.
+        rank: this rank's index among them.
+        reason: why this link was chosen, for the user.
+        hosts: a number for each rank's host; empty if all are on one host.
+        purpose: distinguishes groups of the same ranks that must stay separate.
     """
 
     transport = "gloo exchange"
@@ -204,13 +206,14 @@ class ExchangeLink:
         self._combine = Combiner()
         self._queue: deque[tuple[Operation, Stages]] = deque()
         self._works: dict[Operation, list[dist.Work]] = {}
-        # gloo matches calls by their number in a group. First stages are posted when operations start, second ones
-        # when the first are complete, which is at another time on each rank: so they have a group of their own.
+        # gloo matches calls by their number in a group. First stages are posted when operations start. Second stages
+        # are posted when the first are complete, which is at a different time on each rank, so they use a separate
+        # group.
         self._second_group = join_group(ranks, purpose) if len(ranks) > 2 else group
 
     @property
     def busy(self) -> bool:
-        """Whether an operation is under way."""
+        """True if an operation is in flight."""
         return bool(self._queue)
 
     def start(self, operation: Operation) -> None:
@@ -225,7 +228,7 @@ class ExchangeLink:
         self._queue.append((operation, stages))
 
     def advance(self) -> bool:
-        """Post the next stages of those whose posted ones are complete; True when there were any."""
+        """Post the next stages of operations whose posted stages are complete. Returns True if there were any."""
         moved = False
         while self._queue and all(work.is_completed() for work in self._works[self._queue[0][0]]):
             self._next_stage()
@@ -233,7 +236,7 @@ class ExchangeLink:
         return moved
 
     def block(self, operation: Operation) -> bool:
-        """Wait for stage after stage; always True."""
+        """Wait for all stages of the operation. Always returns True."""
         while not operation.finished:
             self._next_stage()
         return True
@@ -253,11 +256,11 @@ class ExchangeLink:
             raise failed(operation, error) from error
 
     def late(self) -> tuple[int, ...]:
-        """Return nothing: gloo does not say whom it waits for."""
+        """Return (): gloo does not report which rank is late."""
         return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: the backend keeps the group's timeout itself."""
+        """Do nothing: the backend enforces the group's timeout."""
 
     def _stages(self, operation: Operation) -> Stages:
         match operation.kind:
@@ -281,7 +284,7 @@ class ExchangeLink:
             yield [all_reduce(out, op=_OPS[operation.op], group=self._group, async_op=True)]
             return
         if size == 2 or out.nbytes <= LITTLE_BYTES:
-            # Everyone's whole tensor to everyone: one stage.
+            # Every rank sends its full tensor to all others: one stage.
             received = torch.empty((size, out.numel()), dtype=out.dtype)
             received[self._rank].copy_(out)
             yield self._spread(operation, list(received), self._group)
@@ -327,11 +330,11 @@ class ExchangeLink:
         yield [barrier(group=self._group, async_op=True)]
 
     def _order_is_free(self, operation: Operation) -> bool:
-        """True when gloo's own all_reduce gives the same bits: whole numbers, or two ranks and one rounding."""
+        """Return True if gloo's all_reduce gives the same bits: integers, or two ranks with a single rounding."""
         dtype = operation.out.dtype
         if dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
             return True
-        # gloo's maximum drops a NaN or not, depending on the order.
+        # gloo's maximum may drop a NaN, depending on the order.
         return len(self._ranks) == 2 and operation.op == "sum" and dtype in (torch.float32, torch.float64)
 
     def _all_to_all(
@@ -355,7 +358,7 @@ class ExchangeLink:
         )
 
     def _spread(self, operation: Operation, parts: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-        """parts[r] from rank r to all."""
+        """Broadcast parts[r] from rank r to all."""
         for place, part in enumerate(parts):
             self._sent.tree(operation, place, part.nbytes)
         return [
@@ -365,13 +368,13 @@ class ExchangeLink:
 
 
 def _add_rows(rows_RN: torch.Tensor, out: torch.Tensor) -> None:
-    """Sum over the rows in the format of `out`: each value is read once."""
+    """Sum over the rows in the dtype of `out`, reading each value once."""
     with torch.no_grad(), unobserved():
         torch.sum(rows_RN, 0, dtype=out.dtype, out=out)
 
 
 def _joined(operation: Operation) -> torch.Tensor:
-    """The backend takes one flat tensor: copy parts into one, once; for an all_reduce where its result goes."""
+    """Return the source as one flat tensor. Parts are copied once; for an all_reduce they are copied to the output."""
     source = operation.source
     if isinstance(source, Parts):
         whole = operation.kind == "all_reduce"

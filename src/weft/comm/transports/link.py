@@ -1,4 +1,4 @@
-"""What the device's compute stream waits for a collective: the host goes on at once, and its clock says nothing."""
+"""Interface of transports: operations, links that carry them in order, and time spent waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from weft.private_torch import without_modes
 
 
 class StreamWait:
-    """From where the compute stream begins to wait to where it goes on: two events, read when somebody asks."""
+    """Time that the compute stream waits for a collective, from two events that are read later.
+
+    The host continues without waiting, so its clock cannot measure this.
+    """
 
     def __init__(self) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -27,18 +30,20 @@ class StreamWait:
 
     @classmethod
     def begin(cls, device: torch.device) -> StreamWait | None:
-        """Begin to time a wait of the current stream; None where the host waits, or another than the compute stream.
+        """Begin to time a wait of the current stream.
 
-        What another stream waits for holds nothing up by itself.
+        Returns None if the host waits, or if the current stream is not the compute stream: a wait on another stream
+        does not delay computation.
         """
         if device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
             return None
         return cls()
 
     def end(self, arrived: torch.cuda.Event | None = None) -> StreamWait:
-        """Say that the stream goes on.
+        """End the timed wait.
 
-        arrived: when what it waited for was there, on another stream, perhaps before the wait; None: now.
+        Args:
+            arrived: event of the awaited result on another stream, perhaps before the wait. None records an event now.
         """
         if arrived is None:
             self._end.record()
@@ -47,7 +52,7 @@ class StreamWait:
         return self
 
     def seconds(self) -> float:
-        """Return how long it waited; the host waits until that is known."""
+        """Return the duration of the wait. Blocks the host until it is available."""
         self._start.synchronize()
         self._end.synchronize()
         return max(0.0, self._start.elapsed_time(self._end) / 1000)
@@ -57,29 +62,31 @@ def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> floa
     """Return the seconds of a wait that ends now, for the ledger.
 
     Args:
-        wait: what `StreamWait.begin` gave.
-        device: of the tensor that was waited for.
-        host_s: by the host's clock, which counts where the host itself waits.
+        wait: result of `StreamWait.begin`.
+        device: device of the awaited tensor.
+        host_s: seconds by the host's clock, used if the host itself waits.
     """
     if wait is not None:
         return wait.end()
     return 0.0 if device.type == "cuda" else host_s
 
 
-# What every transport offers: a link joins the ranks of one axis and carries operations in the order they start.
+# Interface of all transports: a link joins the ranks of one axis and runs operations in the order of their start.
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One collective under way. Tensors are flat and contiguous; `source` may lie in parts.
+    """One collective in flight. Tensors are flat and contiguous; `source` may be in parts.
 
-    kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all". op: "sum", "max" or
-    "min". root: the axis's rank that broadcasts. finished: the result is in `out`.
-    send, receive: elements to and from each rank of the axis (all_to_all). most: the most elements that go from one
-    rank to another in it; all ranks give the same.
-    then: makes the result of what has come; whoever waited calls it, once, and its time is no waiting.
-    sent_bytes, off_host_bytes: what this rank has handed to other ranks, and what of it to other hosts, once finished:
-    links that know count it, which those of a backend (nccl) do not.
+    `kind` is "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all". `op` is "sum", "max"
+    or "min". `root` is the axis's rank that broadcasts. `finished` is True once the result is in `out`.
+
+    For all_to_all, `send` and `receive` count the elements to and from each rank of the axis. `most` is the maximum
+    number of elements from one rank to another, equal on all ranks.
+
+    `then` computes the result from the received data. The waiting code calls it once, and its time is not counted as
+    waiting. `sent_bytes` and `off_host_bytes`, valid once finished, count the bytes sent to other ranks and to other
+    hosts. Links of a backend such as nccl do not count them.
     """
 
     kind: str
@@ -101,38 +108,41 @@ class Operation:
 
     @property
     def combined_in(self) -> torch.dtype:
-        """The format that values are combined in before they are rounded once."""
+        """The dtype in which values are combined before they are rounded once."""
         return combined_in(self.out.dtype, self.op)
 
     def count(self, num_bytes: int, off_host: bool) -> None:
-        """Add bytes that this rank hands to another."""
+        """Add bytes that this rank sends to another."""
         self.sent_bytes += num_bytes
         self.off_host_bytes += num_bytes if off_host else 0
 
 
 def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
-    """Return the format that values of `dtype` are combined in before they are rounded once."""
+    """Return the dtype in which values of `dtype` are combined before they are rounded once."""
     return torch.float32 if op == "sum" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class SentBytes:
-    """Counts what gloo has a rank send. rank: its place on the axis. hosts: a number for the host of each place."""
+    """Counts the bytes that a rank sends over gloo.
+
+    `rank` is its index on the axis. `hosts` holds a host number for each index.
+    """
 
     def __init__(self, rank: int, hosts: tuple[int, ...]):
         self._rank, self._hosts = rank, hosts
 
     def to(self, operation: Operation, place: int, num_bytes: int) -> None:
-        """Count what goes to one other rank; what stays here is none of it."""
+        """Count bytes to another rank. Bytes to this rank itself are not counted."""
         if place != self._rank:
             operation.count(num_bytes, self._hosts[place] != self._hosts[self._rank])
 
     def ring(self, operation: Operation, num_bytes: int) -> None:
-        """Count gloo's own all_reduce: each rank sends to the one before it, all but its part, twice."""
+        """Count gloo's all_reduce: each rank sends all but its part to the one before it, twice."""
         size = len(self._hosts)
         self.to(operation, (self._rank - 1) % size, 2 * (size - 1) * num_bytes // size)
 
     def tree(self, operation: Operation, root: int, num_bytes: int) -> None:
-        """Count gloo's broadcast: a binomial tree over places counted from the root."""
+        """Count gloo's broadcast: a binomial tree over indices relative to the root."""
         size, step = len(self._hosts), 1
         place = (self._rank - root) % size
         while step < size:  # the first `step` have the bytes by now, and each sends them to the one `step` further on
@@ -142,10 +152,10 @@ class SentBytes:
 
 
 class Link(Protocol):
-    """The ranks of one axis, joined by one transport. `reason` says why this transport was taken.
+    """The ranks of one axis, joined by one transport. `reason` is why this transport was chosen.
 
-    self_driven: operations go on without this thread; `block` is all there is to do. With nccl it orders the current
-    stream behind the operation, so it must be called on the stream that uses the result.
+    With `self_driven`, operations progress without this thread, and only `block` is needed. With nccl, `block` orders
+    the current stream behind the operation, so call it on the stream that uses the result.
     """
 
     transport: str
@@ -153,44 +163,44 @@ class Link(Protocol):
     self_driven: bool
 
     def start(self, operation: Operation) -> None:
-        """Begin; never waits for another rank."""
+        """Begin an operation. Never waits for another rank."""
         ...
 
     def advance(self) -> bool:
-        """Carry on what is under way as far as it goes without waiting; True when something moved."""
+        """Continue the operations in flight without waiting. Returns True if there was progress."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Something is under way that `advance` can carry on."""
+        """True if an operation is in flight that `advance` can progress."""
         ...
 
     def block(self, operation: Operation) -> bool:
-        """Wait for `operation` in the backend, with nothing else carried on. False where the link cannot."""
+        """Wait for `operation` in the backend, with no progress of others. Returns False if the link cannot."""
         ...
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks that this rank waits for; empty where the transport does not know.
+        """Return the global ranks that this rank waits for. Empty if the transport cannot determine them.
 
-        Any thread may ask.
+        May be called from any thread.
         """
         ...
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise CommError when `operation` cannot end any more: a rank is gone, or the time is over."""
+        """Raise CommError if `operation` can no longer complete: a rank has exited, or the timeout has passed."""
         ...
 
 
-#: time.sleep(0) returns at once on Linux, with the core still this rank's.
+#: time.sleep(0) returns immediately on Linux without yielding the core.
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class SpinBackoff:
-    """Waiting that leaves the core to others: ranks may be more than cores.
+    """A wait loop that yields the core to other ranks, of which there may be more than cores.
 
-    Yields the core at first (the next word of the others is near), then sleeps, longer as time goes by. Measured on 2
-    cores: small steps of 8 ranks take 0.8 of the time when they yield for 2 ms in place of 0.1 ms, since a sleep is
-    longer than what it waits for; steps of a second, and of 4 ranks, take the same.
+    It yields the core at first, because the next message usually arrives soon, then sleeps, for longer over time.
+    Measured on 2 cores: small steps of 8 ranks take 0.8 of the time if they yield for 2 ms instead of 0.1 ms, because a
+    sleep is longer than the wait. Steps of a second, and steps of 4 ranks, take the same time.
     """
 
     YIELD_S, LOOK_S = 0.002, 0.1
@@ -199,13 +209,13 @@ class SpinBackoff:
         self._start = self._looked = time.perf_counter()
 
     def rest(self) -> float | None:
-        """Rest once. Returns the seconds waited so far when it is time to look after the other ranks."""
+        """Rest once. Returns the seconds waited so far if it is time to check the other ranks, else None."""
         now = time.perf_counter()
         waited = now - self._start
         if waited < self.YIELD_S:
             _yield_core()
         else:
-            # Longer sleeps where waiting has been long: a hundredth of it, at most 2 ms.
+            # The longer the wait, the longer the sleep: a hundredth of it, at most 2 ms.
             time.sleep(min(waited / 100, 0.002))
         if now - self._looked < self.LOOK_S:
             return None
@@ -214,24 +224,24 @@ class SpinBackoff:
 
 
 def unobserved() -> AbstractContextManager[object]:
-    """Hide what is done inside from dispatch modes, but for one that tensors without values need: that one stays.
+    """Hide the enclosed operations from dispatch modes, except for a mode that fake tensors need.
 
-    What a wait carries on depends on time, so it differs between two runs of the same forward; selective recompute
-    counts operations by such a mode, and would take the second run for another computation.
+    The work done during a wait depends on timing, so it differs between two runs of the same forward. Selective
+    recompute counts operations with such a mode and would treat the second run as a different computation.
     """
     return without_modes() if num_modes() else nullcontext()
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
-    """Carry on all `links` until `operation` is finished.
+    """Continue all `links` until `operation` is finished.
 
     Args:
-        operation: has been started.
-        link: the one that carries it.
-        links: all of this rank, `link` among them.
+        operation: a started operation.
+        link: the link that carries it.
+        links: all links of this rank, including `link`.
 
     Raises:
-        CommError: naming axis and operation, when a rank is gone or the group's timeout is over.
+        CommError: with axis and operation, if a rank has exited or the group's timeout has passed.
     """
     if link.self_driven:
         link.block(operation)
@@ -254,7 +264,7 @@ def finish(operation: Operation, link: Link, links: list[Link]) -> None:
 
 
 def failed(operation: Operation, error: Exception) -> CommError:
-    """Make the CommError for what the backend raised."""
+    """Make a CommError from an error of the backend."""
     text = str(error).strip().splitlines()
     return CommError(
         f"{operation}: {text[0] if text else type(error).__name__}. "
@@ -262,11 +272,11 @@ def failed(operation: Operation, error: Exception) -> CommError:
     )
 
 
-# An operation as one number, which ranks compare before they use each other's data.
+# An operation encoded as one integer, which ranks compare before they use each other's data.
 
 KINDS = ("barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OPS = ("sum", "max", "min")
-#: In this order on all ranks; those not listed share the last number.
+#: The order is the same on all ranks. Dtypes that are not listed share the last number.
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
@@ -274,10 +284,10 @@ DTYPES = (
 
 
 def sign(operation: Operation) -> int:
-    """Kind, op, dtype, root and number of elements: two equal signatures fit each other."""
+    """Return kind, op, dtype, root and number of elements as one integer. Operations with equal signatures match."""
     dtype = operation.source.dtype
     code = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
-    # What ranks send to each other may differ in size; the most of it may not.
+    # Ranks may send different sizes to each other; the maximum must be equal.
     signature = operation.most if operation.kind == "all_to_all" else operation.source.numel()
     for value, limit in ((operation.root, 1 << 12), (code, 16), (OPS.index(operation.op), 4)):
         signature = signature * limit + value % limit
@@ -285,7 +295,7 @@ def sign(operation: Operation) -> int:
 
 
 def explain_signature(signature: int) -> str:
-    """The words for a signature, such as "all_reduce (sum) of 12 float32"."""
+    """Return a signature as text, such as "all_reduce (sum) of 12 float32"."""
     signature, kind = divmod(signature, 8)
     signature, op = divmod(signature, 4)
     signature, code = divmod(signature, 16)
@@ -299,21 +309,22 @@ def explain_signature(signature: int) -> str:
     return f"{name}{detail} of {amount} {dtype}"
 
 
-# Sums, maxima and minima of the ranks' parts, always in one tree over ranks: every transport gives the same bits.
+# Sums, maxima and minima of the ranks' parts, always in one tree over ranks, so that all transports give the same
+# bits.
 
-#: Bytes combined at a time: small enough to stay in a core's cache while all parts are added.
+#: Bytes combined at a time: small enough for a core's cache while all parts are added.
 BLOCK_BYTES = 1 << 19
 
 _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def branch(size: int) -> int:
-    """Return how many of `size` parts, from the first, are combined among themselves: 2^k, less than `size`."""
+    """Return the number of leading parts that form the left subtree: the largest 2^k below `size`."""
     return 1 << (size - 1).bit_length() - 1
 
 
 class Combiner:
-    """Combines parts of equal length; keeps scratch memory between calls: BLOCK_BYTES for each level of the tree."""
+    """Combines parts of equal length. Keeps scratch memory between calls: BLOCK_BYTES for each level of the tree."""
 
     def __init__(self) -> None:
         self._scratch: list[torch.Tensor] = []
@@ -321,8 +332,8 @@ class Combiner:
     def __call__(self, parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
         """Combine parts in the order of the tree. `out` may be the memory of one of the parts.
 
-        Sums of bf16 and fp16 are kept in fp32 and rounded once. (Two parts need no scratch: their sum is
-        rounded once anyway.)
+        Sums of bf16 and fp16 are accumulated in fp32 and rounded once. Two parts need no scratch, because their sum is
+        rounded once anyway.
         """
         function, size = _FUNCTIONS[op], len(parts)
         if size == 2:
@@ -335,14 +346,14 @@ class Combiner:
             cut = [part[block] for part in parts]
             left = self._fold(cut[:middle], op, dtype, 0)
             right = self._fold(cut[middle:], op, dtype, 1)
-            # Only the last step writes to `out`: every part has been read by then.
+            # Only the last step writes to `out`, after every part was read.
             if dtype == out.dtype:
                 function(left, right, out=out[block])
             else:
                 out[block].copy_(left.add_(right))
 
     def _fold(self, parts: list[torch.Tensor], op: str, dtype: torch.dtype, level: int) -> torch.Tensor:
-        """The parts combined, in the scratch of a level; a single part where it lies."""
+        """Combine the parts in the scratch memory of a level. A single part is returned without a copy."""
         if len(parts) == 1:
             return parts[0]
         middle = branch(len(parts))
@@ -364,7 +375,7 @@ class Combiner:
         return self._scratch[level][:num_bytes].view(dtype)
 
 
-# A link for devices whose ranks cannot reach each other: tensors go through host memory, over a link of the CPU.
+# A link for devices whose ranks cannot reach each other: tensors are copied through host memory and a CPU link.
 
 
 @dataclass(slots=True)
@@ -376,7 +387,7 @@ class _Staged:
 
 
 class StagedLink:
-    """Copies to the host, lets `inner` carry the operation out there, and copies the result back."""
+    """Copies to the host, runs the operation there on `inner`, and copies the result back."""
 
     transport = "staged through the host"
     self_driven = False
@@ -388,7 +399,7 @@ class StagedLink:
 
     @property
     def busy(self) -> bool:
-        """Whether an operation is under way."""
+        """True if an operation is in flight."""
         return bool(self._under_way)
 
     def start(self, operation: Operation) -> None:
@@ -399,12 +410,12 @@ class StagedLink:
         self._inner.start(on_host)
 
     def advance(self) -> bool:
-        """Carry on the link of the host, and bring finished results to the device."""
+        """Continue the host's link, and copy finished results to the device."""
         moved = self._inner.advance()
         return self._bring_back() or moved
 
     def block(self, operation: Operation) -> bool:
-        """Wait on the host's link, and bring the result to the device; False where that link cannot."""
+        """Wait on the host's link and copy the result to the device. Returns False if that link cannot block."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         if staged is None:
             return operation.finished
@@ -418,12 +429,12 @@ class StagedLink:
         return self._inner.late()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise what the host's link raises."""
+        """Raise the error of the host's link, if any."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         self._inner.look(staged.on_host if staged is not None else operation, waited_s)
 
     def _bring_back(self) -> bool:
-        """Copy what the host has finished, in the order in which it was started."""
+        """Copy finished results to the device, in the order in which the operations were started."""
         moved = False
         while self._under_way and self._under_way[0].on_host.finished:
             staged = self._under_way.popleft()
@@ -436,11 +447,11 @@ class StagedLink:
 
 
 def _on_host(operation: Operation) -> Operation:
-    """The operation with its tensors copied to the host. Waits until the device has made them."""
+    """Return the operation with its tensors copied to the host. Waits until the device has computed them."""
     source, out = operation.source, operation.out
     source = source.joined() if isinstance(source, Parts) else source
     if operation.kind in ("all_reduce", "broadcast", "barrier"):
-        # In place: what is combined or sent lies where the result goes.
+        # In place: input and result use the same memory.
         given = out if operation.kind != "all_reduce" else source
         whole = given.detach().to("cpu", copy=True)
         return replace(operation, source=whole, out=whole)

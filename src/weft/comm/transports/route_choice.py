@@ -1,4 +1,4 @@
-"""Which way an operation takes through the slots of a shared segment."""
+"""Choice of an operation's route through the slots of a shared segment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS: dict[str, type[Route[torch.Tensor]]] = {
 
 
 def route(operation: Operation, rank: int, size: int, combine: Combiner) -> Route[torch.Tensor] | Route[Parts]:
-    """The way of `operation`."""
+    """Return the route of `operation`."""
     source = operation.source
     whole = size == 2 or source.nbytes <= WHOLE_BYTES
     if isinstance(source, Parts):

@@ -1,7 +1,7 @@
-"""How each collective goes through the slots of a shared segment: what a rank publishes, reduces and collects.
+"""Routes of collectives through the slots of a shared segment.
 
-A tensor travels in pieces (spans of it) that fit a slot. For each piece, `publish` writes to this rank's slot; when all
-ranks have published, `reduce` reads theirs; where `two_phases`, `collect` reads what the others have reduced.
+A tensor is processed in spans that fit a slot. For each span, `publish` writes to this rank's slot. When all ranks have
+published, `reduce` reads their slots. With `two_phases`, `collect` then reads the reduced results of the others.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from weft.private_torch import split
 
 Span = tuple[int, int]
 Slots = Sequence[torch.Tensor]
-#: Where this rank's values lie.
+#: Type of this rank's input.
 Source = TypeVar("Source", torch.Tensor, Parts)
 
-#: Below this many bytes each of three ranks or more adds everything itself: one meeting instead of two.
+#: Below this size, each rank of three or more adds all parts itself: one synchronization instead of two.
 WHOLE_BYTES = 1 << 15
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True when both flat tensors begin at the same address."""
+    """Return True if both flat tensors begin at the same address."""
     return one.data_ptr() == other.data_ptr()
 
 
 class Route(Generic[Source]):
-    """One operation, cut into spans of at most `span` elements of `length`. source: the operation's own."""
+    """One operation, divided into spans of at most `span` elements of `length`. `source` is the operation's input."""
 
     two_phases = False
 
@@ -41,30 +41,30 @@ class Route(Generic[Source]):
         self.length = self.source.numel()
 
     def spans(self, slot_bytes: int) -> list[Span]:
-        """Cut the whole length; the same on all ranks."""
+        """Divide the full length into spans, equal on all ranks."""
         span = self.span(slot_bytes // self.source.itemsize)
         return [(first, min(first + span, self.length)) for first in range(0, max(self.length, 1), span)]
 
     def span(self, slot_numel: int) -> int:
-        """Elements of one piece where a slot holds `slot_numel`."""
+        """Return the number of elements of a span if a slot has `slot_numel` elements."""
         return slot_numel
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
-        """Write to this rank's slot; nothing where the other ranks need only know that this one is here."""
+        """Write to this rank's slot. Does nothing if the other ranks only need to detect this rank's arrival."""
 
     def published(self, span: Span) -> int:
-        """Return how many elements that is."""
+        """Return the number of elements that `publish` writes."""
         return span[1] - span[0]
 
     def reduce(self, span: Span, slots: Slots) -> None:
-        """Every rank has published."""
+        """Read the slots, after every rank has published."""
 
     def collect(self, span: Span, slots: Slots) -> None:
-        """Every rank has reduced."""
+        """Read the slots, after every rank has reduced."""
 
 
 class FlatRoute(Route[torch.Tensor]):
-    """Publishes its span as it is."""
+    """Publishes its span unchanged."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -72,7 +72,7 @@ class FlatRoute(Route[torch.Tensor]):
 
 
 class DirectReduce(FlatRoute):
-    """all_reduce, each rank adding everything: for two ranks, and for little."""
+    """all_reduce in which each rank adds all parts: for two ranks, and for small tensors."""
 
     def reduce(self, span: Span, slots: Slots) -> None:
         first, last = span
@@ -82,7 +82,7 @@ class DirectReduce(FlatRoute):
 
 
 class SplitRoute(Route[Source]):
-    """all_reduce, each rank adding its part of a piece: the result goes back through its slot."""
+    """all_reduce in which each rank adds its part of a span. The result is returned through its slot."""
 
     two_phases = True
 
@@ -97,7 +97,7 @@ class SplitRoute(Route[Source]):
 
 
 class SplitReduce(SplitRoute[torch.Tensor]):
-    """The same of one tensor."""
+    """SplitRoute of one tensor."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -115,7 +115,7 @@ class SplitReduce(SplitRoute[torch.Tensor]):
 
 
 class ScatterRoute(Route[Source]):
-    """reduce_scatter. Spans count within a shard; a slot holds the same span of every other rank's shard."""
+    """reduce_scatter. Spans index into a shard; a slot holds the same span of every other rank's shard."""
 
     def __init__(self, operation: Operation, source: Source, rank: int, size: int, combine: Combiner):
         super().__init__(operation, source, rank, size, combine)
@@ -128,13 +128,13 @@ class ScatterRoute(Route[Source]):
         return (span[1] - span[0]) * (self.size - 1)
 
     def _place(self, rank: int, of: int, numel: int) -> slice:
-        """Where in the slot of rank `of` the span of `rank`'s shard lies: its own shard is left out."""
+        """Return the position of the span of `rank`'s shard in the slot of rank `of`, which omits its own shard."""
         index = rank - (rank > of)
         return slice(index * numel, (index + 1) * numel)
 
 
 class ReduceScatter(ScatterRoute[torch.Tensor]):
-    """The same of one tensor."""
+    """ScatterRoute of one tensor."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -151,12 +151,12 @@ class ReduceScatter(ScatterRoute[torch.Tensor]):
         self.combine(parts, self.op, self.out[first:last])
 
     def _of(self, rank: int, span: Span) -> torch.Tensor:
-        """The span of one rank's shard, here."""
+        """Return the span of one rank's shard in the local source."""
         return self.source[rank * self.length + span[0] : rank * self.length + span[1]]
 
 
 class AllGather(FlatRoute):
-    """Spans count within a shard."""
+    """all_gather. Spans index into a shard."""
 
     def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
         super().__init__(operation, source, rank, size, combine)
@@ -172,7 +172,7 @@ class AllGather(FlatRoute):
 
 
 class AllToAll(Route[torch.Tensor]):
-    """Spans count within what goes from one rank to another; a slot holds the same span for every other rank."""
+    """all_to_all. Spans index into the data from one rank to another; a slot holds one span for every other rank."""
 
     def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
         super().__init__(operation, source, rank, size, combine)
@@ -202,13 +202,13 @@ class AllToAll(Route[torch.Tensor]):
                 piece.copy_(mine if rank == self.rank else theirs)
 
     def _place(self, to: int, of: int, span: Span, numel: int) -> slice:
-        """Where in the slot of rank `of` the span for rank `to` lies: its own is left out."""
+        """Return the position of the span for rank `to` in the slot of rank `of`, which omits its own part."""
         start = (to - (to > of)) * (span[1] - span[0])
         return slice(start, start + numel)
 
 
 class Broadcast(FlatRoute):
-    """Only the root publishes."""
+    """broadcast. Only the root publishes."""
 
     def published(self, span: Span) -> int:
         return super().published(span) if self.rank == self.operation.root else 0
@@ -224,4 +224,4 @@ class Broadcast(FlatRoute):
 
 
 class Barrier(Route[torch.Tensor]):
-    """Nothing but the meeting."""
+    """barrier. Synchronizes and moves no data."""

@@ -1,6 +1,6 @@
-"""How a flat tensor that lies in parts goes through the slots: it is read where it lies.
+"""Routes of a flat tensor in parts through the slots, without joining the parts first.
 
-The bytes in the slots are those of the same operation on one flat tensor, so ranks may differ in which they use.
+The same operation on one flat tensor writes the same bytes to the slots, so ranks may differ in which one they use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.comm.transports.scattered_tensor import Parts
 
 
 class ScatteredDirectReduce(Route[Parts]):
-    """all_reduce of parts, each rank adding everything."""
+    """all_reduce of parts in which each rank adds everything."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         self.source.copy_to(mine[: span[1] - span[0]], span[0])
@@ -26,7 +26,7 @@ class ScatteredDirectReduce(Route[Parts]):
 
 
 class PartsSplitReduce(SplitRoute[Parts]):
-    """all_reduce of parts, each rank adding its part of a piece."""
+    """all_reduce of parts in which each rank adds its part of a span."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, numel = span[0], span[1] - span[0]

@@ -1,4 +1,4 @@
-"""A flat tensor that lies in many places: gradients travel from where autograd put them, without a copy before."""
+"""A flat tensor stored in several parts, so that gradients are communicated without a copy into a bucket first."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weft.comm.private_torch import foreach_copy
 
 
 class Parts:
-    """A flat tensor of which each part holds some elements; they do not overlap.
+    """A flat tensor stored in non-overlapping parts.
 
-    Elements that no part holds count as zero; where the result is written, they are left as they are.
+    Elements that no part stores count as zero. When a result is written, they are left unchanged.
 
     Args:
-        parts: (first element, 1-D tensor) of each.
-        numel: elements of the flat tensor.
-        dtype: of the flat tensor, where parts may be of others; by default that of the first part.
+        parts: (first element, 1-D tensor) of each part.
+        numel: number of elements of the flat tensor.
+        dtype: dtype of the flat tensor, which may differ from the parts'. Defaults to the first part's.
     """
 
     def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int, dtype: torch.dtype | None = None):
@@ -35,7 +35,10 @@ class Parts:
         return self._numel
 
     def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield what lies in [first, last): where from `first` on, and the elements (n,) in the flat tensor's dtype."""
+        """Yield the parts of [first, last) as pairs.
+
+        A pair is the part's slice relative to `first` and its values (n,) in the flat tensor's dtype.
+        """
         return ((place, piece.to(self.dtype)) for place, piece in self._split_part(first, last))
 
     def _split_part(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -49,7 +52,7 @@ class Parts:
                 yield slice(low - first, high - first), tensor if whole else tensor[low - start : high - start]
 
     def copy_to(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write what lies from `first` on into a flat tensor (n,) of any dtype, zeros between, and return it."""
+        """Copy the elements from `first` on to a flat tensor (n,) of any dtype, with zeros for gaps, and return it."""
         pieces = list(self._split_part(first, first + flat.numel()))
         if sum(piece.numel() for _, piece in pieces) < flat.numel():
             flat.zero_()
@@ -60,16 +63,16 @@ class Parts:
 
     @property
     def common_dtype(self) -> torch.dtype | None:
-        """The format that all parts lie in, which may be another than the flat tensor's; None where they differ."""
+        """The dtype of all parts, which may differ from the flat tensor's, or None if the parts differ."""
         found = {tensor.dtype for tensor in self._tensors}
         return found.pop() if len(found) == 1 else None
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The one part that is all of the flat tensor, (numel,) in its own dtype; None where there is none such."""
+        """The part that is the full flat tensor, (numel,) in its stored dtype, or None if there is no such part."""
         first = self._tensors[0]
         return first if first.numel() == self._numel and first.is_contiguous() else None
 
     def joined(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return one new flat tensor of all, (numel,) of a dtype, by default `self.dtype`."""
+        """Return all elements in a new flat tensor (numel,). The dtype defaults to `self.dtype`."""
         return self.copy_to(torch.empty(self._numel, dtype=dtype or self.dtype, device=self.device))

@@ -1,13 +1,12 @@
-"""Memory that the ranks of one axis share: counters, signatures and slots of bytes.
+"""Shared-memory transport of an axis: a segment of counters, signatures and slots of bytes, and its link.
 
-The memory has no name (memfd), so nothing is left behind however the ranks end: rank 0 makes it, the others open it
-through /proc. It is allocated in full at once: a machine short of memory says so here, not by a signal later.
+The memory is anonymous (memfd), so it is freed however the ranks exit. Rank 0 creates it, and the others open it
+through /proc. It is allocated in full at creation, so a lack of memory raises an error there instead of a signal later.
 
     | token, 64 bytes | one line of 16 int64 for each rank | slots[rank][slot] |
 
-A line is written by its rank only: published, reduced, consumed (numbers of pieces, only growing), failed (1 when it
-has given up), then for each slot the signature of the piece in it. Writers rely on x86-64: stores become visible to
-other cores in program order.
+Only a rank writes its line: published, reduced, consumed (monotonic counts of spans), failed (1 after a failure), then
+for each slot the signature of its span. Writers rely on x86-64: stores become visible to other cores in program order.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from weft.errors import CommError
 
 PUBLISHED, REDUCED, CONSUMED, FAILED, SIGNATURES = range(5)
 NUM_SLOTS = 4
-#: Bytes of one slot, for few ranks. Measured for 2 and 4: half of it costs 10 to 30 % more, double saves 0 to 10 %.
+#: Size of one slot for few ranks. Measured with 2 and 4 ranks: half the size costs 10 to 30 %, double saves 0 to 10 %.
 SLOT_BYTES = 1 << 20
-#: All slots together, however many ranks there are (until a slot would be smaller than the last figure).
+#: Maximum size of all slots together, for any number of ranks, and the minimum size of a slot.
 MOST_BYTES, LEAST_SLOT_BYTES = 64 << 20, 1 << 16
 
 _TOKEN_BYTES, _LINE = 64, 16
@@ -44,7 +43,10 @@ assert SIGNATURES + NUM_SLOTS <= _LINE
 
 
 def host_mark() -> tuple[bytes, str]:
-    """Return (16 bytes that are equal on ranks which can share memory, ""), or (b"", why this rank cannot)."""
+    """Return 16 bytes that are equal on ranks which can share memory, and "".
+
+    If this rank cannot share memory, returns b"" and the reason.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return b"", f"this machine is {platform.machine()}, and shared memory relies on the order of x86-64's stores"
     if not hasattr(os, "memfd_create"):
@@ -60,22 +62,23 @@ def host_mark() -> tuple[bytes, str]:
 
 
 def slot_bytes(size: int) -> int:
-    """Bytes of a slot where `size` ranks share: a multiple of every element's size."""
+    """Return the size of a slot if `size` ranks share memory: a multiple of every element's size."""
     return max(LEAST_SLOT_BYTES, min(SLOT_BYTES, MOST_BYTES // (size * NUM_SLOTS) // 4096 * 4096))
 
 
 class Segment:
-    """The mapped memory, seen from one rank. Memory and file go when the object goes.
+    """The mapped memory from the view of one rank. Memory and file are freed with the object.
 
     Args:
-        fd: descriptor of the memory; it is closed with the object.
-        rank: this one's place on the axis.
-        size: ranks on the axis.
+        fd: file descriptor of the memory. It is closed with the object.
+        rank: this rank's index on the axis.
+        size: number of ranks on the axis.
     """
 
     def __init__(self, fd: int, rank: int, size: int):
-        # The lock on this rank's byte ends with the process, however it ends: `has_ended` of the others sees it.
-        # POSIX drops it when the process closes any descriptor of this file: keep `fd` as long as the mapping.
+        # The lock on this rank's byte is released when the process exits, however it exits; `has_ended` of the others
+        # checks it. POSIX drops it when the process closes any descriptor of this file, so keep `fd` as long as the
+        # mapping.
         weakref.finalize(self, os.close, fd)
         self.rank, self.size = rank, size
         self._fd = fd
@@ -87,7 +90,7 @@ class Segment:
 
     @staticmethod
     def total_bytes(size: int) -> int:
-        """Return the bytes of the whole segment for `size` ranks."""
+        """Return the size in bytes of the full segment for `size` ranks."""
         return Segment._slots_at(size) + size * NUM_SLOTS * slot_bytes(size)
 
     @staticmethod
@@ -96,7 +99,7 @@ class Segment:
 
     @classmethod
     def make(cls, size: int) -> tuple[Segment, tuple[int, int, bytes]]:
-        """Make new memory on rank 0, and the address (process, descriptor, token) that the others `find` it by."""
+        """Make new memory on rank 0. Also returns the address (process, descriptor, token) for `find` on the others."""
         fd = os.memfd_create("weft-axis")
         try:
             os.posix_fallocate(fd, 0, cls.total_bytes(size))
@@ -114,11 +117,11 @@ class Segment:
 
         Args:
             address: (process, descriptor, token) of that memory.
-            rank: this one's place on the axis.
-            size: ranks on the axis.
+            rank: this rank's index on the axis.
+            size: number of ranks on the axis.
 
         Raises:
-            OSError: when it is not there.
+            OSError: if the memory does not exist.
         """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -128,7 +131,7 @@ class Segment:
         return cls(fd, rank, size)
 
     def count(self, rank: int, which: int) -> int:
-        """Return a counter of `rank`: PUBLISHED, REDUCED, CONSUMED, FAILED; SIGNATURES + slot for a signature."""
+        """Return a counter of `rank`: PUBLISHED, REDUCED, CONSUMED, FAILED, or SIGNATURES + slot for a signature."""
         return self._lines[rank * _LINE + which]
 
     def lowest(self, which: int) -> int:
@@ -148,7 +151,7 @@ class Segment:
         return self._slots[dtype]
 
     def has_ended(self, rank: int) -> bool:
-        """Return True when the process of `rank` has ended, or has dropped its mesh."""
+        """Return True if the process of `rank` has exited, or has freed its mesh."""
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -157,17 +160,17 @@ class Segment:
         return True
 
 
-# The shared-memory transport: ranks of one host pass pieces through slots of one segment.
+# The shared-memory transport: ranks of one host pass spans through slots of one segment.
 
 
 class SharedLink:
-    """Ranks of one host, joined by a segment.
+    """A link between ranks of one host over a segment.
 
     Args:
         segment: the shared memory.
         ranks: their global ranks, in order of the axis.
-        timeout_s: seconds without word after which an operation fails.
-        reason: why this link was chosen, in words.
+        timeout_s: seconds without progress after which an operation fails.
+        reason: why this link was chosen, for the user.
     """
 
     transport = "shared memory"
@@ -180,7 +183,8 @@ class SharedLink:
         self._timeout_s = timeout_s
         self._combine = Combiner()
         self._lock = threading.Lock()
-        # Taking a lock is a locked instruction: all stores before it are seen by other cores before those after it.
+        # Acquiring a lock is a locked instruction: other cores observe all stores before it before the stores after
+        # it.
         self._fence = threading.Lock()
         self._pieces: dict[int, tuple[Route[torch.Tensor] | Route[Parts], Span, int, bool]] = {}
         self._enqueued = self._published = self._reduced = self._consumed = 0
@@ -188,11 +192,11 @@ class SharedLink:
 
     @property
     def busy(self) -> bool:
-        """Whether a piece is under way."""
+        """True if a span is in flight."""
         return self._consumed < self._enqueued
 
     def start(self, operation: Operation) -> None:
-        """Line up the operation's pieces, and carry on as far as that goes."""
+        """Begin the operation: add its spans to the queue, and process them as far as possible."""
         self._refuse_if_broken(operation)
         with unobserved():
             way = route(operation, self._segment.rank, self._segment.size, self._combine)
@@ -209,7 +213,7 @@ class SharedLink:
         return False
 
     def advance(self) -> bool:
-        """Publish, reduce and collect pieces as long as one moves; True when one did."""
+        """Publish, reduce and collect spans while there is progress. Returns True if there was any."""
         moved = False
         with self._lock, torch.no_grad(), unobserved():
             while self._publish() or self._reduce() or self._collect():
@@ -262,7 +266,7 @@ class SharedLink:
             self._segment.tell(which, value)
 
     def _compare(self, operation: Operation, slot: int, signature: int) -> None:
-        """Refuse a piece that the ranks understand differently."""
+        """Raise CommError if the ranks called different operations for this span."""
         theirs = [self._segment.count(rank, SIGNATURES + slot) for rank in range(self._segment.size)]
         if all(other == signature for other in theirs):
             return
@@ -275,20 +279,20 @@ class SharedLink:
         )
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks whose counters lie behind what this rank needs."""
+        """Return the global ranks whose counters are behind the values that this rank needs."""
         segment = self._segment
         return tuple(self._ranks[at] for at in range(segment.size) if at != segment.rank and self._holds_up(at))
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise CommError where a late rank has ended or given up, or `waited_s` is above the group's timeout."""
+        """Raise CommError if a late rank has exited or failed, or `waited_s` exceeds the group's timeout."""
         self._refuse_if_broken(operation)
         segment = self._segment
         late = [rank for rank in range(segment.size) if rank != segment.rank and self._holds_up(rank)]
         failed = [rank for rank in late if segment.count(rank, FAILED)]
         ended = [rank for rank in late if rank not in failed and segment.has_ended(rank)]
-        # What a rank wrote before it ended counts: look once more, after its end was seen.
+        # Data that a rank wrote before it exited is valid: advance again after its exit was detected.
         if (ended or failed) and not self.advance():
-            # Those that gave up did so because of others: name them only where no other cause is seen.
+            # Failed ranks failed because of others, so name them only if no other cause is found.
             verb = "has ended" if ended else "has failed on this axis"
             text = f"{operation}: {self._names(ended or failed)} {verb}. Look at its log for the cause."
             self._fail(text, peer_ends=not ended)
@@ -304,7 +308,7 @@ class SharedLink:
         return ", ".join(f"rank {self._ranks[place]}" for place in places)
 
     def _holds_up(self, rank: int) -> bool:
-        """True when this rank's next step waits for `rank`."""
+        """Return True if this rank's next step waits for `rank`."""
         count = self._segment.count
         return (
             count(rank, PUBLISHED) <= self._reduced

@@ -1,4 +1,4 @@
-"""Which ranks of an axis share a host, and the memory that they then share."""
+"""The two-level link: which ranks of an axis share a host, the memory that they share, and the levels of operations."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _MARK_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """What the ranks of an axis told each other, the same on all of them.
+    """Host information that the ranks of an axis exchanged, the same on all of them.
 
-    numbers: of the host of each place on the axis, counted as they come: bytes between two of one number leave no host.
-    memories: the same of those that can share memory; -1: this one cannot. why: this rank cannot; empty: it can.
+    `numbers` holds a host number for each index of the axis, in order of appearance; bytes between equal numbers do not
+    leave the host. `memories` numbers the hosts likewise by the ability to share memory; -1 means that the rank cannot.
+    `why` is the reason if this rank cannot, else "".
     """
 
     numbers: tuple[int, ...]
@@ -42,20 +43,20 @@ class Hosts:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks can share one memory."""
+        """True if all ranks can share one memory."""
         return set(self.memories) == {0}
 
     @property
     def layout(self) -> tuple[int, int] | None:
-        """Return how many hosts there are and how many ranks each has; None where these differ."""
+        """(number of hosts, ranks per host), or None if hosts have different numbers of ranks."""
         counts = {self.numbers.count(number) for number in self.numbers}
         return (len(set(self.numbers)), counts.pop()) if len(counts) == 1 else None
 
     @property
     def block(self) -> int:
-        """Return how many neighbours of each host share memory, where hosts hold equal blocks of 2^k; else 1.
+        """Number of neighbors of each host that share memory, if hosts have equal blocks of 2^k; else 1.
 
-        Such a block is a branch of the tree that sums are made in.
+        Such a block is a branch of the tree in which sums are computed.
         """
         size, found = len(self.memories), self.memories.count(0)
         blocks = tuple(place // max(found, 1) for place in range(size))
@@ -64,11 +65,11 @@ class Hosts:
 
 
 def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
-    """Let the ranks tell each other where they are; the axis keeps it for all of its mesh. A collective.
+    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. A collective.
 
     Args:
         axis: the ranks.
-        group: of gloo, of these ranks.
+        group: gloo group of these ranks.
     """
     mark, why = host_mark()
     own = torch.frombuffer(bytearray(mark.ljust(_MARK_BYTES, b"\0") + _network_mark()), dtype=torch.uint8)
@@ -85,15 +86,15 @@ def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
 
 
 def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int = 1) -> tuple[list[Segment], str]:
-    """Let each `block` neighbours map memory that they share: `number` of segments, or none and why. A collective.
+    """Map segments that each block of `block` neighbors shares, or return none and the reason. A collective.
 
-    The same answer on all ranks of the axis.
+    The result is the same on all ranks of the axis.
 
     Args:
         axis: the ranks.
-        group: of gloo, of these ranks.
-        block: ranks that share one memory; the size of the axis: all.
-        number: of segments.
+        group: gloo group of these ranks.
+        block: number of ranks that share one memory. The size of the axis means all.
+        number: number of segments.
     """
     place, why = axis.rank % block, ""
     segments: list[Segment] = []
@@ -132,7 +133,7 @@ def _all_rows(axis: Axis, group: dist.ProcessGroup, own: torch.Tensor) -> list[t
 
 
 def _network_mark() -> bytes:
-    """Return 16 bytes that are equal on ranks of one network namespace: bytes between them leave no host."""
+    """Return 16 bytes that are equal on ranks of one network namespace, between which bytes do not leave the host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.readlink("/proc/self/ns/net")
@@ -141,20 +142,20 @@ def _network_mark() -> bytes:
     return hashlib.sha256(f"{boot} {network} {env.pretended_host()}".encode()).digest()[:16]
 
 
-# Hosts with equal blocks of ranks: bytes leave a host once for all of its ranks, each of which sends a part.
+# Hosts with equal blocks of ranks: data leaves a host once for all of its ranks, each of which sends a part.
 
-#: What is no larger goes the flat way: one meeting in place of three.
+#: Tensors up to this size use the flat link: one synchronization instead of three.
 LITTLE_BYTES = 1 << 13
-#: The levels, in the order in which operations pass them.
+#: The levels, in the order of an operation.
 FIRST, BETWEEN, LAST, DONE = range(4)
 
-#: A level, and what makes the operations of it, which go on side by side.
+#: A level, and a function that makes its operations, which run in parallel.
 Stage = tuple[int, Callable[[], list[Operation]]]
 
 
 @dataclass(slots=True)
 class _Passing:
-    """An operation on its way through the levels. level: the last that it has begun. end: done when it has passed."""
+    """An operation in progress. `level` is the last level it has begun, `end` runs after the last one."""
 
     operation: Operation
     stages: deque[Stage]
@@ -164,15 +165,15 @@ class _Passing:
 
 
 class TwoLevelLink:
-    """Carries operations through the levels.
+    """A link that runs operations in levels: within each host, between hosts, and within each host again.
 
     Args:
         within: links of the ranks of this host, one for the first level and one for the last.
-        between: of the ranks that have this one's place on each host.
-        flat: of all ranks.
-        place: this rank's on the axis.
-        block: ranks of each host.
-        reason: why this link was chosen, in words.
+        between: link of the ranks that have the same index as this one on each host.
+        flat: link of all ranks.
+        place: this rank's index on the axis.
+        block: number of ranks of each host.
+        reason: why this link was chosen, for the user.
     """
 
     transport = "two levels"
@@ -188,11 +189,11 @@ class TwoLevelLink:
 
     @property
     def busy(self) -> bool:
-        """Whether an operation is under way."""
+        """True if an operation is in flight."""
         return bool(self._queue) or self.flat.busy
 
     def start(self, operation: Operation) -> None:
-        """Begin the operation's first level, where those before it have."""
+        """Begin the operation's first level, if all earlier operations have begun theirs."""
         stages = None if operation.out.nbytes <= LITTLE_BYTES else self._stages(operation)
         if stages is None:
             self.flat.start(operation)
@@ -201,7 +202,7 @@ class TwoLevelLink:
         self.advance()
 
     def advance(self) -> bool:
-        """Carry on all levels, and let operations pass from one to the next."""
+        """Continue all levels, and move operations from one level to the next."""
         moved = self.flat.advance()
         for link in self._links.values():
             moved = link.advance() or moved
@@ -209,7 +210,7 @@ class TwoLevelLink:
             return self._pass_on() or moved
 
     def _pass_on(self) -> bool:
-        """Let each operation begin what it may: a level that all those before it have begun, or passed."""
+        """Begin the next level of each operation, if all earlier operations have begun or passed that level."""
         moved, reached = False, DONE
         for one in self._queue:
             while all(part.finished for part in one.under_way):
@@ -233,16 +234,17 @@ class TwoLevelLink:
         return moved
 
     def _count(self, one: _Passing) -> None:
-        """What the parts of a level have sent."""
+        """Add the bytes that the parts of a level have sent."""
         for part in one.under_way:
             one.operation.sent_bytes += part.sent_bytes
             one.operation.off_host_bytes += part.off_host_bytes
         one.under_way = []
 
     def block(self, operation: Operation) -> bool:
-        """Wait in the flat link, where the operation is there; False where anything passes through levels.
+        """Wait in the flat link if the operation uses it. Returns False if any operation is in the levels.
 
-        Another rank may wait for that before it begins what this one waits for, and needs this one to carry it on.
+        Another rank may wait for such an operation before it begins the one that this rank waits for, and needs this
+        rank to advance it.
         """
         if self._queue or operation.finished:
             return operation.finished
@@ -254,14 +256,14 @@ class TwoLevelLink:
         return tuple(sorted({rank for ranks in found for rank in ranks}))
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise what the links of this host raise; between hosts the backend keeps the group's timeout itself."""
+        """Raise the error of a link of this host, if any. Between hosts the backend enforces the group's timeout."""
         for one in tuple(self._queue):
             for part in one.under_way:
                 if not part.finished:
                     self._links[one.level].look(part, waited_s)
 
     def _stages(self, operation: Operation) -> tuple[list[Stage], Callable[[], object]] | None:
-        """The levels of an operation and its end; None where it goes the flat way."""
+        """Return the levels of an operation and its end, or None if it uses the flat link."""
         match operation.kind:
             case "all_reduce":
                 return self._all_reduce(operation)
@@ -288,7 +290,7 @@ class TwoLevelLink:
         own = sums[self._place * length :][:length]
 
         def gather() -> list[Operation]:
-            # Rounded before it goes around: once, as in one sum over all ranks.
+            # Rounded once, before it is gathered, as in a single sum over all ranks.
             part = own.to(out.dtype)
             whole = out if numel == length * self._block else torch.empty(length * self._block, dtype=out.dtype)
             gathered.append(whole)
@@ -342,38 +344,38 @@ class TwoLevelLink:
         return stages, lambda: None
 
     def _part(self, whole: Operation, kind: str, source: torch.Tensor, out: torch.Tensor, root: int = 0) -> Operation:
-        """One level's operation; errors name what it is a part of."""
+        """Return one level's operation. Its errors name the full operation."""
         return replace(whole, kind=kind, axis=f"{whole.axis} ({whole.kind})", source=source, out=out, root=root)
 
 
-# An axis whose calls take the transport that was measured to be the faster for their operation and size.
+# A link for an axis whose calls use the fastest measured transport for their operation and size.
 
 
 class ChosenLink:
-    """Carries each operation over one of several links.
+    """A link that runs each operation on one of several links, chosen by measurement.
 
     Args:
         links: by transport.
-        fixed: the transport of what was not measured.
-        size: ranks of the axis.
-        ways: what was measured.
-        reason: why links were chosen so, in words.
+        fixed: the transport of operations that were not measured.
+        size: number of ranks of the axis.
+        ways: the measured choices.
+        reason: why the links were chosen, for the user.
     """
 
     self_driven = False
 
     def __init__(self, links: Mapping[str, Link], fixed: str, size: int, ways: RouteChoices, reason: str):
         self.reason = reason
-        #: The transports that calls take, that of the fixed rule first.
+        #: The transports that calls use, beginning with the fixed one.
         self.transport = " or ".join(dict.fromkeys([fixed, *(name for way in ways.best.values() for _, name in way)]))
         self._links, self._fixed, self._size, self._ways = links, fixed, size, ways
         self._carried: dict[Operation, Link] = {}
-        #: What all calls so far should have taken by measurement, in seconds.
+        #: Predicted time of all calls so far by measurement, in seconds.
         self.planned_s = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether an operation is under way."""
+        """True if an operation is in flight."""
         return any(link.busy for link in self._links.values())
 
     def start(self, operation: Operation) -> None:
@@ -386,12 +388,12 @@ class ChosenLink:
         self._links[transport].start(operation)
 
     def advance(self) -> bool:
-        """Carry on all links; True when something moved."""
+        """Continue all links. Returns True if there was progress."""
         moved = [link.advance() for link in self._links.values() if link.busy]
         return any(moved)
 
     def block(self, operation: Operation) -> bool:
-        """Wait in the operation's link, where nothing is under way on the others; False where it cannot."""
+        """Wait in the operation's link, if nothing is in flight on the others. Returns False if it cannot."""
         own = self._carried[operation]
         if any(link is not own and not one.finished for one, link in self._carried.items()):
             return False
@@ -402,33 +404,33 @@ class ChosenLink:
         return tuple(sorted({rank for link in self._links.values() for rank in link.late()}))
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise what the operation's link raises."""
+        """Raise the error of the operation's link, if any."""
         if operation in self._carried:
             self._carried[operation].look(operation, waited_s)
 
 
-# The ranks of an axis hear from its first one what was measured of links such as theirs.
+# Rank 0 of an axis reads the measurements of matching links and sends them to the other ranks.
 
-#: The value of Axis.link_profile that stands for the file in the cache folder, where there is one.
+#: The value of Axis.link_profile for the file in the cache folder, if it exists.
 AUTO = "auto"
 
 
 def measured_routes(
     axis: Axis, group: dist.ProcessGroup, hosts: Hosts, fixed: str, usable: tuple[str, ...]
 ) -> tuple[RouteChoices | None, str]:
-    """Return what to take by measurement, and why; or None, and why not (empty: there is no file of measurements).
+    """Return the measured route choices and the reason, or None and why not ("" if there is no file).
 
-    All ranks of the axis call this together: the first one reads its file and tells the others, so all hold the same.
+    All ranks of the axis call this. The first one reads its file and sends the result, so all ranks have the same.
 
     Args:
         axis: the ranks.
-        group: of gloo, of these ranks.
-        hosts: where they are.
+        group: gloo group of these ranks.
+        hosts: the hosts of the ranks.
         fixed: the transport of the fixed rule.
-        usable: transports that the axis can take.
+        usable: transports that the axis can use.
 
     Raises:
-        ConfigError: on all ranks, where the file named is missing or wrong.
+        ConfigError: on all ranks, if the given file is missing or invalid.
     """
     told: dict[str, Any] = {}
     if axis.rank == 0:
@@ -459,7 +461,7 @@ def _look_up(axis: Axis, hosts: Hosts, fixed: str, usable: tuple[str, ...]) -> d
 
 
 def _from_first(axis: Axis, group: dist.ProcessGroup, told: dict[str, Any]) -> dict[str, Any]:
-    """What the first rank says."""
+    """Broadcast a JSON object from the axis's first rank."""
     text = json.dumps(told).encode()
     length = torch.tensor([len(text)])
     all_reduce(length, op=dist.ReduceOp.MAX, group=group, async_op=True).wait()

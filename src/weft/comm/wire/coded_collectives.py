@@ -1,8 +1,8 @@
-"""Sums of tensors that travel encoded, and encoded tensors gathered; `comm.collectives` calls these.
+"""Collectives on encoded tensors: sums and gathers for `comm.collectives`.
 
-An all_reduce over more than two ranks has two stages, and all ranks must begin the second in one order. So nothing else
-begins on a mesh before the second stage of what is under way has: ranks that let such sums overlap start them in one
-order on all axes.
+An all_reduce over more than two ranks has two stages, and all ranks must begin the second stage in one order. Therefore
+no other operation begins on a mesh before the second stage of the current one has begun. Ranks that overlap such sums
+must start them in one order on all axes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.errors import CommError
 
 
 class CodedGather(Pending):
-    """The ranks' rows, encoded, gathered and decoded: `out` is flat, and may end before the last row does."""
+    """The ranks' rows, encoded, gathered and decoded. `out` is flat and may be shorter than all rows."""
 
     def __init__(self, row_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, role: str, counts: bool):
         codes = _encoded(coder, role, row_1N, axis.rank)
@@ -39,7 +39,7 @@ class CodedGather(Pending):
 
 
 class CodedExchange(Pending):
-    """The sum of the ranks' flat tensors: each encodes its own, and all decode and add all of them. One stage."""
+    """The sum of the ranks' flat tensors in one stage: each encodes its own, and all decode and add all of them."""
 
     def __init__(self, flat_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         codes = _encoded(coder, "summands", flat_1N, axis.rank)
@@ -66,9 +66,10 @@ class CodedExchange(Pending):
 
 
 class CodedSum(Pending):
-    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in order of rank.
+    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order.
 
-    rows_RN: what goes to each rank. out: this rank's row of the sums; with `whole` all of them, flat, as CodedGather.
+    `rows_RN` holds the row for each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in
+    CodedGather.
     """
 
     def __init__(self, rows_RN: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, whole: bool):
@@ -94,7 +95,7 @@ class CodedSum(Pending):
             axis.staged.append(self)
 
     def go_on(self) -> None:
-        """Once: take what the first stage brought, and begin the second."""
+        """Finish the first stage and begin the second. Called once."""
         super().wait()
         with torch.no_grad(), unobserved():
             sums = self._coder.wire.decode(self._codes[:1], self._numel, self._out.dtype)
@@ -132,16 +133,16 @@ class CodedSum(Pending):
 def sum_coded(
     name: str, what: torch.Tensor | Parts, axis: Axis, out: torch.Tensor, op: str, coder: Coder, *, whole: bool
 ) -> Pending:
-    """Begin an all_reduce or a reduce_scatter of what a wire encodes, into `out`.
+    """Begin an all_reduce or a reduce_scatter of encoded values, into `out`.
 
     Args:
         name: the operation and its axis, for errors.
         what: a tensor of any shape, or parts of a flat one.
         axis: the ranks.
         out: contiguous: all elements, or this rank's 1/size of them.
-        op: one of the wire's.
-        coder: encodes, and keeps what its wire keeps.
-        whole: all_reduce; else reduce_scatter.
+        op: one of the wire's ops.
+        coder: encodes, and keeps the wire's state.
+        whole: True for all_reduce, False for reduce_scatter.
 
     Raises:
         CommError: for an op that the wire cannot combine.
@@ -170,13 +171,15 @@ def sum_coded(
 
 
 def gather_coded(shard: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder) -> Pending:
-    """Begin an all_gather of encoded shards into `out`. This rank's own part is decoded too: all have the same bits.
+    """Begin an all_gather of encoded shards into `out`.
+
+    This rank's shard is decoded too, so that all ranks have the same bits.
 
     Args:
-        shard: of any shape, with as many elements on every rank.
+        shard: tensor of any shape, with the same number of elements on every rank.
         axis: the ranks.
-        out: contiguous, of the shard's dtype, size * numel elements.
-        coder: encodes, and keeps what its wire keeps.
+        out: contiguous, of the shard's dtype, with size * numel elements.
+        coder: encodes, and keeps the wire's state.
     """
     return CodedGather(shard.detach().reshape(1, -1), axis, out, coder, "shard", counts=True)
 

@@ -1,7 +1,7 @@
-"""What a wire carries from step to step, for each tensor that travels.
+"""State of wires from step to step, such as error feedback, for each communicated tensor.
 
-A step may not be taken: what `encode` leaves is kept when the step was (`commit`), and forgotten when it was not
-(`discard`), so that nothing is owed for gradients that nobody applied.
+A step may be skipped. The states that `encode` returns are kept if the step was applied (`commit`) and dropped if it
+was not (`discard`), so that error feedback never includes gradients that were not applied.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weft.comm.wire.wire_format import State, Wire
 
 
 class Coder:
-    """A wire and what it carries for one tensor; `wire=` of the collectives takes it.
+    """A wire and its state for one tensor: the `wire=` argument of collectives.
 
-    name: of the tensor, the same on all ranks. unit: what values are multiplied by as they travel (the loss scale over
-    the nominal count), which debts are kept without. turn, calls: steps that were taken, and uses in this one: what
-    rounds by chance draws from them.
+    `name` is the tensor's name, the same on all ranks. `unit` is the factor of communicated values (loss scale over
+    nominal count); residuals are stored without it. `turn` counts applied steps and `calls` the uses in the current
+    step; stochastic rounding is keyed by both.
     """
 
     def __init__(self, wire: Wire, name: str = ""):
@@ -28,7 +28,7 @@ class Coder:
         self.name = name
         self.turn = self.calls = 0
         self.unit = 1.0
-        #: Of a wire that sums matrices: where they lie in the tensor.
+        #: Positions of matrices in the tensor, for a wire that sums matrices.
         self.matrices: Sequence[Matrix] = ()
         self._kept: dict[str, State] = {}
         self._next: dict[str, State] = {}
@@ -37,9 +37,9 @@ class Coder:
         """Encode rows.
 
         Args:
-            role: which of the tensors that one collective encodes: its summands, or their sums.
+            role: which tensor of a collective this is: its summands, or their sums.
             x_RN: the rows.
-            place: of this rank on the axis.
+            place: this rank's index on the axis.
         """
         key = f"{role}-{x_RN.shape[0]}x{x_RN.shape[1]}"
         wire = self.wire
@@ -55,41 +55,42 @@ class Coder:
         return codes
 
     def _encode_with_residual(self, key: str, x_RN: torch.Tensor, kept: State | None) -> torch.Tensor:
-        """Encode what is there and what is owed; what is rounded off is owed from here, if the step is taken."""
+        """Encode values plus residual. The new rounding error becomes the residual if the step is applied."""
         owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
         codes, _ = self.wire.encode(owing_RN, None)
         self.owe(key, owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype))
         return codes
 
     def with_residual(self, key: str, x_RN: torch.Tensor) -> torch.Tensor:
-        """Return what is there and what is owed, a new tensor."""
+        """Return values plus residual in a new tensor."""
         kept = self._next.get(key, self._kept.get(key))
         return x_RN.clone() if kept is None else x_RN + kept["residual"] * self.unit
 
     def owe(self, key: str, rest_RN: torch.Tensor) -> None:
-        """Keep this, which is changed in place, as owed, if the step is taken."""
+        """Keep `rest_RN` as the residual if the step is applied. Changes it in place."""
         self._next[key] = {"residual": rest_RN.div_(self.unit)}
 
     def carried(self, key: str) -> State | None:
-        """Return what the last step that was taken carried under a name."""
+        """Return the state that the last applied step stored under a key."""
         return self._kept.get(key)
 
     def carry(self, key: str, state: State) -> None:
-        """Let the next step have it, if this one is taken."""
+        """Keep a state for the next step if this one is applied."""
         self._next[key] = state
 
     @property
     def begins(self) -> bool:
-        """Whether this step, if it is taken, carries on what no step before did."""
+        """True if this step would store a state that no earlier step stored."""
         return any(state.keys() != self._kept.get(key, {}).keys() for key, state in self._next.items())
 
     def commit(self, clip: float = 1.0, taken: torch.Tensor | None = None) -> None:
-        """Take over the states of this step: it was taken.
+        """Keep the states of this step, which was applied.
 
         Args:
-            clip: what gradients were multiplied by. What is owed of them is smaller by as much: else what clipping
-                took away would come back with the next step.
-            taken: whether the step was taken, 0-d bool, where only the device knows and nothing `begins`.
+            clip: factor by which gradients were clipped. Residuals are scaled by it too, because clipped gradient would
+                otherwise return with the next step.
+            taken: True if the step was applied, as a 0-d bool tensor, if only the device has the value. Not allowed if
+                the coder `begins`.
         """
         if self.wire.feeds_back and clip != 1.0:
             for state in self._next.values():
@@ -105,21 +106,21 @@ class Coder:
         self.turn, self.calls = self.turn + 1, 0
 
     def discard(self) -> None:
-        """Forget the states of this step: it was not taken."""
+        """Drop the states of this step, which was not applied."""
         self._next = {}
         self.calls = 0
 
     def take_turn(self, turn: int) -> None:
-        """Go on as after so many steps."""
+        """Continue after `turn` applied steps."""
         self.turn, self.calls = turn, 0
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is kept, as (`role/name`, tensor)."""
+        """Yield the kept states as (`role/name`, tensor)."""
         for key, state in self._kept.items():
             yield from ((f"{key}/{name}", tensor) for name, tensor in state.items())
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take what `states` gave."""
+        """Load the tensors of `states`."""
         self._kept, self._next = {}, {}
         for full_name, tensor in tensors.items():
             key, _, name = full_name.rpartition("/")
@@ -130,30 +131,31 @@ class Coders:
     """The coders of an engine's tensors, by name.
 
     Args:
-        wire: of gradients.
-        outer: of gradients over the outermost data axis; None: the same.
+        wire: wire of gradients.
+        outer: wire of gradients over the outermost data axis, or None for the same one.
     """
 
     def __init__(self, wire: Wire, outer: Wire | None = None):
         self.wire = wire
         self.outer_wire = outer or wire
-        #: Steps that were published: what rounds by chance draws from it.
+        #: Number of applied steps; stochastic rounding is keyed by it.
         self.turn = 0
         self.unit = 1.0
-        #: So many first steps are summed without the wire of the outermost axis, where it asks for some.
+        #: Number of first steps that are summed without the outermost axis's wire.
         self.exact_steps = self.outer_wire.spec.exact_steps
-        #: What others rounded off and still owe, by tensor: added to the sums of the first step that is taken.
+        #: Residuals of other ranks by tensor, which are added to the sums of the first applied step.
         self.owed: dict[str, torch.Tensor] = {}
-        #: Whether the step under way is taken, 0-d bool, where only the device knows; in no step that `needs_host`.
+        #: True if the current step is applied, as a 0-d bool tensor, if only the device has the value; else None. It is
+        #: None in all steps with `needs_host`.
         self.taken: torch.Tensor | None = None
         self._coders: dict[str, Coder] = {}
 
     def __getitem__(self, name: str) -> Coder:
-        """The coder of that tensor, made when it is first asked for. name: without "/"."""
+        """Return the coder of a tensor, created on first use. The name contains no "/"."""
         return self._coder(name, self.wire)
 
     def outer(self, name: str) -> Coder:
-        """Return the coder of a tensor that travels over the outermost data axis. name: without "/"."""
+        """Return the coder of a tensor over the outermost data axis. The name contains no "/"."""
         return self._coder(f"{name} outer", self.outer_wire)
 
     def _coder(self, name: str, wire: Wire) -> Coder:
@@ -165,34 +167,38 @@ class Coders:
 
     @property
     def counts_turns(self) -> bool:
-        """Whether what travels depends on `turn`."""
+        """True if encoded values depend on `turn`."""
         return self.wire.by_chance or self.outer_wire.by_chance or self.outer_wire.spec.exact_steps > 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether this is one of the first steps, which go without the wire of the outermost axis."""
+        """True if this is one of the first steps, which do not use the outermost axis's wire."""
         return self.turn < self.exact_steps and self.outer_wire.spec.exact_steps > 0
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must know if this step is taken: it clips debts, and a first state follows no other."""
+        """True if the host must read if this step is applied.
+
+        The host needs it to clip residuals, or because a state is stored for the first time.
+        """
         return self.has_residual or any(coder.begins for coder in self._coders.values())
 
     @property
     def has_residual(self) -> bool:
-        """Whether anything of what is rounded off goes with the next step, or went with an earlier one and is owed."""
+        """True if rounding error is added to the next step, or a residual of an earlier step is pending."""
         return self.outer_wire.feeds_back or bool(self.owed)
 
     def set_unit(self, unit: float) -> None:
-        """Say what this step's values are multiplied by as they travel."""
+        """Set the factor of this step's communicated values."""
         self.unit = unit
         for coder in self._coders.values():
             coder.unit = unit
 
     def commit(self, clip: float = 1.0) -> None:
-        """Take over the states of this step: it was taken, where `taken` does not say otherwise.
+        """Keep the states of this step, which was applied unless `taken` is False.
 
-        clip: what gradients were multiplied by.
+        Args:
+            clip: factor by which gradients were clipped.
         """
         taken, self.taken = self.taken, None
         self.turn += 1
@@ -201,24 +207,27 @@ class Coders:
             coder.commit(clip, taken)
 
     def discard(self) -> None:
-        """Forget the states of this step: it was not taken."""
+        """Drop the states of this step, which was not applied."""
         for coder in self._coders.values():
             coder.discard()
 
     def forget(self) -> None:
-        """Forget all states: tensors lie otherwise from here, and nothing is owed to anyone."""
+        """Drop all states and residuals, because the layout of the tensors changes."""
         self.owed.clear()
         for coder in self._coders.values():  # which others hold
             coder.load({})
 
     def take_turn(self, turn: int) -> None:
-        """Go on as after so many steps."""
+        """Continue after `turn` applied steps."""
         self.turn = turn
         for coder in self._coders.values():
             coder.take_turn(turn)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return what this rank keeps for its own plan, as `tensor/role/name`; not debts, which any plan takes."""
+        """Return this rank's states for its plan as `tensor/role/name`.
+
+        Residuals are left out, because they are valid for any plan.
+        """
         return {
             f"{name}/{key}": tensor
             for name, coder in self._coders.items()
@@ -227,7 +236,7 @@ class Coders:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take what `states` gave on this rank."""
+        """Load the tensors of `states` on this rank."""
         self.forget()
         found: dict[str, dict[str, torch.Tensor]] = {}
         for full_name, tensor in tensors.items():
@@ -239,14 +248,14 @@ class Coders:
 
 
 def chance_key(turn: int, call: int, name: str, role: str, place: int) -> int:
-    """Return what rounding by chance is drawn from, of 64 bits: another for each step, tensor, use of it, and rank.
+    """Return a 64-bit key for stochastic rounding that differs by step, tensor, use and rank.
 
     Args:
-        turn: steps that were taken before.
-        call: uses of the coder in this step before.
-        name: of the coder.
-        role: which of a collective's tensors.
-        place: of the rank on the axis.
+        turn: number of applied steps before.
+        call: number of uses of the coder in this step before.
+        name: the coder's name.
+        role: which tensor of a collective.
+        place: index of the rank on the axis.
     """
     text = f"{turn} {call} {place} {role} {name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,17 +1,18 @@
-"""Whole numbers with a scale for each block of neighbours.
+"""Wires of integers or fp8 with scales, of plain number formats, and of the largest values only.
 
     row:  scales (bf16, two bytes for each block) | a code for each value
 
-A scale is the block's largest value over the largest code, rounded up to bf16: no value is cut off. A block with a
-value that is not finite has no scale that is, so nothing of it comes out finite.
+A block is a group of neighboring values. Its scale is its largest magnitude over the largest code, rounded up to bf16,
+so that no value is clipped. A block with a non-finite value has a non-finite scale, so none of its values decodes to a
+finite one.
 
-int8 rounds by chance: x / scale goes to one of the two whole numbers around it, in such a way that the mean is right.
-What is rounded off is then noise with a mean of zero, and no residual needs to be kept. The draws are no generator's:
-u of floor(x / scale + u) comes from a table of 2^16 numbers between 0 and 1, each once, read from a place that a key
-gives for every 2^16 values. Scheme of the rounding: Alistarh et al. 2017, arXiv 1610.02132 (QSGD).
+int8 uses stochastic rounding: x / scale is rounded to one of the two nearest integers such that the mean is exact. The
+rounding error is zero-mean noise, so no residual is kept. u of floor(x / scale + u) comes from a permutation of 2^16
+numbers between 0 and 1 instead of a generator. It is read from an offset that a key determines for every 2^16 values.
+Rounding scheme: Alistarh et al. 2017, arXiv 1610.02132 (QSGD).
 
-int4 rounds to the nearest, and what it rounds off is owed: it goes with the next step's values (error feedback; Seide
-et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847).
+int4 rounds to nearest and adds the rounding error to the next step's values (error feedback; Seide et al. 2014,
+Karimireddy et al. 2019, arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from torch.nn.functional import pad
 from weft.comm.wire.wire_format import State, Wire
 from weft.config.wire_formats import WireSpec
 
-#: Numbers of the table, and values that are encoded at a time: they stay in a core's cache.
+#: Size of the table, and number of values that are encoded at a time, so that they fit a core's cache.
 _DRAWS = 1 << 16
 _MIX, _STEP, _MASK = 0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 class Int8(Wire):
-    """A byte for each value, a scale for each 256. key: what rounding draws from."""
+    """One byte per value and a scale per 256 values, with stochastic rounding keyed by `key`."""
 
     by_chance = True
 
@@ -73,7 +74,7 @@ class Int8(Wire):
         return out_RN
 
     def _draws(self, row: int, first: int, device: torch.device) -> torch.Tensor:
-        """Numbers between 0 and 1 for the values from `first` on, (2^16,)."""
+        """Return numbers between 0 and 1 for the values from `first` on, (2^16,)."""
         mixed = (self._key + (row * (1 << 40) + first // _DRAWS + 1) * _STEP) & _MASK
         mixed = ((mixed ^ mixed >> 30) * _MIX) & _MASK
         start = (mixed ^ mixed >> 27) >> 16 & _DRAWS - 1
@@ -81,7 +82,7 @@ class Int8(Wire):
 
 
 class Int4(Wire):
-    """Half a byte for each value, a scale for each 64, to the nearest. What is rounded off goes with the next step."""
+    """Half a byte per value and a scale per 64 values, rounded to nearest, with error feedback."""
 
     feeds_back = True
 
@@ -96,7 +97,7 @@ class Int4(Wire):
             steps = (blocks / usable(scales, x.dtype)[:, None]).round_().clamp_(-7, 7).add_(8)
             out.copy_(steps.view(-1))
             scale_bytes.append(scales.view(torch.uint8))
-        # Two neighbours share a byte.
+        # Two neighbors share a byte.
         codes_RN = steps_RN[:, 0::2] | steps_RN[:, 1::2] << 4
         return torch.cat([torch.stack(scale_bytes), codes_RN[:, : math.ceil(numel / 2)]], 1), None
 
@@ -109,23 +110,26 @@ class Int4(Wire):
 
 
 def scales_of(blocks_BK: torch.Tensor, largest: int) -> torch.Tensor:
-    """Return a scale for each block, bf16 (B,): at least its largest value / `largest`; not finite where one is not."""
+    """Return a bf16 scale (B,) for each block, at least its largest magnitude / `largest`.
+
+    A block with a non-finite value gets a non-finite scale.
+    """
     exact = blocks_BK.abs().amax(-1) / largest
     scales = exact.to(torch.bfloat16)
-    # Positive numbers lie in the order of their bits: the next bit pattern is the next number above.
+    # Positive floats are ordered like their bits, so the next bit pattern is the next larger number.
     above = (scales.view(torch.int16) + 1).view(torch.bfloat16)
     scales = torch.where(scales.to(exact.dtype) < exact, above, scales)
     return torch.where(scales.isfinite(), scales, torch.nan)
 
 
 def usable(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what values are divided by: 1 where all are zero, and where the scale says that nothing of it counts."""
+    """Return the divisors for scales: 1 if the scale is zero (all values are zero) or NaN."""
     return torch.where(scales > 0, scales, 1.0).to(dtype)
 
 
 @functools.cache
 def _table(device: torch.device) -> torch.Tensor:
-    """(k + 1/2) / 2^16 for all k, in an order that is the same on every machine, twice one after another."""
+    """Return (k + 1/2) / 2^16 for all k in an order that is the same on every machine, repeated twice."""
     mixed = torch.arange(_DRAWS, dtype=torch.int64) * (_STEP - 2**64)
     mixed = (mixed ^ (mixed >> 30)) * (_MIX - 2**64)
     order = (mixed ^ (mixed >> 27)).argsort(stable=True)
@@ -133,17 +137,17 @@ def _table(device: torch.device) -> torch.Tensor:
     return torch.cat([draws, draws]).to(device)
 
 
-# Weights as bytes while they travel to the ranks that compute with them, rounded to the nearest, row by row.
+# Weights encoded as bytes for all-gathers, rounded to nearest, row by row.
 
-#: The largest number of e4m3; no magnitude counts as less than the next; sign and exponent of a float32.
+#: Largest e4m3 number; lower bound for magnitudes; mask of sign and exponent of a float32.
 _LARGEST, _SMALLEST, _POWER_BITS = 448.0, 1e-12, -(1 << 23)
 
-#: Each weight begins at a multiple of so many bytes, so that bytes can be read as numbers of any format.
+#: Alignment in bytes of each weight, so that bytes can be viewed as numbers of any format.
 _ALIGNED = 16
 
 
 class RowSlice(NamedTuple):
-    """A weight's part on a rank: so many rows of so many values; is_exact: they travel as they are."""
+    """Shape of a weight's part on a rank: rows and columns. With `is_exact` it is sent unencoded."""
 
     rows: int
     columns: int
@@ -151,17 +155,17 @@ class RowSlice(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> RowSlice:
-        """Return that of a part of this shape: all dimensions after the first are a row."""
+        """Return the slice of a part of this shape. All dims after the first form a row."""
         return cls(shape[0] if shape else 1, math.prod(shape[1:]), len(shape) < 2 or not math.prod(shape))
 
 
 class RowCodes:
-    """What a unit's parts of one rank are on the wire, one after another.
+    """Encoding of one rank's weight parts of a unit, stored one after another.
 
     Args:
-        spec: with the size of blocks; fp8: e4m3, and whole rows.
-        stretches: of the parts, in the order in which they lie in a flat tensor.
-        dtype: of that tensor.
+        spec: gives the block size. fp8 uses e4m3 with one scale per row.
+        stretches: shapes of the parts, in their order in the flat tensor.
+        dtype: dtype of the flat tensor.
     """
 
     def __init__(self, spec: WireSpec, stretches: Sequence[RowSlice], dtype: torch.dtype):
@@ -181,7 +185,7 @@ class RowCodes:
         return 1 if self._is_float else math.ceil(one.columns / self._block)
 
     def _places(self) -> Iterator[tuple[RowSlice, slice, slice]]:
-        """Each part, with its place among the values and among the bytes."""
+        """Yield each part with its slice of the values and of the bytes."""
         at = first = 0
         for one, size in zip(self._flat_slices, self._sizes, strict=True):
             numel = one.rows * one.columns
@@ -189,7 +193,11 @@ class RowCodes:
             at, first = at + numel, first + size
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a rank's parts, uint8 (num_bytes,). flat: their values, (numel,)."""
+        """Return the bytes of a rank's parts, uint8 (num_bytes,).
+
+        Args:
+            flat: their values, (numel,).
+        """
         codes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=flat.device)
         for one, values, place in self._places():
             x, out = flat[values], codes[place]
@@ -212,7 +220,12 @@ class RowCodes:
         return (pad(x_RC, (0, rest)) if rest else x_RC).reshape(-1, self._block)
 
     def decode(self, codes_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
-        """Write the values of several ranks' parts. codes_RB: uint8 (ranks, num_bytes). out_RN: (ranks, numel)."""
+        """Write the values of several ranks' parts.
+
+        Args:
+            codes_RB: uint8 (ranks, num_bytes).
+            out_RN: output, (ranks, numel).
+        """
         ranks = len(codes_RB)
         for one, values, place in self._places():
             codes, out = codes_RB[:, place], out_RN[:, values]
@@ -222,7 +235,7 @@ class RowCodes:
             number = self._blocks_in(one)
             end = 2 * one.rows * number
             scales = codes[:, :end].contiguous().view(torch.bfloat16).view(ranks, one.rows, number).to(out.dtype)
-            # In place: no second copy of all ranks' values.
+            # In place, without a second copy of all ranks' values.
             into = out.view(ranks, one.rows, one.columns)
             steps = codes[:, end : end + one.rows * one.columns]
             if self._is_float:
@@ -238,27 +251,27 @@ class RowCodes:
 
 
 def power_scale(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """Return the largest power of two, in float32, that keeps magnitudes up to `largest` within `most`.
+    """Return the largest power of two (float32) that keeps magnitudes up to `largest` within `most`.
 
-    What multiplies in float8 and what travels so round by this one rule. What is not finite has no scale (NaN): with
-    others under the same one, they would come out as zeros.
+    float8 matrix products and float8 communication share this rule. The scale of a non-finite value is NaN, because a
+    finite scale would turn the other values into zeros.
     """
     exact = (most / largest.double().clamp(min=_SMALLEST)).float()
     return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32) + (largest - largest).float()
 
 
 def _as_floats(x_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in e4m3, and the scale of each in bf16. A row with a number that is none, or infinite, has none."""
+    """Return the bf16 scale of each row, and the rows in e4m3. A row with NaN or infinity has a NaN scale."""
     largest = x_RC.abs().amax(-1)
     finer = power_scale(largest, _LARGEST)
     return finer.reciprocal().to(torch.bfloat16), (x_RC * finer.to(x_RC.dtype)[:, None]).to(torch.float8_e4m3fn)
 
 
-# Wires that are number formats, which links can add: as it is, and bf16.
+# Wires that are number formats and that links can add: unchanged, and bf16.
 
 
 class AsIs(Wire):
-    """The tensor itself."""
+    """The unchanged values."""
 
     ops = ("sum", "max", "min")
 
@@ -273,7 +286,7 @@ class AsIs(Wire):
 
 
 class Bf16(Wire):
-    """Rounded to bfloat16, the result too; sums are made in float32 on the CPU."""
+    """Values rounded to bfloat16, including the result. On the CPU, sums are computed in float32."""
 
     ops = ("sum", "max", "min")
 
@@ -287,11 +300,11 @@ class Bf16(Wire):
         return codes_RC.view(torch.bfloat16).to(dtype)
 
 
-# The largest values of each 4096 neighbours, with their places; the others are owed.
+# The largest values of each 4096 neighbors with their indices. The others become the residual.
 
 
 class Largest(Wire):
-    """Few values with their places: `spec.kept` of each `spec.block`."""
+    """Top-k wire: `spec.kept` values of each `spec.block` with their indices, with error feedback."""
 
     # Sums of few values each are many: they would not fit what travels.
     sends_to_all = True
@@ -307,7 +320,7 @@ class Largest(Wire):
             scale = scales_of(values, 7)
             codes = (values / usable(scale, x.dtype)[:, None]).round_().clamp_(-7, 7).nan_to_num_(0.0).add_(8)
             scales.append(scale.view(len(x_RN), count))
-            # Read as signed numbers of 16 bits, which all devices have.
+            # Stored as signed 16-bit integers, which all devices support.
             joined = (codes.to(torch.int32) << 12) | places.to(torch.int32)
             words.append(torch.where(joined < 1 << 15, joined, joined - (1 << 16)).to(torch.int16).view(len(x_RN), -1))
         if not scales:
@@ -334,7 +347,10 @@ class Largest(Wire):
         return out_RN
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first value, chunks, values of each, of which travel) of whole chunks, and of the rest."""
+        """Yield (first value, number of chunks, values per chunk, kept values per chunk).
+
+        The full chunks come first, then the shorter rest.
+        """
         block, kept = self.spec.block, self.spec.kept
         whole, rest = divmod(numel, block)
         if whole:

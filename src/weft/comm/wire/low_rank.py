@@ -1,12 +1,12 @@
-"""Matrices of low rank in place of large ones (PowerSGD): what they are, and where they lie in a flat tensor.
+"""Low-rank approximations of large matrices (PowerSGD), and their positions in a flat tensor.
 
-With M_r the matrix of rank r of R, and what it still owes added (a x b), Q what the last step left (b x r):
+With M_r the matrix (a x b) of rank r of R plus its residual, and Q (b x r) the basis of the last step:
 
     P = orthonormal(sum_r M_r Q)       a x r
     Q = sum_r M_r^T P                  b x r, kept for the next step
-    sums = P Q^T,  owed by rank r: M_r - sums / R
+    sums = P Q^T,  residual of rank r: M_r - sums / R
 
-P and Q are sums over ranks, which travel as they are. Method: Vogels et al. 2019, arXiv 1905.13727.
+P and Q are sums over ranks and are sent unencoded. Method: Vogels et al. 2019, arXiv 1905.13727.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from weft.comm.wire.wire_format import Wire
 
-#: What a coder carries the bases Q as.
+#: Key of the bases Q in a coder's state.
 BASIS = "basis"
-#: Smaller matrices travel as they are: two collectives would gain little.
+#: Smaller matrices are sent unchanged, because two collectives would gain little.
 LEAST_NUMEL = 4096
 
 
 class Matrix(NamedTuple):
-    """Where a matrix lies in a flat tensor, row by row."""
+    """Position of a row-major matrix in a flat tensor."""
 
     start: int
     rows: int
@@ -35,31 +35,31 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return self.rows * self.columns
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its view, (rows, columns), into a flat tensor of any dtype, (numel,)."""
+        """Return a view (rows, columns) of the matrix in a flat tensor (numel,) of any dtype."""
         return flat[self.start : self.start + self.numel].view(self.rows, self.columns)
 
 
 class LowRank(Wire):
-    """Two thin matrices for each large one; `LowRankSum` makes them, and what they leave out is owed."""
+    """Two thin matrices for each large one, computed by `LowRankSum`, with error feedback."""
 
     feeds_back = True
 
 
 def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: int) -> list[Matrix]:
-    """Return the matrix that a parameter is, or as many of its rows as lie in a stretch of its elements; none: [].
+    """Return the matrix of a parameter, limited to the full rows in a flat slice, or [] if it would save too little.
 
-    Several dimensions are rows and columns where that is nearest to a square.
+    Several dims are grouped into rows and columns such that the matrix is closest to a square.
 
     Args:
-        shape: of the parameter, in the order of its memory.
-        start: first element of the stretch.
-        end: its end.
-        offset: where the parameter's first element is in the flat tensor.
-        rank: a matrix counts whose two thin ones have less than half of its elements.
+        shape: the parameter's shape, in memory order.
+        start: first element of the flat slice.
+        end: end of the flat slice.
+        offset: index of the parameter's first element in the flat tensor.
+        rank: rank of the approximation. Its two thin matrices must have less than half of the elements.
     """
     if len(shape) < 2 or end <= start:
         return []
@@ -73,13 +73,13 @@ def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: i
 
 
 def first_basis(matrix: Matrix, rank: int, name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return what a run begins with, (columns, rank): the same numbers on all ranks, and in every run.
+    """Return the initial basis (columns, rank), the same numbers on all ranks and in every run.
 
     Args:
-        matrix: its place.
-        rank: columns of the basis.
-        name: of the coder.
-        like: whose format and device it has.
+        matrix: its position.
+        rank: number of columns of the basis.
+        name: the coder's name.
+        like: tensor that gives the dtype and device.
     """
     seed = hashlib.blake2b(f"{name} {matrix.start}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
@@ -87,7 +87,7 @@ def first_basis(matrix: Matrix, rank: int, name: str, like: torch.Tensor) -> tor
 
 
 def orthonormal(p_AR: torch.Tensor) -> torch.Tensor:
-    """Return columns that span what these do; not finite where one of these is not."""
+    """Return orthonormal columns with the same span, or NaN if a value is not finite."""
     if not p_AR.isfinite().all():
         return torch.full_like(p_AR, torch.nan)
     factors = cast("tuple[torch.Tensor, torch.Tensor]", torch.linalg.qr(p_AR))  # pyright: ignore[reportUnknownMemberType]  # torch gives it no type

@@ -1,4 +1,4 @@
-"""Sums of matrices of low rank: two all_reduces, one after another."""
+"""Low-rank sums of matrices (PowerSGD): two all_reduces, one after the other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.comm.wire.low_rank import BASIS, Matrix, first_basis, orthonormal
 
 
 class LowRankSum(Pending):
-    """The sum of the ranks' flat tensors, of which the coder's matrices travel in low rank and the rest as it is.
+    """The sum of the ranks' flat tensors. The coder's matrices are sent in low rank, the rest unchanged.
 
     Args:
         name: the operation and its axis.
         flat: this rank's summand.
         axis: the ranks.
         out: contiguous: all elements, or this rank's 1/size of them.
-        coder: keeps what is owed, and the bases.
+        coder: keeps the residual and the bases.
     """
 
     def __init__(self, name: str, flat: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
@@ -55,7 +55,7 @@ class LowRankSum(Pending):
         return [first_basis(one, self._rank, self._coder.name, self._owing) for one in self._matrices]
 
     def go_on(self) -> None:
-        """Once: take the first sums, and begin the second."""
+        """Finish the first sums and begin the second. Called once."""
         super().wait()
         with torch.no_grad(), unobserved():
             start = sum(gap.stop - gap.start for gap in self._gaps)
@@ -83,7 +83,7 @@ class LowRankSum(Pending):
         return self._out
 
     def _finish(self, products: torch.Tensor | None) -> None:
-        """Put the sums together; what they leave out of this rank's summand is owed."""
+        """Assemble the sums. The approximation error of this rank's summand becomes the residual."""
         whole, start = torch.empty_like(self._owing), 0
         for gap in self._gaps:
             whole[gap] = self._sums[start : start + gap.stop - gap.start]
@@ -108,13 +108,13 @@ class LowRankSum(Pending):
 
 
 def _scaled(products: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Each basis with a largest value of 1, whatever the loss scale: the product with it is then never lost."""
+    """Scale each basis to a maximum of 1, independent of the loss scale, so that products with it do not underflow."""
     parts = [part / largest if (largest := part.abs().amax()) > 0 else part for part in torch.split(products, sizes)]
     return torch.cat(parts)
 
 
 def _gaps_of(matrices: Sequence[Matrix], numel: int) -> list[slice]:
-    """What lies between the matrices."""
+    """Return the slices between the matrices."""
     gaps: list[slice] = []
     end = 0
     for one in matrices:

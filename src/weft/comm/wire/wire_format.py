@@ -1,15 +1,16 @@
-"""A wire: how the values of a tensor become the bytes that travel, and values again.
+"""Wire formats: encoding of a tensor's values for communication, and decoding.
 
-A wire is a value without memory; what it carries between steps (the residual of error feedback) goes in and out of
-`encode`, and a `Coder` keeps it. Sums take one of two ways:
+A wire is stateless. State between steps (the residual of error feedback) is passed in and out of `encode`, and a
+`Coder` keeps it. There are two modes of sums:
 
-    links add (`added_in` is a format)   tensors are cast to it, and the links add them up, rounding once
-    summands are decoded (None)          all_to_all of encoded parts, decoded and added in order of rank, in the
-                                         tensor's own format; an all_reduce then gathers the encoded sums. Two ranks,
-                                         and all of a wire that `sends_to_all`, send each other all of what they
-                                         sum, and encode no sums
+    links add (`added_in` is a dtype)    tensors are cast to it, and the links add them with a single rounding
+    summands are decoded (None)          all_to_all of encoded parts, decoded and added in rank order in the tensor's
+                                         dtype; an all_reduce then gathers the encoded sums. With two ranks, or a
+                                         wire that `sends_to_all`, all ranks exchange their full summands and encode
+                                         no sums
 
-So a value is encoded at most twice, however many ranks there are, and all ranks decode the same bytes to the same bits.
+A value is therefore encoded at most twice for any number of ranks, and all ranks decode the same bytes to the same
+bits.
 """
 
 from __future__ import annotations
@@ -21,62 +22,65 @@ import torch
 
 from weft.config.wire_formats import WireSpec, wire_spec
 
-#: Tensors by name that one `encode` leaves to that of the next step.
+#: Tensors by name that one `encode` passes to the `encode` of the next step.
 State = Mapping[str, torch.Tensor]
 
 
 class Wire:
-    """Base of all wires; `spec` has the name and the bytes. A subclass says how values are encoded.
+    """Base of all wires. `spec` has the name and the sizes. A subclass implements the encoding.
 
-    ops: what may be computed of values that travel so. Values that are not finite must not come out finite: a step
-    is skipped by them.
+    `ops` are the reductions that work on encoded values. Non-finite values must not decode to finite ones, because they
+    cause a step to be skipped.
     """
 
     ops: tuple[str, ...] = ("sum",)
-    #: Whether what `encode` gives depends on the key that `at` took.
+    #: True if the output of `encode` depends on the key passed to `at`.
     by_chance = False
-    #: Whether what is rounded off goes with the next step's values. A `Coder` sees to it, in units that neither the
-    #: loss scale nor clipping changes; `encode` neither gets nor gives a state then.
+    #: True if the rounding error is added to the next step's values. A `Coder` does this, in units that are
+    #: independent of loss scale and clipping; `encode` then neither receives nor returns a state.
     feeds_back = False
-    #: Whether each rank of an all_reduce sends all of its summand to all others, and no sums are encoded.
+    #: True if each rank of an all_reduce sends its full summand to all others, and no sums are encoded.
     sends_to_all = False
 
     def __init__(self, spec: WireSpec):
         self.spec = spec
 
     def added_in(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Return the format in which links add up tensors of `dtype`; None where each summand must be decoded first."""
+        """Return the dtype in which links add tensors of `dtype`, or None if each summand must be decoded first."""
         del dtype
         return None
 
     def at(self, key: int) -> Wire:
-        """Return the wire as it rounds under a key: itself, but of wires that round by chance.
+        """Return a wire that rounds under the given key. Wires without stochastic rounding return themselves.
 
-        key: differs from step to step, from rank to rank, and between tensors.
+        Args:
+            key: differs between steps, ranks and tensors.
         """
         del key
         return self
 
     def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """Return R rows of N values as uint8 of shape (R, bytes), each row to be decoded by itself, and the next state.
+        """Return R rows of N values as uint8 (R, bytes), each decodable separately, and the next state.
 
-        state: what the last step's `encode` of these rows gave; None in the first step. `x_RN` must not be changed.
+        Args:
+            x_RN: the values. They must not be changed.
+            state: the state that the last step's `encode` of these rows returned; None in the first step.
         """
         raise NotImplementedError
 
     def decode(self, codes_RC: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of each row, a new tensor of shape (R, numel).
+        """Return the values of each row in a new tensor of shape (R, numel).
 
         Args:
-            codes_RC: what `encode` gave: uint8 (R, bytes).
-            numel: values of a row.
-            dtype: of the values.
+            codes_RC: encoded rows, uint8 (R, bytes).
+            numel: number of values of a row.
+            dtype: dtype of the values.
         """
         raise NotImplementedError
 
 
 def find_wire(name: str) -> Wire:
-    """Return the wire of that name, which the plan's `reduce` says."""
+    """Return the wire with that name, as in the plan's `reduce`."""
     spec = wire_spec(name)
     module, _, cls = spec.codec.partition(":")
     return getattr(importlib.import_module(module), cls)(spec)

@@ -1,4 +1,4 @@
-"""Connections of the page: how many there may be, and how long one may take with its request or its answer."""
+"""Limits of the dashboard's connections: their number, the time for a request or answer, and token guesses."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-#: How long (s) a connection may take for a request, head and body together, to take more of an answer, or to be idle.
+#: Time (s) that a connection may take for a request (head and body), to accept more of an answer, or to be idle.
 DEADLINE_S = 10.0
-#: Connections at most, and descriptors that are left for files, the listener and connections that are being closed.
+#: Maximum number of connections, and descriptors reserved for files, the listener and connections being closed.
 _MOST, _RESERVED = 1000, 160
-#: How often (s) deadlines are looked at, and a line about a lack of descriptors is written at most.
+#: Interval (s) of deadline checks, and the minimum interval between messages about a lack of descriptors.
 _LOOK_S, _TELL_S = 0.5, 60.0
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_connections() -> int:
-    """Return how many connections fit below this process's limit of descriptors."""
+    """Return how many connections fit this process's limit of descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft - _RESERVED))
 
 
 class _Open:
-    """One connection. since: when it began to wait for its client, inf while the server works for it."""
+    """One connection. `since` is when it began to wait for its client, or inf while the server works for it."""
 
     __slots__ = ("call", "since")
 
@@ -45,10 +45,10 @@ class _Open:
 
 
 class Connections:
-    """The connections that are open, by descriptor, the oldest first.
+    """The open connections by descriptor, oldest first.
 
     Args:
-        most: how many there may be. One more takes the place of the one that keeps the server waiting longest.
+        most: maximum number. An additional one replaces the one that has kept the server waiting longest.
         deadline_s: how long a connection may wait for its client.
         clock: seconds; replaced in tests.
     """
@@ -61,7 +61,7 @@ class Connections:
         return len(self._open)
 
     def add(self, call: socket.socket) -> None:
-        """Take a new connection, and end another one if there are too many."""
+        """Add a new connection, and end another one if there are too many."""
         self._open.pop(call.fileno(), None)
         self._open[call.fileno()] = _Open(call, self._clock())
         if len(self._open) > self.most:
@@ -71,17 +71,17 @@ class Connections:
             self._end(number)
 
     def waits(self, number: int) -> None:
-        """Note that the server waits for the client of a descriptor."""
+        """Record that the server waits for the client of a descriptor."""
         if number in self._open:
             self._open[number].since = self._clock()
 
     def works(self, number: int) -> None:
-        """Note that the server works for the client of a descriptor."""
+        """Record that the server works for the client of a descriptor."""
         if number in self._open:
             self._open[number].since = math.inf
 
     def end_late(self) -> None:
-        """End connections whose clients are late, and forget those that are closed."""
+        """End connections of late clients, and drop closed ones."""
         end = self._clock() - self._deadline_s
         for number, one in list(self._open.items()):
             call = one.call()
@@ -91,7 +91,7 @@ class Connections:
                 self._end(number)
 
     def _end(self, number: int) -> None:
-        # Only shut down: the event loop closes it, and the descriptor is not given to another file before.
+        # Only shut down: the event loop closes it, so that the descriptor is not reused before.
         call = self._open.pop(number).call()
         if call is not None:
             try:
@@ -101,7 +101,7 @@ class Connections:
 
 
 class CountedListener(socket.socket):
-    """A listening socket whose connections are counted from the moment they are accepted, before any TLS handshake."""
+    """A listening socket that counts connections from accept on, before any TLS handshake."""
 
     connections: Connections
 
@@ -113,14 +113,14 @@ class CountedListener(socket.socket):
         return found
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As `socket.accept`."""
+        """Call `socket.accept` and count the connection."""
         call, address = super().accept()
         self.connections.add(call)
         return call, address
 
 
 def protocol_of(connections: Connections) -> type[H11Protocol]:
-    """Return uvicorn's protocol for HTTP, which tells `connections` when it waits for the client."""
+    """Return uvicorn's HTTP protocol class, extended to report to `connections` when it waits for the client."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
@@ -149,11 +149,11 @@ def protocol_of(connections: Connections) -> type[H11Protocol]:
 
 
 class PageServer(uvicorn.Server):
-    """uvicorn's server with deadlines, which reports a lack of descriptors once a minute.
+    """uvicorn's server with deadlines. It reports a lack of descriptors at most once a minute.
 
     Args:
-        config: of uvicorn.
-        connections: those of its listener.
+        config: uvicorn's config.
+        connections: the connections of its listener.
     """
 
     def __init__(self, config: uvicorn.Config, connections: Connections):
@@ -162,7 +162,7 @@ class PageServer(uvicorn.Server):
         self._in_one_sentence = -math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and to look at deadlines."""
+        """Begin to listen and to check deadlines."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_error)
         await super().startup(sockets)
@@ -189,13 +189,13 @@ class PageServer(uvicorn.Server):
             )
 
 
-# Limits on guesses of the page's token: by address, and over all addresses together.
+# Limits on guesses of the dashboard's token: per address, and over all addresses.
 
-#: Wrong tokens that an address may show before it has to wait, the first wait (s), and the longest.
+#: Wrong tokens of an address before it must wait, the first wait (s), and the longest.
 _FREE, _FIRST_WAIT_S, _LONGEST_WAIT_S = 5, 1.0, 60.0
-#: Wrong tokens of all addresses together within so many seconds.
+#: Maximum number of wrong tokens of all addresses within this many seconds.
 _OF_ALL, _WINDOW_S = 100, 60.0
-#: An address that was wrong is remembered for so long (s), and at most so many of them.
+#: Time (s) that wrong guesses of an address are remembered, and the maximum number of addresses.
 _REMEMBERED_S, _MOST_ADDRESSES = 900.0, 1000
 
 
@@ -206,7 +206,7 @@ class _Wrong:
 
 
 class GuessLimit:
-    """Counts wrong tokens. While an address has to wait, its tokens are not even compared.
+    """Counts wrong tokens. While an address must wait, its tokens are not compared.
 
     Args:
         clock: seconds; replaced in tests.
@@ -218,7 +218,7 @@ class GuessLimit:
         self._of_all: deque[float] = deque(maxlen=_OF_ALL)
 
     def wait_s(self, address: str) -> float:
-        """Return how long this address has to wait before its next guess, 0 if it need not."""
+        """Return the seconds that this address must wait before its next guess, 0 if none."""
         now, known = self._clock(), self._wrong.get(_network(address))
         wait = self._of_all[0] + _WINDOW_S - now if len(self._of_all) == _OF_ALL else 0.0
         if known is not None and known.count >= _FREE and now - known.last < _REMEMBERED_S:
@@ -230,7 +230,7 @@ class GuessLimit:
         """Record a guess.
 
         Args:
-            address: of the visitor.
+            address: address of the client.
             right: True if it was the token.
         """
         key, now = _network(address), self._clock()
@@ -247,7 +247,7 @@ class GuessLimit:
 
 
 def _network(address: str) -> str:
-    """Return what counts as one visitor: an IPv4 address, or the 64 bits of an IPv6 network."""
+    """Return the unit that is counted as one client: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Histories that never grow beyond a bound: when they are full, neighbours are joined and each place holds twice."""
+"""Bounded histories of a run for the dashboard, and the reader of its growing log."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ import numpy as np
 from weft.monitor.events import number, open_regular
 from weft.units import format_seconds
 
-#: No figure is greater; sums of such stay finite.
+#: Larger figures are dropped, so that sums stay finite.
 _GREATEST = 1e200
 
 
 class BoundedSeries:
-    """A figure over a run: least, mean and greatest of its readings, in `places` places at most.
+    """A figure over a run: minimum, mean and maximum of its readings, in at most `places` buckets.
+
+    When all buckets are full, neighbors are merged and each bucket covers twice as many readings.
 
     Args:
-        places: even.
+        places: maximum number of buckets; even.
     """
 
     def __init__(self, places: int = 1024):
@@ -32,7 +34,7 @@ class BoundedSeries:
         self.last: tuple[float, float, float, str, str] | None = None
 
     def add(self, step: float, time: float, reading: tuple[float, float, float], at: tuple[str, str]) -> None:
-        """Add a reading: (least, middle, greatest) and whose the ends are."""
+        """Add a reading (minimum, median, maximum) and the owners of the extremes."""
         low, middle, high = reading
         if not all(math.isfinite(one) and abs(one) < _GREATEST for one in reading):
             return
@@ -65,10 +67,10 @@ def _joined(one: list[float], other: list[float]) -> list[float]:
 
 
 class RankHeat:
-    """Seconds of each rank over a run: one row a rank, `places` columns at most.
+    """Seconds of each rank over a run: one row per rank, at most `places` columns.
 
     Args:
-        places: even.
+        places: maximum number of columns; even.
     """
 
     def __init__(self, places: int = 480):
@@ -79,11 +81,11 @@ class RankHeat:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks seen so far."""
+        """Number of ranks in the reports so far."""
         return len(self._sum)
 
     def add(self, step: float, by_rank: Sequence[Any]) -> None:
-        """Add one report; a rank that was silent has None."""
+        """Add one report. A silent rank has None."""
         if not by_rank:
             return
         self._grow(len(by_rank))
@@ -102,10 +104,9 @@ class RankHeat:
         self._inside += 1
 
     def picture(self) -> tuple[list[float], np.ndarray]:
-        """Return the columns' steps, and each rank's seconds over the median rank's as bytes.
+        """Return the columns' steps, and each rank's seconds relative to the median rank as bytes (ranks, columns).
 
-        100 is the median, 200 twice of it, 1 is 0.01 of it and less, 250 is 2.5 times and more; 0 where a rank was
-        silent. Shape: (ranks, columns).
+        100 is the median, 200 twice the median. 1 is 0.01 or less, 250 is 2.5 or more. 0 means that a rank was silent.
         """
         columns = len(self._steps)
         count = self._count[:, :columns]
@@ -147,19 +148,19 @@ class RankHeat:
         self._width *= 2
 
 
-# Reads a growing file of JSON lines piece by piece.
+# Reads a growing file of JSON lines in chunks.
 
-#: Bytes of one piece; what a reader waits for between two looks at the clock.
+#: Bytes per chunk. A reader checks the clock between two chunks.
 PIECE = 2 * 2**20
-#: A line that is longer is none of ours.
+#: Longer lines are not written by Weft and are dropped.
 _LONGEST = 64 * 2**20
 
 
 class LogTail:
-    """Returns the complete lines of a log that came since the last call.
+    """Returns the complete lines that were appended to a log since the last call.
 
     Args:
-        path: of the log, which need not exist yet.
+        path: the log, which may not exist yet.
     """
 
     def __init__(self, path: Path):
@@ -171,7 +172,7 @@ class LogTail:
         self._rest = b""
 
     def changed(self) -> bool:
-        """Return True if there is more to read, or another file under this name."""
+        """Return True if there is more to read, or the file was replaced."""
         try:
             found = os.stat(self.path)
         except OSError as error:
@@ -181,10 +182,10 @@ class LogTail:
         return found.st_size != self.offset or found.st_ino != self._file
 
     def read(self, limit: int = PIECE) -> tuple[list[bytes], bool]:
-        """Return the lines of the next piece, and True if all before them is void: the file was made again.
+        """Return the lines of the next chunk, and True if earlier lines are void because the file was replaced.
 
         Args:
-            limit: bytes to read at most.
+            limit: maximum number of bytes to read.
         """
         try:
             with open_regular(self.path) as file:
@@ -206,7 +207,7 @@ class LogTail:
         return (complete.split(b"\n") if cut else []), void
 
     def skip_to_last(self, num_bytes: int) -> None:
-        """Leave out all but the last `num_bytes` of what is there, and begin with the first complete line of them."""
+        """Move to the first complete line of the last `num_bytes`."""
         try:
             with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
@@ -219,7 +220,7 @@ class LogTail:
 
 
 def decode(lines: list[bytes]) -> list[dict[str, Any]]:
-    """Return the lines' events; what is no JSON object is left out."""
+    """Return the events of the lines. Lines that are not JSON objects are dropped."""
     if not lines:
         return []
     try:
@@ -236,13 +237,13 @@ def _one(line: bytes) -> Any:
         return None
 
 
-# StepColumns of numbers by step: appended in pieces, cut where steps are done again, thinned out for a picture.
+# Columns of numbers by step: appended in chunks, truncated where steps are repeated, downsampled for a plot.
 
 _FIRST = 1024
 
 
 class StepColumns:
-    """Rows in ascending order of steps; a value that a row lacks is nan. Values are kept with 24 bits."""
+    """Rows in ascending order of steps, with float32 values. Missing values are nan."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -255,26 +256,26 @@ class StepColumns:
 
     @property
     def names(self) -> list[str]:
-        """The columns."""
+        """Names of the columns."""
         return list(self._values)
 
     @property
     def steps(self) -> np.ndarray:
-        """All steps."""
+        """Step of each row."""
         return self._step[: self._count]
 
     @property
     def times(self) -> np.ndarray:
-        """Seconds since 1970."""
+        """Time of each row, in seconds since 1970."""
         return self._time[: self._count]
 
     def values(self, name: str) -> np.ndarray:
-        """Return one column; all nan where there is none of this name."""
+        """Return one column, all nan if it does not exist."""
         found = self._values.get(name)
         return np.full(self._count, np.nan, np.float32) if found is None else found[: self._count]
 
     def last(self, name: str) -> float | None:
-        """Return the newest finite value; None where there is none among the last rows."""
+        """Return the newest finite value, or None if the last rows have no such value."""
         found = self._values.get(name)
         if found is None:
             return None
@@ -283,12 +284,12 @@ class StepColumns:
         return float(finite[-1]) if len(finite) else None
 
     def append(self, steps: Sequence[int], times: Sequence[float], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows. Where a step is not beyond the one before it, the rows from that step on are replaced.
+        """Append rows. If a step is not larger than the previous one, the rows from that step on are replaced.
 
         Args:
-            steps: of the rows.
+            steps: step of each row.
             times: seconds since 1970.
-            values: columns by name; what is no number becomes nan.
+            values: columns by name. Values that are not numbers become nan.
         """
         if not len(steps):
             return
@@ -313,7 +314,7 @@ class StepColumns:
         self._count = end
 
     def truncate_after(self, step: int) -> None:
-        """Forget rows beyond this step."""
+        """Drop the rows after this step."""
         if self._count and self._step[self._count - 1] > step:
             self._count = int(np.searchsorted(self.steps, step, side="right"))
 
@@ -332,9 +333,9 @@ class StepColumns:
 
 
 def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[float | None], list[float | None]]:
-    """Return (mean, least, greatest) of buckets of equal numbers of rows, `points` at most; None where all are nan.
+    """Return (mean, minimum, maximum) of at most `points` buckets of equal numbers of rows.
 
-    What is not finite shows in no bucket; the page marks it from the events.
+    A bucket without finite values is None. Non-finite values are left out; the page marks them from the events.
     """
     edges = bucket_edges(len(values), points)
     if len(edges) == len(values):
@@ -345,7 +346,7 @@ def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[f
         sizes = np.diff(edges, append=len(values))
         mean = np.add.reduceat(values, edges, dtype=np.float64) / sizes
         return _listed(mean), _listed(np.minimum.reduceat(values, edges)), _listed(np.maximum.reduceat(values, edges))
-    # Only what is there is added up: a figure of every tenth step costs a tenth.
+    # Sum only existing values, so that a figure of every tenth step costs a tenth.
     rows = np.flatnonzero(finite)
     begins = np.searchsorted(rows, edges)
     sizes = np.diff(begins, append=len(rows))
@@ -367,7 +368,7 @@ def bucket_edges(count: int, points: int) -> np.ndarray:
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    """Six digits are more than a screen shows."""
+    """Return a list of floats with six digits, which are more than a screen shows."""
     return [None if math.isnan(one) else float(f"{one:.6g}") for one in values.tolist()]
 
 
@@ -378,11 +379,11 @@ def _floats(column: Iterable[Any]) -> np.ndarray:
         return np.asarray([number(one) for one in column], np.float64)
 
 
-# Events that a person reads one by one: what each says, and how grave it is.
+# Events that users read one by one, with text and severity.
 
-#: Newest marks that a run keeps for the page; older ones are in its log.
+#: Maximum number of marks that a run keeps for the page. Older ones are in its log.
 _MOST = 2000
-#: From quiet to loud.
+#: In order of severity.
 LEVELS = ("quiet", "good", "warning", "critical")
 _OF_KIND = {
     "start": "good", "end": "good", "checkpoint": "quiet", "copy": "quiet", "warning": "warning", "drift": "warning",
@@ -390,7 +391,7 @@ _OF_KIND = {
     "hang": "critical", "slow_rank": "warning", "trace": "critical",
 }  # fmt: skip
 _OF_SEVERITY = {"info": "quiet", "warning": "warning", "error": "critical", "critical": "critical"}
-#: Events that are columns of numbers, or say what another one says.
+#: Events that are columns of numbers, or that repeat the content of another event.
 _NO_MARKS = frozenset({"step", "eval", "figures", "plan", "actual", "resume"})
 
 
@@ -406,7 +407,7 @@ class Marks:
         return iter(self._kept)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Keep an event, where it is one to be read."""
+        """Keep an event if it is of a kind that users read."""
         kind = str(event.get("event", "")) or "note"
         if kind in _NO_MARKS:
             return

@@ -1,4 +1,4 @@
-"""What the page asks for, as JSON values: a run in one line, its curves, its ranks, what differs between runs."""
+"""Routes of the dashboard, and their JSON views: a run in one line, its curves, ranks, events and settings."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from weft.monitor.dashboard.server import COOKIE, HEADERS, AccessRules, Guard, t
 from weft.monitor.events import number
 from weft.monitor.redact import text_without_secrets, without_secrets
 
-#: Points of one curve at most: more than pixels are of no use.
+#: Maximum number of points of a curve, which is more than a screen has pixels.
 MOST_POINTS = 2000
 _MOST_RANKS = 4096
 _NOW = ("loss", "lr", "grad_norm", "update_ratio", "rate", "mfu")
 
 
 def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
-    """One run in a list."""
+    """Return the entry of one run in a list."""
     with run.lock:
         state, reason = run.state()
         step, wanted, step_s = run.step, run.num_steps, run.step_s()
@@ -70,7 +70,7 @@ def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
 
 
 def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
-    """A ledger: seconds by cause, the share that was productive, failures, device-seconds and what they cost."""
+    """Return a ledger: seconds by cause, productive share, failures, device-seconds and their cost."""
     seconds = ledger.seconds()
     wall = ledger.wall_s
     found: dict[str, Any] = {
@@ -87,13 +87,13 @@ def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
 
 
 def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, Any]:
-    """A run's curves between two steps, in `points` buckets at most, and what stands beside them.
+    """Return a run's curves between two steps, in at most `points` buckets, with evaluations and figures.
 
     Args:
-        run: which.
-        first: of the steps.
-        last: of the steps.
-        points: buckets at most.
+        run: the run.
+        first: first step.
+        last: last step.
+        points: maximum number of buckets.
     """
     points = max(2, min(points, MOST_POINTS))
     with run.lock:
@@ -123,7 +123,7 @@ def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, A
 
 
 def heat(run: RunIndex) -> dict[str, Any]:
-    """Each rank's busy time over the median rank's, as bytes in base64: rows are ranks, columns steps."""
+    """Return each rank's busy time relative to the median rank, as base64 bytes (ranks x steps)."""
     with run.lock:
         steps, picture = run.heat.picture()
         slowest = run.heat.slowest()
@@ -141,14 +141,14 @@ def heat(run: RunIndex) -> dict[str, Any]:
 
 
 def marks(run: RunIndex) -> list[dict[str, Any]]:
-    """The newest events that are to be read, oldest first."""
+    """Return the newest events for users, oldest first."""
     with run.lock:
         found = list(run.marks)
     return [{**one, "time": _short(one["time"], 14), "text": text_without_secrets(one["text"])} for one in found]
 
 
 def config_of(run: RunIndex) -> dict[str, str]:
-    """A run's settings by dotted name, and where it ran; what looks like a secret is hidden."""
+    """Return a run's settings by dotted name, and its machine. Values that look like secrets are hidden."""
     with run.lock:
         start = run.start
     found: dict[str, str] = {}
@@ -162,7 +162,7 @@ def config_of(run: RunIndex) -> dict[str, str]:
 
 
 def beside(run: RunIndex) -> dict[str, Any]:
-    """What was planned beside what was measured, while it trains from its events, afterwards from measured.json."""
+    """Return planned and measured values, during training from the run's events, afterwards from measured.json."""
     with run.lock:
         planned, actual, table = dict(run.planned), dict(run.actual), run.measured
     if not actual and isinstance(table.get("measured"), dict):
@@ -207,7 +207,7 @@ def _planned(run: RunIndex) -> dict[str, float]:
 
 
 def _numbers(table: object) -> dict[str, float]:
-    """What of a table of an event is numbers, 100 of them at most."""
+    """Return the numbers in a table of an event, at most 100 of them."""
     pairs = list(table.items())[:100] if isinstance(table, Mapping) else []
     return {str(name): found for name, value in pairs if (found := _finite(value)) is not None}
 
@@ -233,27 +233,27 @@ def _short(value: float | None, digits: int = 6) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
-# The page's addresses. Nothing that is read changes anything; one address asks a run for something.
+# The dashboard's routes. Only one of them sends requests to runs; the others change nothing.
 
 _STATIC = Path(__file__).parent / "static"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-#: What the page's buttons ask for; alerts may ask for more.
+#: Actions of the page's buttons. Alerts support more.
 ACTIONS = ("checkpoint", "hold", "stop", "resume")
 _MOST_BODY = 4096
 _LOOK_S, _BEAT_S = 0.5, 15.0
-#: How long (s) a run's folder may take to be written to.
+#: Time limit (s) for writing to a run's folder.
 _ASK_S = 5.0
 
 
 class Page:
-    """Answers requests about the runs of a shelf.
+    """Handles requests about the runs of a catalog.
 
     Args:
         shelf: the runs.
-        access: who may ask.
-        price: of one device, for what runs cost.
-        go_on: lets the held run of a folder go on; None: the page has no such button.
-        most_streams: pages that may be open at a time and hear of each step.
+        access: access rules.
+        price: price of one device, for the cost of runs.
+        go_on: continues the paused run of a folder. With None the page has no such button.
+        most_streams: maximum number of open pages with live updates.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Page:
         self.shelf, self.access, self.price, self.go_on = shelf, access, price, go_on
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return all routes."""
         return [
             Route("/", self.index),
             Route("/login", self.login, methods=["GET", "POST"]),
@@ -285,12 +285,12 @@ class Page:
         ]
 
     async def index(self, request: Request) -> Response:
-        """The page, with the secret that its buttons send back."""
+        """Serve the page, with the CSRF secret that its buttons send back."""
         page = static_files()["index.html"].decode().replace("{{csrf}}", self.access.csrf)
         return Response(page, media_type="text/html", headers={"cache-control": "no-store"})
 
     async def login(self, request: Request) -> Response:
-        """Take the token, once for each browser."""
+        """Check the token, once for each browser."""
         if request.method == "GET":
             return Response(static_files()["login.html"], media_type="text/html")
         body = (await _body(request)).decode(errors="replace")
@@ -309,7 +309,7 @@ class Page:
         return answer
 
     async def static(self, request: Request) -> Response:
-        """A file of the page, out of those that the package holds."""
+        """Serve a file of the page from the package."""
         name = request.path_params["name"]
         found = static_files().get(name)
         if found is None or name.endswith(".html"):
@@ -318,11 +318,11 @@ class Page:
         return Response(found, media_type=kind, headers={"cache-control": "no-cache"})
 
     async def runs(self, request: Request) -> Response:
-        """All runs in a line each, and their ledgers added up."""
+        """Serve a line for each run, and the sum of their ledgers."""
         return JSONResponse(await asyncio.to_thread(self.all_runs))
 
     def all_runs(self) -> dict[str, Any]:
-        """What `runs` answers."""
+        """Return the answer of `runs`."""
         lines = [run_line(run, self.price) for run in self.shelf.runs.values()]
         return {
             "root": self.shelf.root.resolve().name,
@@ -333,37 +333,37 @@ class Page:
         }
 
     async def curves(self, request: Request) -> Response:
-        """A run's curves between two steps."""
+        """Serve a run's curves between two steps."""
         query = request.query_params
         bounds = _float(query.get("from"), -1.0), _float(query.get("to"), 2.0**62)
         points = int(_float(query.get("points"), 600.0))
         return await self._of_run(request, lambda run: curves(run, *bounds, points))
 
     async def heat(self, request: Request) -> Response:
-        """A run's ranks over its steps."""
+        """Serve a run's ranks over its steps."""
         return await self._of_run(request, heat)
 
     async def marks(self, request: Request) -> Response:
-        """A run's events."""
+        """Serve a run's events."""
         return await self._of_run(request, marks)
 
     async def config(self, request: Request) -> Response:
-        """A run's settings."""
+        """Serve a run's settings."""
         return await self._of_run(request, config_of)
 
     async def beside(self, request: Request) -> Response:
-        """A run's plan beside what was measured."""
+        """Serve a run's planned and measured values."""
         return await self._of_run(request, beside)
 
     async def _of_run(self, request: Request, view: Callable[[RunIndex], Any]) -> Response:
         run = self.shelf.get(request.query_params.get("id", ""))
         if run is None:
             return JSONResponse({"error": "There is no run of this name here."}, 404)
-        # Reading a log may hold its lock for a while.
+        # Reading a log may keep its lock for a while.
         return JSONResponse(await asyncio.to_thread(view, run))
 
     async def ask(self, request: Request) -> Response:
-        """Ask a run to save, to be held or to stop."""
+        """Send a request to a run: save, pause, stop or resume."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return JSONResponse({"error": "Send application/json."}, 415)
         try:
@@ -394,7 +394,7 @@ class Page:
         return JSONResponse({"asked": action})
 
     async def stream(self, request: Request) -> Response:
-        """Server-sent events: the lines of runs that have changed."""
+        """Serve server-sent events: the lines of runs that have changed."""
         if self._num_streams >= self._most_streams:
             return PlainTextResponse("Too many pages are open.", 503, headers={"retry-after": "10"})
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -421,7 +421,7 @@ class Page:
             quiet += _LOOK_S
 
     def _changed(self, sent: dict[str, tuple[int, str]]) -> list[dict[str, Any]]:
-        """Return the lines of runs that differ from what was sent, and note that they are sent."""
+        """Return the lines of runs that differ from the last ones sent, and record them as sent."""
         changed: list[dict[str, Any]] = []
         for name, run in self.shelf.runs.items():
             now = (run.version, run.state()[0])
@@ -432,7 +432,7 @@ class Page:
 
 
 async def _in_time(act: Callable[..., object], *given: object) -> None:
-    """Run `act` in a thread of its own: its file system may hang. TimeoutError after a few seconds."""
+    """Run `act` in a separate thread, because its file system may hang. Raises TimeoutError after a few seconds."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     errors: list[BaseException] = []
 
@@ -461,7 +461,7 @@ def make_app(page: Page) -> Starlette:
 
 @cache
 def static_files() -> dict[str, bytes]:
-    """The page's files by name, as the package holds them: no path of a request ever reaches the disk."""
+    """Return the page's files by name, read from the package, so that paths of requests never reach the disk."""
     return {
         file.relative_to(_STATIC).as_posix(): file.read_bytes()
         for file in sorted(_STATIC.rglob("*"))
@@ -477,7 +477,7 @@ def _plain(code: int, text: str) -> Callable[[Request, Exception], Awaitable[Res
 
 
 async def _body(request: Request) -> bytes:
-    """The body, or nothing where it is longer than any that the page sends."""
+    """Return the body, or b"" if it is longer than any that the page sends."""
     found = b""
     with contextlib.suppress(ClientDisconnect):  # nobody reads the answer
         async for piece in request.stream():

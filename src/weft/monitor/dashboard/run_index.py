@@ -1,4 +1,4 @@
-"""One run as the page shows it, fed by its log."""
+"""State of a run for the dashboard, fed by its log, and the catalog of the runs of a folder."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from weft.monitor.dashboard.timed_calls import Late, TimedCalls
 from weft.monitor.events import number, open_regular
 from weft.monitor.metrics import readings
 
-#: StepColumns of a step beside its phases; what a run counts per second is called "rate", whatever its unit.
+#: Columns of a step in addition to its phases. The counted items per second are named "rate" for any unit.
 _OF_STEP = ("loss", "lr", "grad_norm", "update_ratio", "samples_per_s", "mfu", "memory_bytes", "loss_scale")
 _PHASE = "phase "
-#: Series of figures that one run may have; a log that names more is not ours.
+#: Maximum number of series of one run. Further ones are ignored.
 _MOST_SERIES = 400
 _MOST_PHASES = 16
-#: Without a word for so long (s), and for so many steps' time, a run counts as silent.
+#: A run is silent after this many seconds and this many step times without an event.
 _SILENT_S, _SILENT_STEPS = 90.0, 10.0
-#: A log of more bytes is long: so many of its beginning and of its end are shown before the rest.
+#: Size of a long log, and the bytes of its beginning and of its end that are shown before the rest.
 _LONG_LOG, _BEGIN_BYTES, _NEWEST_BYTES = 8 * 2**20, 256 * 1024, 1024 * 1024
 _LONGEST_MEASURED = 2**20
 
 
 class RunState:
-    """All that the page shows of one run, fed with its events in their order."""
+    """State of one run for the page, fed with its events in order."""
 
     def __init__(self) -> None:
         self.steps, self.evals = StepColumns(), StepColumns()
@@ -57,7 +57,7 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         if len(self.steps):
             return int(self.steps.steps[-1])
         begun = self.start.get("step")
@@ -65,7 +65,7 @@ class RunState:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps that the run is to have."""
+        """Planned number of steps, or None."""
         config = self.start.get("config")
         found = config.get("train") if isinstance(config, dict) else None
         wanted = found.get("steps") if isinstance(found, dict) else None
@@ -78,7 +78,7 @@ class RunState:
 
     @property
     def phases(self) -> list[str]:
-        """Parts of a step that the first rank measures."""
+        """Parts of a step that rank 0 measures."""
         return [name.removeprefix(_PHASE) for name in self.steps.names if name.startswith(_PHASE)]
 
     def phase(self, name: str) -> np.ndarray:
@@ -92,7 +92,7 @@ class RunState:
         return float(np.median(finite)) if len(finite) else None
 
     def state(self, now: float | None = None) -> tuple[str, str]:
-        """Return ("running", "") or what else it is and why: starting, silent, held, failed, stopped, finished."""
+        """Return the state and its reason: running, starting, silent, held, failed, stopped or finished."""
         if self._state in ("running", "starting"):
             quiet = (time.time() if now is None else now) - self.last_time
             if quiet > max(_SILENT_S, _SILENT_STEPS * (self.step_s() or 0.0)):
@@ -104,7 +104,7 @@ class RunState:
 
         Args:
             events: the next ones.
-            with_ledger: add up where their time went too.
+            with_ledger: add them to the time ledger too.
         """
         if with_ledger:
             self.ledger.feed_all(events)
@@ -204,7 +204,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Lines that were read. void: all before is void. old: lines of the part that is read in the background."""
+    """Lines that were read. With `void` all earlier lines are void. `old` are lines read in the background."""
 
     lines: list[bytes]
     void: bool = False
@@ -214,14 +214,14 @@ class _Fetched:
 
 
 class RunIndex(RunState):
-    """Reads a run's events.jsonl once and then what is appended. All its methods may be called by any thread.
+    """Reads a run's events.jsonl once, and then the appended lines. All methods are thread-safe.
 
-    Of a long log the beginning and the end come first, so that the newest step is shown at once. The rest is read into
-    a second state in the background, which then replaces the first.
+    For a long log, the beginning and the end are read first, so that the newest step is shown immediately. The rest is
+    read into a second state in the background, which then replaces the first.
 
     Args:
-        folder: of the run.
-        name: what the page calls it.
+        folder: the run's folder.
+        name: its name on the page.
     """
 
     def __init__(self, folder: Path, name: str):
@@ -236,14 +236,14 @@ class RunIndex(RunState):
         self._trouble, self._measured_at = "", 0
 
     def refresh(self) -> bool:
-        """Read the next piece of the log, and return True if there was anything new."""
+        """Read the next chunk of the log, and return True if there was anything new."""
         found = self.fetch()
         return found is not None and self.take(found)
 
     def fetch(self) -> _Fetched | None:
-        """Read the next piece without changing what is shown, or return None if there is none. One thread calls it.
+        """Read the next chunk without changing the state, or return None if nothing is new. Called from one thread.
 
-        Everything that touches the file system is here, so that a call which hangs holds no lock.
+        All access to the file system is here, so that a hanging call keeps no lock.
         """
         measured = self._new_measured()
         if not self.tail.changed() and self._old is None:
@@ -260,7 +260,7 @@ class RunIndex(RunState):
         return _Fetched(lines, void, *self._old.read(), measured=measured)
 
     def take(self, found: _Fetched) -> bool:
-        """Add what `fetch` returned; returns True if it changed anything."""
+        """Add the result of `fetch`, and return True if it changed anything."""
         events, old = decode(found.lines), decode(found.old)
         trouble = self.tail.trouble
         if trouble and trouble == self._trouble and not found.void and found.measured is None:
@@ -289,14 +289,14 @@ class RunIndex(RunState):
                 self.version += 1
 
     def _begin_again(self, found: _Fetched) -> None:
-        """Forget everything: another file is there."""
+        """Drop all state, because the file was replaced."""
         vars(self).update(vars(RunState()))
         self._old, self._old_state = None, RunState()
         if found.old_void:
             self.tail = LogTail(self.tail.path)
 
     def _new_measured(self) -> dict[str, Any] | None:
-        """Return the run's measured.json, or None if it is the same as at the last call."""
+        """Return the run's measured.json, or None if it is unchanged since the last call."""
         path = self.folder / "measured.json"
         try:
             written = path.stat().st_mtime_ns
@@ -315,14 +315,14 @@ class RunIndex(RunState):
 
     @property
     def read_share(self) -> float:
-        """How much of the log is read: 0 to 1."""
+        """Share of the log that is read, 0 to 1."""
         offset, size = (self._old or self.tail).offset, self.tail.size
         return min(1.0, offset / size) if size else 1.0
 
     def state(self, now: float | None = None) -> tuple[str, str]:
-        """Return ("running", "") or what else it is and why: starting, silent, held, failed, stopped, finished.
+        """Return the state and its reason: running, starting, silent, held, failed, stopped or finished.
 
-        "unreadable" if its log cannot be read now.
+        The state is "unreadable" if the log cannot be read now.
         """
         return ("unreadable", f"events.jsonl: {self._trouble}") if self._trouble else super().state(now)
 
@@ -332,24 +332,24 @@ def _step_of(event: Mapping[str, Any]) -> int | None:
     return step if type(step) is int and 0 <= step < 2**62 else None
 
 
-# All runs below a folder, and the thread that keeps reading them.
+# All runs below a folder, and the thread that reads them.
 
-#: Seconds between two looks for runs, and between two looks into their logs.
+#: Seconds between two scans for runs, and between two reads of their logs.
 _SCAN_S, _LOOK_S = 5.0, 0.4
-#: How long (s) a look into one folder may take.
+#: Time limit (s) of an access to one folder.
 _LIMIT_S = 2.0
-#: Runs that one page lists: the newest.
+#: Maximum number of runs on one page; the newest are listed.
 _MOST_RUNS = 500
 
 
 class RunCatalog:
-    """The runs of a folder: the folder itself, or those in it and in its folders.
+    """The runs of a folder: the folder itself, or runs up to two levels below it.
 
     Args:
-        root: a run folder, or a folder of such.
+        root: a run folder, or a folder of run folders.
 
     Raises:
-        ConfigError: where there is no run.
+        ConfigError: if there is no run.
     """
 
     def __init__(self, root: Path):
@@ -374,18 +374,18 @@ class RunCatalog:
 
     @property
     def runs(self) -> dict[str, RunIndex]:
-        """By the path below the folder, newest first."""
+        """Runs by path relative to the folder, newest first."""
         return dict(self._runs)
 
     def get(self, name: str) -> RunIndex | None:
-        """Return one run, and read it before the others; None where none is called so."""
+        """Return one run, or None if the name is unknown, and read it before the others from now on."""
         found = self._runs.get(name)
         if found is not None:
             self._is_expected = name
         return found
 
     def scan(self) -> None:
-        """Look for runs. A folder that does not answer keeps the runs that are known of it."""
+        """Find the runs. Earlier runs of a folder that does not answer are kept."""
         if self.is_one:
             found = {self.root.resolve().name or "run": self.root}
         else:
@@ -408,7 +408,7 @@ class RunCatalog:
             return [(math.inf, one) for one in known if folder in (one, *one.parents)]
 
     def refresh(self) -> bool:
-        """Read a piece of each run's log, of the wanted one first, and return True if there was anything new."""
+        """Read a chunk of each run's log, the requested run first, and return True if there was anything new."""
         runs = dict(self._runs)
         wanted = runs.pop(self._is_expected or "", None)
         changed = False
@@ -421,7 +421,7 @@ class RunCatalog:
         return changed
 
     def _refresh(self, run: RunIndex) -> bool:
-        """Read a piece of one run's log, unless its file system hangs."""
+        """Read a chunk of one run's log, unless its file system hangs."""
         try:
             found = self._calls.call(run.name, run.fetch)
         except Late:
@@ -464,13 +464,13 @@ class RunCatalog:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return the folders in a folder; links count as what they lead to once they are looked into."""
+    """Return the folders in a folder. Links are included without resolving them."""
     with os.scandir(root) as entries:
         return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
 
 
 def _logs(folder: Path) -> list[tuple[float, Path]]:
-    """Return the run folders in `folder`, itself included: when each log was last written, and the run's path."""
+    """Return (time of the last write, path) of the run folders in `folder`, including itself."""
     found: list[tuple[float, Path]] = []
     for run in (folder, *_folders(folder)):
         with contextlib.suppress(OSError):

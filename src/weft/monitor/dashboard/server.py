@@ -1,4 +1,4 @@
-"""Who may look and who may ask: hosts, origins, tokens, and what a browser is allowed to do with the page."""
+"""Access to the dashboard: hosts, origins, tokens, browser restrictions; and its server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.monitor.dashboard.run_index import RunCatalog
 COOKIE = "weft_watch"
 CSRF_HEADER = "x-weft-csrf"
 _SHORTEST = 16
-#: Scripts, styles and data come from this server alone, and no other page may frame it.
+#: Scripts, styles and data are loaded from this server only, and no other page may frame it.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -45,11 +45,12 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class AccessRules:
-    """What one server asks of a request.
+    """Requirements of one server for requests.
 
-    hosts: names, without ports, by which it may be called; what else a Host header says is a page of a stranger that
-    had its name point here. token: what a visitor must know; None: whoever reaches this address may look. secure: it
-    speaks TLS. csrf: what only this server's own page knows. guesses: counts wrong tokens.
+    `hosts` are the accepted names in the Host header, without ports. Other names indicate a foreign page whose name
+    resolves to this server (DNS rebinding). `token` is required from clients; with None every client that reaches
+    the address has access. `secure` is True with TLS. `csrf` is a secret of the server's page. `guesses` counts wrong
+    tokens.
     """
 
     hosts: frozenset[str]
@@ -60,15 +61,15 @@ class AccessRules:
 
     @property
     def cookie(self) -> str:
-        """The value that a visitor's browser keeps: it proves the token and does not hold it."""
+        """Cookie value of a browser. It proves the token without containing it."""
         return hmac.new((self.token or "").encode(), self.csrf.encode(), hashlib.sha256).hexdigest()
 
     def knows_host(self, header: str | None) -> bool:
-        """Whether a Host header names this server."""
+        """Return True if a Host header names this server."""
         return header is not None and _host_of(header) in self.hosts
 
     def knows_origin(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request comes from this server's own page; who sends no Origin is no browser's page."""
+        """Return True if a request comes from this server's page. A request without Origin is not from another page."""
         site = headers.get("sec-fetch-site")
         if site is not None and site not in ("same-origin", "none"):
             return False
@@ -77,27 +78,27 @@ class AccessRules:
         return origin is None or origin == f"{scheme}://{headers.get('host', '')}"
 
     def has_shown_token(self, cookie: str | None) -> bool:
-        """Return True if no token is asked for, or if the cookie proves that this browser has shown it."""
+        """Return True if no token is required, or if the cookie proves that this browser has sent it."""
         return self.token is None or (cookie is not None and _same(cookie, self.cookie))
 
     def is_token(self, said: str, address: str) -> bool:
-        """Return True if this is the token, and record the guess. Ask `guesses.wait_s` before.
+        """Return True if this is the token, and record the guess. Check `guesses.wait_s` first.
 
         Args:
-            said: what the visitor shows.
-            address: of the visitor.
+            said: the token from the request.
+            address: address of the client.
         """
         right = self.token is not None and _same(said, self.token)
         self.guesses.note(address, right=right)
         return right
 
     def may_ask(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request that changes something comes from the page, by its Origin and its secret."""
+        """Return True if a request with side effects comes from the page, by its Origin and its CSRF secret."""
         return self.knows_origin(headers) and _same(headers.get(CSRF_HEADER, ""), self.csrf)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Return True if the address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -107,10 +108,10 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(path: Path) -> str:
-    """Return the token that a file holds; a file that is missing is made, for its owner alone.
+    """Return the token in a file. A missing file is created, readable by its owner only.
 
     Raises:
-        ConfigError: where it is too short, or others may read it.
+        ConfigError: if the token is too short, or others may read the file.
     """
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -147,18 +148,18 @@ def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
 
 
-# Stands before every address: refuses foreign hosts, foreign pages and visitors without the token.
+# Middleware before every route: refuses foreign hosts, foreign pages and clients without the token.
 
 _READS = frozenset({"GET", "HEAD"})
-#: What a visitor needs to show the token.
+#: Paths that are needed to enter the token.
 _OPEN = frozenset({"/login", "/static/style.css", "/static/icon.svg"})
 
 
 class Guard:
-    """Middleware.
+    """Middleware that enforces the access rules.
 
     Args:
-        app: what it stands before.
+        app: the wrapped application.
         access: the rules.
     """
 
@@ -166,7 +167,7 @@ class Guard:
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a refusal, or pass the request on; both with the headers that confine the page."""
+        """Answer with a refusal or forward the request. Both responses get the security headers."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
@@ -195,7 +196,7 @@ class Guard:
             return None
         if method != "POST":
             return PlainTextResponse("This address is only read.", 405)
-        # Signing in comes before the page's secret is known; it changes nothing but the browser's own cookie.
+        # The CSRF secret is not available before login, which changes only the browser's cookie.
         fits = access.knows_origin(headers) if path == "/login" else access.may_ask(headers)
         return None if fits else PlainTextResponse("Only this server's own page may ask that.", 403)
 
@@ -213,7 +214,7 @@ class Guard:
 
 
 def too_many_guesses(wait_s: float) -> Response:
-    """Return the answer to an address that was wrong too often."""
+    """Return the response to an address with too many wrong tokens."""
     seconds = math.ceil(wait_s)
     text = f"There were too many wrong tokens. Try again in {seconds} s."
     return PlainTextResponse(text, 429, headers={"retry-after": str(seconds)})
@@ -227,16 +228,16 @@ def _cookie(header: str | None) -> str | None:
     return found.value if found is not None else None
 
 
-# Starts the page's server.
+# Start of the dashboard's server.
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How the page is served.
+    """Settings of the dashboard's server.
 
-    host, port: where; port 0: one that is free. names: further names by which browsers may call it. token_file: holds
-    what visitors must know. certificate, key: PEM files for TLS. price: of one device. go_on: lets the held run of a
-    folder go on.
+    `host` and `port` are its address; port 0 picks a free one. `names` are additional host names for browsers.
+    `token_file` contains the token. `certificate` and `key` are PEM files for TLS. `price` is for one device. `go_on`
+    continues the paused run of a folder.
     """
 
     host: str = "127.0.0.1"
@@ -249,10 +250,10 @@ class Serving:
     go_on: Callable[[Path], None] | None = None
 
     def access(self) -> AccessRules:
-        """Return who may look; beyond this machine a token and TLS are a must.
+        """Return the access rules. A token and TLS are required beyond this machine.
 
         Raises:
-            ConfigError: where they are missing, or a file is.
+            ConfigError: if they or a file are missing.
         """
         files = {"--tls-cert": self.certificate, "--tls-key": self.key}
         for option, path in files.items():
@@ -279,13 +280,13 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     """Serve the runs of a folder until Ctrl-C.
 
     Args:
-        root: a run folder, or a folder of such.
-        serving: how.
-        say: shows the user a line.
+        root: a run folder, or a folder of run folders.
+        serving: settings of the server.
+        say: called with lines for the user.
 
     Raises:
-        ConfigError: where there is no run, or the page would be open to others.
-        LaunchError: where the port is taken, or uvicorn is missing.
+        ConfigError: if there is no run, or the page would be open to others.
+        LaunchError: if the port is in use, or uvicorn is missing.
     """
     access, shelf = serving.access(), RunCatalog(root)
     try:

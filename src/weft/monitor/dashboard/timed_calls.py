@@ -1,4 +1,4 @@
-"""Calls into a file system that may hang: each has a time limit, and one that is late holds up nothing but itself."""
+"""Calls into a file system that may hang: each has a time limit, and a late one blocks only itself."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _Jobs = queue.SimpleQueue[tuple["Future[Any]", Callable[[], Any]] | None]
 
 
 class Late(Exception):
-    """A call has not returned in time. It goes on, and a later call with its key gets its result."""
+    """A call has not returned in time. It continues, and a later call with its key returns its result."""
 
 
 class TimedCalls:
-    """Runs calls in a thread. A thread that is stuck in one is left to it, and another takes its place.
+    """Runs calls in a thread. A thread that is stuck in a call is abandoned and replaced by another.
 
-    One thread calls `call`.
+    `call` must be called from one thread.
 
     Args:
-        limit_s: how long a call may take.
+        limit_s: time limit of a call.
     """
 
     def __init__(self, limit_s: float):
@@ -31,14 +31,14 @@ class TimedCalls:
         self._jobs: _Jobs | None = None
 
     def call(self, key: str, act: Callable[[], _T]) -> _T:
-        """Return what `act` returns, or raise what it raises.
+        """Run `act` with the time limit, and return its value or raise its error.
 
         Args:
-            key: what it looks at. While a call with this key is late, no other one is begun.
+            key: the resource of the call. While a call with this key is late, no other one is started.
             act: the call.
 
         Raises:
-            Late: if it takes longer than the limit, and at once while an earlier call with this key is late.
+            Late: if it takes longer than the limit, and immediately while an earlier call with this key is late.
         """
         future = self._late.get(key)
         if future is None:

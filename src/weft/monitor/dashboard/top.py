@@ -1,4 +1,4 @@
-"""The page in a terminal: one run, or the runs of a folder, and their ledgers in lines."""
+"""The dashboard in a terminal: one run, or the runs of a folder, and their ledgers as lines."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _EVERY_S = 1.0
 
 
 def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | None = None) -> None:
-    """Show a run, or all runs of a folder, until Ctrl-C; once, where nobody looks at a terminal.
+    """Show a run, or all runs of a folder, until Ctrl-C. Shows them once if the output is not a terminal.
 
     Args:
-        root: a run folder, or a folder of such.
-        terminal: where to.
-        once: show and return.
-        price: of one device.
+        root: a run folder, or a folder of run folders.
+        terminal: output stream.
+        once: show once and return.
+        price: price of one device.
 
     Raises:
-        ConfigError: where there is no run.
+        ConfigError: if there is no run.
     """
     from rich.console import Console
     from rich.live import Live
@@ -54,15 +54,15 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
 
 
 def ledger_lines(root: Path, price: Price | None = None, as_json: bool = False) -> list[str]:
-    """Return where the time of a run or of a folder's runs went, line by line.
+    """Return the time ledger of a run, or of a folder's runs, line by line.
 
     Args:
-        root: a run folder, or a folder of such.
-        price: of one device.
-        as_json: one JSON value in place of words.
+        root: a run folder, or a folder of run folders.
+        price: price of one device.
+        as_json: return one JSON value instead of text.
 
     Raises:
-        ConfigError: where there is no run.
+        ConfigError: if there is no run.
     """
     shelf = RunCatalog(root)
     shelf.read_all()
@@ -207,7 +207,7 @@ def _ledger_text(run: RunIndex, price: Price | None) -> Any:
 
 
 def _ranks_text(run: RunIndex) -> Any:
-    """A letter for each rank: how long it was busy, over the median."""
+    """Return a character for each rank: its busy time relative to the median."""
     from rich.text import Text
 
     steps, picture = run.heat.picture()
@@ -237,7 +237,7 @@ def _number(value: float | None) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Return a curve as one line of blocks; what is not finite is left out."""
+    """Return a curve as one line of block characters, without non-finite values."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

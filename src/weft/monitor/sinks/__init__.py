@@ -1,1 +1,1 @@
-"""Where metrics go besides events.jsonl."""
+"""Sinks: destinations of metrics in addition to events.jsonl."""

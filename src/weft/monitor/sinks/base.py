@@ -1,4 +1,7 @@
-"""Secrets of sinks and channels: read where they are used, from the environment or a file, and never written."""
+"""Base of sinks, their secrets, and HTTP requests.
+
+Secrets are read from the environment or a file on use, and are never written.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ _LONGEST = 64 * 1024
 
 
 def secret_of(reference: str | None, key: str) -> str | None:
-    """Return what env:NAME or file:PATH stands for, or None for None.
+    """Return the secret of env:NAME or file:PATH, or None for None.
 
     Args:
-        reference: as the config has it.
-        key: of the config, for the error.
+        reference: the value in the config.
+        key: key in the config, for the error.
 
     Raises:
-        ConfigError: if there is no secret there.
+        ConfigError: if there is no secret.
     """
     if reference is None:
         return None
@@ -61,10 +64,10 @@ def _file_text(path: Path, setting: str) -> str:
 
 
 def address_of(reference: str, key: str) -> str:
-    """Return the URL that a config holds, or the one that env:NAME or file:PATH stands for.
+    """Return the URL in the config, or the one that env:NAME or file:PATH refers to.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if it does not exist.
     """
     if not reference.startswith(("env:", "file:")):
         return reference
@@ -74,14 +77,16 @@ def address_of(reference: str, key: str) -> str:
 
 
 def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
-    """Return an http or https URL without user info, and "user:password" if it has any. Errors show no part of it.
+    """Return an http or https URL without user info, and "user:password" if it has any.
+
+    Errors show no part of it.
 
     Args:
-        reference: as the config has it.
-        key: of the config, for the error.
+        reference: the value in the config.
+        key: key in the config, for the error.
 
     Raises:
-        ConfigError: if it is no such URL.
+        ConfigError: if it is not an http or https URL.
     """
     url = address_of(reference, key)
     shown = reference if reference.startswith(("env:", "file:")) else "..."
@@ -99,21 +104,22 @@ def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
     return parts._replace(netloc=host).geturl(), unquote(user) if at else None
 
 
-# What a sink is: takes batches of a run's events and sends them somewhere, or raises; its pump does the rest.
+# A sink sends batches of a run's events, or raises an error. Its pump does the rest.
 
 _UNFIT = re.compile(r"[^A-Za-z0-9_./ -]")
 
 
 class SinkTrouble(Exception):
-    """Something could not be sent now. The text is fit for logs: it holds no secret."""
+    """An event could not be sent now. The text contains no secret and may be logged."""
 
 
 @dataclass
 class SinkJob:
-    """What a sink is made for.
+    """Inputs of a sink.
 
-    settings: its table in the config. folder: of the run. run: name of the run. config: of the run, as JSON values.
-    kept: what the sink wants to find again at the next start, such as the id of its run; saved after each batch.
+    `settings` is its table in the config, `folder` the run's folder, `run` the run's name, and `config` the run's
+    config as JSON values. `kept` holds the sink's state for the next start, such as the id of its run; it is saved
+    after each batch.
     """
 
     settings: SinkSection
@@ -124,7 +130,7 @@ class SinkJob:
 
 
 class FigureSink:
-    """Base of all sinks. One thread calls it. is_current: it shows what is now, and need not hear of the past."""
+    """Base of all sinks, called from one thread. With `is_current` a sink skips past events."""
 
     is_current = False
 
@@ -132,19 +138,19 @@ class FigureSink:
         self.job = job
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send events, the oldest first; where this raises, the same come again later.
+        """Send events, oldest first. If this raises, it is called again later with the same events.
 
         Raises:
-            SinkTrouble: where they could not be sent.
+            SinkTrouble: if they could not be sent.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release resources."""
 
 
 def flat(reading: FigureReading) -> Iterator[tuple[str, float]]:
-    """Yield names as trackers write them with their values: "phase_s/forward/median" of ranks, "loss" of the run."""
+    """Yield (name, value) pairs for trackers: "phase_s/forward/median" over ranks, "loss" of the run."""
     name = _UNFIT.sub("_", f"{reading.name}/{reading.label}" if reading.label else reading.name)
     if reading.at_low or reading.at_high:
         yield from ((f"{name}/{end}", value) for end, value in
@@ -167,22 +173,22 @@ def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{key}", value
 
 
-# POST requests by urllib: one time limit for all of a request, no redirects, no secrets in what goes wrong.
+# POST requests by urllib: one time limit for a complete request, no redirects, no secrets in errors.
 
-#: Bytes of an answer that are read at most.
+#: Maximum number of bytes read from an answer.
 _MOST_ANSWER = 1 << 20
 _MOST_QUOTED = 300
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A token that was meant for one server goes to no other."""
+    """Refuses redirects, so that a token is sent to its server only."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Opens connections whose sockets are known, so that another thread can end them."""
+    """Opens connections and registers their sockets, so that another thread can close them."""
 
     def __init__(self, opened: OpenSockets):
         urllib.request.HTTPHandler.__init__(self)
@@ -220,16 +226,16 @@ class _Connection(http.client.HTTPConnection):
 
 
 class Poster:
-    """Posts to one server.
+    """Sends HTTP requests to one server.
 
     Args:
-        url: of the server, or env:NAME or file:PATH of a secret one.
-        headers: of every request.
-        timeout_s: of one request, from the look-up of the server's name to the last byte of its answer.
-        key: of the config, for errors.
+        url: the server's URL, or env:NAME or file:PATH for a secret one.
+        headers: for every request.
+        timeout_s: limit of one request, from the name lookup to the last byte of the answer.
+        key: key in the config, for errors.
 
     Raises:
-        ConfigError: if the URL is not one of http or https.
+        ConfigError: if the URL is not an http or https URL.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, key: str = "url"):
@@ -237,7 +243,7 @@ class Poster:
         self._url, self._headers, self._timeout_s = address.rstrip("/"), dict(headers), timeout_s
         if login is not None:
             self._headers.setdefault("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
-        #: A server may repeat what it was sent, in any form: nothing that it says is quoted then.
+        #: A server may repeat the request in any form, so its answers are not quoted.
         self._is_secret = url.startswith(("env:", "file:")) or bool(self._headers)
 
     @classmethod
@@ -245,7 +251,7 @@ class Poster:
         """Return the poster of a sink with a URL.
 
         Raises:
-            ConfigError: if a secret is not where the config says, or if the URL is not one of http or https.
+            ConfigError: if a secret is missing, or if the URL is not an http or https URL.
         """
         key = f"sink {settings.name or settings.kind}"
         assert settings.url is not None
@@ -262,16 +268,16 @@ class Poster:
     def post(
         self, path: str, body: bytes | Mapping[str, Any] | None, *, method: str = "POST", kind: str = "application/json"
     ) -> Any:
-        """Send a request and return the JSON of its answer, None for an empty one.
+        """Send a request and return the JSON of its answer, or None if it is empty.
 
         Args:
-            path: below the server's URL.
+            path: relative to the server's URL.
             body: bytes, or a table sent as JSON.
-            method: of HTTP.
+            method: HTTP method.
             kind: the body's media type.
 
         Raises:
-            SinkTrouble: if the server is away, slow, or refuses; `status` is its answer's, 0 without one.
+            SinkTrouble: if the server is unreachable, slow, or refuses. `status` is the answer's status, 0 without one.
         """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {**self._headers, "Content-Type": kind, "User-Agent": "weft"}
@@ -288,7 +294,7 @@ class Poster:
     def _sent(
         self, path: str, data: bytes | None, headers: Mapping[str, str], method: str, opened: OpenSockets
     ) -> bytes:
-        """Send one request and return the body of its answer. SinkTrouble holds no secret."""
+        """Send one request and return the body of its answer. Errors contain no secret."""
         opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler(),
@@ -305,7 +311,7 @@ class Poster:
         except urllib.error.HTTPError as error:
             with error:
                 said = "" if self._is_secret else _one_line(error.read(_MOST_QUOTED).decode(errors="replace"))
-            # The server's own phrase is no better than its body.
+            # The server's phrase may repeat the request, like its body.
             phrase = http.client.responses.get(error.code, "")
             trouble = SinkTrouble(f"the server answered {error.code} {phrase}".rstrip() + (f": {said}" if said else ""))
             trouble.__dict__["status"] = error.code
@@ -315,7 +321,7 @@ class Poster:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed, in words of the system alone: those of libraries repeat URLs and answers."""
+    """Return why a request failed, in system messages only, because library messages repeat URLs and answers."""
     cause = getattr(error, "reason", error)
     if isinstance(cause, ssl.SSLError):
         return f"TLS: {cause.reason or 'failed'}".replace("_", " ").lower().replace("tls", "TLS", 1)

@@ -19,7 +19,7 @@ _PUSH_S = 5.0
 
 
 class NewestFigures:
-    """The newest reading of each series of a run, and the text that Prometheus reads. Threads may share it."""
+    """The newest reading of each series of a run, and its text for Prometheus. Thread-safe."""
 
     def __init__(self, run: str):
         self._run = run
@@ -28,7 +28,7 @@ class NewestFigures:
         self._failures: set[float] = set()  # by their times: an event may come twice
 
     def see(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Take events."""
+        """Add events."""
         found = [reading for event in events for reading in readings(event)]
         with self._lock:
             for reading in found:
@@ -52,7 +52,7 @@ class NewestFigures:
             for reading in found:
                 labels = {"run": self._run, **({figure.label: reading.label} if figure.label else {})}
                 if reading.at_low or reading.at_high:
-                    # No label names the owner: a series would end whenever another rank is the slowest.
+                    # The owner is not a label, because a series would end whenever another rank is the slowest.
                     for stat, value in (("min", reading.low), ("median", reading.value), ("max", reading.high)):
                         lines.append(f"{figure.exported}{_labels({**labels, 'stat': stat})} {_number(value)}")
                 else:
@@ -61,7 +61,7 @@ class NewestFigures:
 
 
 class ScrapedSink(FigureSink):
-    """Serves /metrics."""
+    """Serves the newest figures at /metrics."""
 
     is_current = True
 
@@ -78,7 +78,7 @@ class ScrapedSink(FigureSink):
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which it listens."""
         return self._server.server_address[1]
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -92,7 +92,7 @@ class ScrapedSink(FigureSink):
 
 
 class PushedSink(FigureSink):
-    """Pushes to a gateway, at most every few seconds; what is pushed is always the newest."""
+    """Pushes the newest figures to a gateway, at most every few seconds."""
 
     is_current = True
 
@@ -104,13 +104,13 @@ class PushedSink(FigureSink):
         self._pushed = -math.inf
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Remember the newest figures, and push them where it is time."""
+        """Remember the newest figures, and push them if it is time."""
         self._figures.see(events)
         if time.monotonic() - self._pushed >= _PUSH_S:
             self._push()
 
     def close(self) -> None:
-        """Push once more."""
+        """Send the newest figures a last time."""
         self._push()
 
     def _push(self) -> None:
@@ -134,7 +134,7 @@ def _handler(figures: NewestFigures) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Scrapes come every few seconds, and say nothing worth a line."""
+            """Do not log scrapes, which come every few seconds."""
 
     return Handler
 

@@ -1,8 +1,8 @@
-"""Pumps: one thread for each sink, that carries a run's events there and holds nothing up.
+"""Pumps: one thread per sink that sends a run's events without blocking others.
 
-events.jsonl is the only store: a pump keeps how far it is (RUN/.sinks/NAME.json, in bytes), so that a sink that is away
-costs no memory, and what was not sent is sent when it is back, be it at the run's next start. An event may come twice
-where a server took it and its answer got lost.
+events.jsonl is the only store. A pump stores its byte offset (RUN/.sinks/NAME.json), so an unreachable sink costs no
+memory, and unsent events are sent when it is back, possibly at the run's next start. An event may be sent twice if a
+server's answer was lost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from weft.errors import WeftError
 from weft.monitor.sinks.base import FigureSink, SinkJob, SinkTrouble
 
-#: How often (s) a pump looks for new events.
+#: Poll interval (s) of a pump.
 _LOOK_S = 0.5
-#: Bytes of events in one batch, and of the past that a sink of the present is shown.
+#: Bytes of events in one batch, and of past events for a sink that shows current figures.
 _BATCH_BYTES, _PRESENT_BYTES = 256 * 1024, 1 << 20
-#: Pauses (s) between tries: the first, and the longest.
+#: First and longest pause (s) between retries.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class EventFollower:
-    """Reads a growing events.jsonl from an offset on, whole lines only.
+    """Reads complete lines of a growing events.jsonl, beginning at an offset.
 
     Args:
-        path: of the file.
+        path: the file.
         offset: in bytes.
     """
 
@@ -38,7 +38,7 @@ class EventFollower:
         self.offset = offset
 
     def read(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the next events and the offset after them; set `offset` to it to go on."""
+        """Return the next events and the offset after them. Set `offset` to it to continue."""
         try:
             with open(self._path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -54,7 +54,7 @@ class EventFollower:
         return [event for line in text[:end].splitlines() if (event := _parsed(line)) is not None], start + end
 
     def skip_to_tail(self, num_bytes: int) -> None:
-        """Leave out what is older than the last `num_bytes`."""
+        """Move to the last `num_bytes`."""
         try:
             size = self._path.stat().st_size
         except OSError:
@@ -67,14 +67,14 @@ class EventFollower:
 
 
 class Pump(threading.Thread):
-    """Carries events to one sink until it is told to end.
+    """Sends events to one sink until `finish`.
 
     Args:
-        name: of the sink.
-        make: makes the sink; tried again while it fails.
-        job: what it is made for; `kept` is filled with what was kept before.
-        tell: takes a line for people: the sink is away, or back.
-        pause_s: first pause between tries.
+        name: the sink's name.
+        make: creates the sink; retried if it fails.
+        job: inputs of the sink. `kept` is filled with its stored state.
+        tell: called with a line for the user when the sink becomes unreachable or is back.
+        pause_s: first pause between retries.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Pump(threading.Thread):
         self._end = threading.Event()
         self._sink: FigureSink | None = None
         self._is_away = False
-        #: Whether all that was there at the end was sent.
+        #: True if all events were sent at the end.
         self.is_done = False
 
     def finish(self) -> None:
-        """Send what is there, and end; the caller waits with `join` as long as it likes."""
+        """Stop after sending the remaining events. The caller waits with `join`."""
         self._end.set()
 
     def run(self) -> None:
-        """Send until `finish`: the thread's own function."""
+        """Send until `finish`. This is the thread's main function."""
         pause_s = self._first_pause_s
         while True:
             asked_to_end = self._end.is_set()
@@ -128,7 +128,7 @@ class Pump(threading.Thread):
         self._close()
 
     def _send(self) -> bool:
-        """One batch; whether there was one."""
+        """Send one batch. Returns True if there was one."""
         if self._sink is None:
             self._sink = self._make(self._job)
             if self._sink.is_current:
@@ -172,7 +172,7 @@ def _kept(path: Path) -> Mapping[str, Any]:
 
 
 def _keep(path: Path, state: Mapping[str, Any]) -> None:
-    """On a full disk this start goes on by what it remembers, and the next one may send some events twice."""
+    """Save the state. On a full disk it is not saved, and the next start may send some events twice."""
     try:
         path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")

@@ -23,10 +23,10 @@ SINKS = {
 
 
 def make_sink(job: SinkJob) -> FigureSink:
-    """Return the sink that a job asks for.
+    """Return the sink for a job.
 
     Raises:
-        WeftError: where a package or a secret is missing.
-        SinkTrouble: where it cannot begin now.
+        WeftError: if a package or a secret is missing.
+        SinkTrouble: if it cannot start now.
     """
     return named_object(SINKS[job.settings.kind])(job)

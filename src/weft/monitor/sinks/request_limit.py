@@ -1,4 +1,4 @@
-"""A time limit for all of a call, whatever it waits for: names, connections, each byte of an answer."""
+"""A time limit for a complete call, including name lookups, connections, and each byte of an answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OutOfTime(Exception):
 
 
 class OpenSockets:
-    """Sockets that a call has opened, to be ended from another thread."""
+    """Sockets of a call, so that another thread can shut them down."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,14 +25,14 @@ class OpenSockets:
         self._is_over = False
 
     def add(self, opened: socket.socket) -> None:
-        """Take a socket; after `end` it is ended at once."""
+        """Add a socket. After `end` it is shut down immediately."""
         with self._lock:
             self._sockets.append(opened)
             if self._is_over:
                 _end(opened)
 
     def end(self) -> None:
-        """End all of them: who waits for one gets an error."""
+        """Close all sockets for reading and writing. Pending calls on them fail."""
         with self._lock:
             self._is_over = True
             for one in self._sockets:
@@ -40,12 +40,12 @@ class OpenSockets:
 
 
 def within(seconds: float, act: Callable[[], _T], end: Callable[[], None] = lambda: None) -> _T:
-    """Return what `act` returns, or raise what it raises.
+    """Run `act` with a time limit, and return its value or raise its error.
 
     Args:
-        seconds: how long it may take.
-        act: the call, run in a thread of its own.
-        end: called when the time is over, so that the thread ends soon.
+        seconds: the limit.
+        act: the call, run in a separate thread.
+        end: called after the limit, so that the thread ends soon.
 
     Raises:
         OutOfTime: if it takes longer.

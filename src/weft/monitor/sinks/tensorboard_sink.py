@@ -1,6 +1,7 @@
 """TensorBoard: event files in the run folder, written without TensorBoard and without torch.
 
-An event file is a row of records: length, its masked CRC-32C, the bytes of a protobuf message, their masked CRC-32C.
+An event file is a sequence of records: length, its masked CRC-32C, the bytes of a protobuf message, their masked
+CRC-32C.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _POLYNOMIAL = 0x82F63B78
 
 
 class TensorboardSink(FigureSink):
-    """Scalars by step. Each start writes a file of its own into RUN/tensorboard, as TensorBoard's own writers do."""
+    """Scalars by step. Each start writes a new file to RUN/tensorboard, as TensorBoard's writers do."""
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
@@ -72,7 +73,7 @@ def record(message: bytes) -> bytes:
 
 
 def _narrow(value: float) -> float:
-    """A float that fits 32 bits."""
+    """Return a float clipped to the range of 32 bits."""
     limit = 3.4028234663852886e38
     return max(-limit, min(limit, value)) if abs(value) != float("inf") else value
 
@@ -105,7 +106,7 @@ def _table() -> tuple[int, ...]:
 
 
 def _masked(data: bytes) -> bytes:
-    """CRC-32C, rotated and moved, so that a record within a record has another sum."""
+    """Return the masked CRC-32C: rotated and offset, so that the checksum of a nested record differs."""
     crc, table = 0xFFFFFFFF, _table()
     for byte in data:
         crc = (crc >> 8) ^ table[(crc ^ byte) & 0xFF]

@@ -1,4 +1,4 @@
-"""Sinks that post what is there: any HTTP endpoint as JSON, and a collector of OpenTelemetry by OTLP over HTTP."""
+"""Sinks for trackers: JSON over HTTP, OTLP over HTTP, MLflow, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OtlpSink(FigureSink):
 
 def _metric(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
     figure = FIGURES[name]
-    # CUMULATIVE: figures that grow are totals since the run began.
+    # CUMULATIVE: growing figures are totals since the run began.
     kind = {"sum": {"dataPoints": points, "aggregationTemporality": 2, "isMonotonic": True}}
     data = kind if figure.grows else {"gauge": {"dataPoints": points}}
     unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
@@ -75,27 +75,27 @@ def _text(key: str, value: str) -> dict[str, Any]:
 
 
 def _proto_double(value: float) -> float | str:
-    """As protobuf writes it in JSON."""
+    """Return a float as in protobuf's JSON format."""
     if math.isnan(value):
         return "NaN"
     return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-# MLflow through its REST interface, so that the package need not be installed where training runs.
+# MLflow through its REST API, so that the package is not needed on the training machine.
 
-#: What a request may hold at most, by MLflow's documentation.
+#: Request limits by MLflow's documentation.
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 500
 
 
 class MlflowSink(FigureSink):
-    """One run of MLflow for one run of Weft, over all its starts."""
+    """One MLflow run for one run of Weft, over all its starts."""
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
         self._poster = Poster.of(job.settings)
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Log the figures of the events; at an end also how the run stands."""
+        """Send the figures of the events. Start, failure and end events also update the run's status."""
         run = self.job.kept.get("run_id") or self._create(events)
         metrics = [
             {"key": name, "value": _value(value), "timestamp": round(event["time"] * 1000), "step": _step(event)}
@@ -153,11 +153,11 @@ def _quoted(text: str) -> str:
     return urllib.parse.quote(text, safe="")
 
 
-# Weights & Biases and trackio, through their own packages, which have the same few functions.
+# Weights & Biases and trackio, through their packages, which share a few functions.
 
 
 class _TrackerSink(FigureSink):
-    """Logs figures with `log(values)`; the step is one of them, because W&B refuses steps that are done again."""
+    """Logs figures with `log(values)`. The step is one of the values, because W&B refuses repeated steps."""
 
     package = ""
 
@@ -182,7 +182,7 @@ class _TrackerSink(FigureSink):
             raise SinkTrouble(f"{self.package}: {type(error).__name__}") from None
 
     def close(self) -> None:
-        """End the tracker's run; it goes on under the same id at the next start."""
+        """End the tracker's run, which continues under the same id at the next start."""
         if self._run is not None:
             self._run.finish()
 
@@ -194,7 +194,7 @@ class _TrackerSink(FigureSink):
 
     @property
     def _id(self) -> str:
-        """The same for all starts of a run: its place, and nothing of the machine."""
+        """Id that is the same for all starts of a run: a hash of its folder, independent of the machine."""
         return hashlib.sha256(str(self.job.folder.resolve()).encode()).hexdigest()[:16]
 
 
