@@ -266,7 +266,7 @@ class ReshardPolicy(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class SyncEvery(Kind):
-    """How often replicas synchronize: "step", or a method with a number of steps ("diloco:50") and of fragments ("/4")."""
+    """How often replicas synchronize: "step", or a method with numbers of steps ("diloco:50") and fragments ("/4")."""
 
     def check(self, name: str, value: object) -> str:
         try:

@@ -86,7 +86,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class TracedAttention:
-    """One fused attention. queries: total number, B S per sequence; keys: visible to each. cut: heads are divided by t."""
+    """One fused attention. queries: total number, B S; keys: visible to each. cut: t divides the heads."""
 
     heads: int
     kv_heads: int

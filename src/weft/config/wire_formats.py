@@ -57,7 +57,7 @@ _KNOWN: dict[str, WireSpec] = {}
 
 
 def register(wire: WireSpec) -> WireSpec:
-    """Make a format a legal value of `reduce`. Registering it again changes nothing; raise PlanError for a taken name."""
+    """Make a format a legal value of `reduce`. Repeating it changes nothing; raise PlanError for a taken name."""
     if _KNOWN.setdefault(wire.name, wire) != wire:
         raise PlanError(f"reduce={wire.name}: another wire has this name. Register it under a name of its own.")
     return wire

@@ -306,7 +306,7 @@ class Bf16(Wire):
 class Largest(Wire):
     """Top-k wire: `spec.kept` values of each `spec.block` with their indices, with error feedback."""
 
-    # Sums of few values each are many: they would not fit what travels.
+    # The sum of sparse tensors has more nonzero values than the encoding can hold.
     sends_to_all = True
     feeds_back = True
 
