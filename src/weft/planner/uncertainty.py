@@ -218,7 +218,7 @@ def memory_spread(job: Job, cluster: ClusterSpec) -> float:
 
 
 def fits_chance(room: Array, spread: float, known: Experience | None = None) -> Array:
-    """Return the probability of each plan to run without running out of memory.
+    """Return the probability that each plan does not run out of memory.
 
     Most estimates have small errors, some large ones: a fragmented allocator, or another loss than assumed.
 

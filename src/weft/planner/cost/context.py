@@ -1,5 +1,4 @@
-"""Cost of context parallelism in a layer: exposed communication, blockwise attention, merging of partial results,
-buffers.
+"""Cost of context parallelism in a layer: exposed communication, blockwise attention, merging of results, buffers.
 
 The model follows `parallel/context/ways.py`. Ring and gather attend to the keys of one rank at a time: causally to
 their own keys, without a mask to the keys of the c - 1 other ranks. Halves that the mask removes are never computed.

@@ -20,11 +20,11 @@ from weft.planner.space.trained_part import AdapterSize
 
 Array = NDArray[np.float64]
 
-#: Calls of kernels by one layer: forward, and backward over forward (autograd's C++ calls cost about as much).
+#: Kernel calls of one layer's forward. Backward takes about as long on the host (autograd's C++ calls).
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
-#: More of them in a layer with experts: router, balance, sort, spread and join (counted in Weft's: 75 in all, eager).
+#: Additional calls in a layer with experts: router, balance, sort, scatter and join (in Weft 75 in all, eager).
 _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER = 20, 35
-#: Speed of the first FlashAttention over the second (Dao 2023, arXiv 2307.08691: about half).
+#: Speed of the first FlashAttention relative to the second (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
 
@@ -317,8 +317,7 @@ def _unfused_attention(
     heads = q / shape.head_dim * rows / s  # matrices of s x s
     elements = heads * s * s
     products = core_s(tables, 4.0 * elements * shape.head_dim, 4.0 * elements, shape.head_dim, peak)
-    # Fused: scale-mask-softmax reads and writes half-precision values, dropout also a mask. Not fused: also passes in
-    # fp32.
+    # Fused: scale-mask-softmax reads and writes half-precision values, dropout also a mask. Unfused: also fp32 passes.
     forward, backward = (4.0, 6.0) if job.stack.fused_softmax else (20.0, 14.0)
     forward, backward = (forward + 5.0, backward + 5.0) if job.stack.dropout else (forward, backward)
     return products + bytes_s(tables, forward * elements), 2 * products + bytes_s(tables, backward * elements)
@@ -394,7 +393,7 @@ class LayerCosts:
         return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
-#: The columns that everything here reads.
+#: The columns that layer costs depend on.
 _OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "precision", "compile", "graphs", "order")
 
 
@@ -517,8 +516,7 @@ def _tp(
         beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else np.zeros_like(whole)
         hidden_f, hidden_b = np.zeros_like(whole), np.minimum(beside, under_b)
         if (columns.tp_chunks > 1).any():
-            # Forward is chunked in full; in backward only the gathers of row-wise layers. The first chunk of each is
-            # exposed.
+            # Forward is chunked in full, in backward only the gathers of row-wise layers. The first chunk is exposed.
             pieces = np.where(columns.sp, columns.tp_chunks, 1).astype(np.float64)
             piece = fabric.ring_s("all_gather", size / pieces, t, stride)
             later, more = (pieces - 1) * piece, np.where(pieces > 1, pieces * piece - gather, 0.0)

@@ -164,16 +164,15 @@ Array = NDArray[np.float64]
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 256), (64, 128), (64, 64))
 _FULL_TILE = 128 * 256
 #: Relative rate of a matmul whose inner widths are not multiples of 8 values (16 bytes). Tensor cores are then unused,
-#: or
-#: loaded in small chunks.
+#: or loaded in small chunks.
 _MISALIGNED = 0.2
 #: Inner widths that are not multiples of this number of values miss full memory transactions (128 bytes of bf16).
 _LINE, _UNLINED = 64, 0.92
 #: Exponent by which the rate of fused attention falls for heads narrower than 128.
 _NARROW = 0.15
 #: Ramp of fused attention without a mask, relative to the ramp under a causal mask (Shah et al. 2024, arXiv
-#: 2407.08608,
-#: figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; masked 0.57).
+#: 2407.08608, figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; masked
+#: 0.57).
 _UNMASKED = 0.3
 
 
@@ -197,7 +196,7 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: An
         filled = tiles / (np.ceil(tiles / tables.sms) * tables.sms)
         covered = (m / (tall * rows)) * (n / (wide * columns))
         np.maximum(best, filled * covered * (rows * columns / _FULL_TILE) ** tables.tile_power, out=best)
-    # Outputs of less than one wave are split along k, which brings back about half of the device.
+    # Outputs of less than one wave are split along k, which recovers about half of the device.
     small = m * n * batch < _FULL_TILE / 2 * tables.sms
     best = np.where(small, np.maximum(best, 0.5), best)
     rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + (tables.gemm_k0 if k0 is None else k0))
@@ -257,7 +256,7 @@ def flash_s(
 
 # Seconds of collectives by the location of their ranks: inside one scale-up domain, or over the network.
 
-#: Transfers of the whole buffer that a ring makes: 2 (n - 1)/n or (n - 1)/n times this.
+#: Volume of a ring over the full buffer, before the factor (n - 1)/n.
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 #: Share of the network that all-to-alls of many nodes lose to conflicts (arXiv-free: AutoParallel's H100 fit).
 _ALL_TO_ALL_LOSS = 0.44
@@ -333,8 +332,7 @@ class Fabric:
         outer = np.ceil(n / inner)
         moved = passes * (n - 1) / n * size
         link = self.link_rate * np.where(self.mesh, (inner - 1) / max(1, self.domain - 1), 1.0)
-        # A ring leaves each rack only once, whatever its number of nodes there. So only a fraction of a rack's rings
-        # leaves it.
+        # A ring leaves each rack only once, whatever its number of nodes there: only some of a rack's rings leave it.
         near = self.in_rack(n, stride)
         nic = self.nic_rate * np.where(near < n, np.minimum(1.0, near / inner / self.thinner), 1.0)
         rate = np.where(outer > 1, np.minimum(np.maximum(link, nic), nic * inner), link)

@@ -43,7 +43,7 @@ class RowDeduplicator:
 
         Args:
             columns: all rows.
-            names: the columns that distinguish kinds.
+            names: columns that distinguish kinds.
             beside: further numbers that distinguish kinds, one for each row.
             **changes: replaced values of some of these columns, one for each row.
         """

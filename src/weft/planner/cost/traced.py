@@ -1,4 +1,4 @@
-"""Work and memory of a traced model for every distinct sharding: the counterpart of the formulas for known families.
+"""Work and memory of a traced model for every distinct sharding: the counterpart of the formulas for model families.
 
 A layer is the mean over the model's layers, as everywhere in the estimate. Letters as in `layer_cost`.
 """
@@ -17,7 +17,7 @@ from weft.planner.space.shape import TracedShape
 
 Array = NDArray[np.float64]
 
-#: Times the FLOPs of fused attention's forward that its backward does: scores are made again.
+#: FLOPs of fused attention's backward over its forward: scores are recomputed.
 _ATTENTION_BACKWARD = 2.5
 
 
@@ -81,7 +81,7 @@ def attention_s(
             for back in (0, 1):  # one launch takes all documents
                 found[back] = found[back] - share / gain * (len(several) - 1) * tables.launch_s
             for length, part in several:
-                # As many sequences of a document's length as hold its share of the tokens.
+                # Number of sequences of a document's length that contain its share of the tokens.
                 batch = cut.batch * part * whole / length
                 flops = each.flops(batch, length / cut.c, cut.t, cut.c)
                 keys = each.keys.at(batch, length)
