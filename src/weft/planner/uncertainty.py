@@ -1,6 +1,4 @@
-"""Uncertainty of estimates: the context that errors depend on (model, device, format, scale, length), bands and
-chances.
-"""
+"""Uncertainty of estimates: the context that errors depend on, error bands, and probabilities of fitting."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ def is_sharded(columns: Columns) -> Mask:
 def blocks_s(
     job: Job, columns: Columns, tables: Tables, width: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
-    """Return the seconds of one layer's blockwise attention: the causal block of a rank's own keys and the unmasked
-    blocks.
+    """Return the seconds of one layer's blockwise attention: causal for a rank's own keys, unmasked for others.
 
     Merging needs the log-sum-exp, which torch returns only from its own FlashAttention 2. On devices after Ampere that
     kernel is slower than the one that full sequences use.
@@ -90,15 +89,13 @@ def traffic_s(
 
 
 def _under(steps: Array | int, message: Array, compute: Array, tables: Tables) -> Array:
-    """Return the exposed seconds of messages that each overlap with one step of compute, plus the slowdown of compute."""
+    """Return the exposed seconds of messages that each overlap with one step of compute, plus its slowdown."""
     hidden = np.minimum(message, compute)
     return steps * (message - hidden + (tables.overlap_compute - 1) * hidden)
 
 
 def _sent_kv(job: Job, c: Array, kv: Array) -> Array:
-    """Return the width of the keys that Ulysses sends. If there are fewer key heads than ranks, each goes to several
-    ranks.
-    """
+    """Return the width of the keys that Ulysses sends. With fewer key heads than ranks, each head goes to several."""
     return np.maximum(kv, c * job.shape.head_dim)
 
 

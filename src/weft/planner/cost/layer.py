@@ -209,8 +209,9 @@ def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tup
 
 
 def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: Array) -> tuple[Array, Array, Array]:
-    """Return the seconds of the layer's matmuls at one rate. With `half_experts`, experts stay at the rate of the half
-    format.
+    """Return the seconds of the layer's matmuls at one rate.
+
+    With `half_experts`, experts stay at the rate of the half format.
     """
     tokens, q, kv = cut.tokens, cut.q, cut.kv
     shape, t = job.shape, columns.tp.astype(np.float64)
@@ -263,9 +264,7 @@ def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Arra
 
 
 def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array) -> tuple[Array, Array]:
-    """Return the seconds of scores, softmax and weighted sum (forward, backward), as the mean over full and windowed
-    layers.
-    """
+    """Return the seconds of attention (forward, backward), as the mean over full and windowed layers."""
     shape, stack, s = job.shape, job.stack, float(job.seq_len)
     rows = columns.microbatch * s / columns.cp  # queries on this rank
     if not stack.flash:

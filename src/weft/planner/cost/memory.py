@@ -162,7 +162,7 @@ def unbucketed_width(job: Job, columns: Columns) -> Array:
 def _states(
     job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the bytes of parameters, optimizer states, gradients that exist, and gradients that grow during backward."""
+    """Return the bytes of parameters, optimizer states, existing gradients, and gradients that grow in backward."""
     stack, zero = job.stack, columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
@@ -214,16 +214,14 @@ def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
 
 
 def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
-    """Return the share of its parameters' gradients that a rank stores, and True for rows with gradients that grow as
-    well.
+    """Return the share of its gradients that a rank stores, and a mask of rows with growing gradients in addition.
 
     Gradients of several passes are accumulated before communication if they are communicated once a step. This holds
-    for
-    ZeRO 1 and 2 in Weft's runtime, and for ZeRO 3 that reshards after the step, as a pipeline does. Gradients of one
-    pass
-    are communicated bucket by bucket. Under ZeRO 2 and in a pipeline, Weft's runtime accumulates them in autograd's
-    tensors
-    and has a separate buffer in addition: for the rank's part, and without ZeRO for all of them.
+    for ZeRO 1 and 2 in Weft's runtime, and for ZeRO 3 that reshards after the step, as a pipeline does. Gradients of
+    one pass are communicated bucket by bucket.
+
+    Under ZeRO 2 and in a pipeline, Weft's runtime accumulates them in autograd's tensors and has a separate buffer in
+    addition: for the rank's part, and without ZeRO for all of them.
     """
     zero, several = columns.zero, columns.num_micro > 1
     once = np.where(zero == 3, columns.reduces_once, job.stack.travel_once)
@@ -387,8 +385,9 @@ def _fill(
     found: dict[str, Array], where: NDArray[np.intp] | slice, job: Job, columns: Columns, tables: Tables,
     stages: Stages | None, device_bytes: int,
 ) -> None:  # fmt: skip
-    """Fill in `memory_bytes` for rows that either all have a pipeline or all lack one. `where` is their index in
-    `found`.
+    """Fill in `memory_bytes` for rows that either all have a pipeline or all lack one.
+
+    `where` is the index of the rows in `found`.
     """
     (rows, layers), p = _Rows.of(job, columns, stages), columns.pp
     places: list[Place] = [(layers.middle, 0, True, True)]
@@ -461,8 +460,9 @@ def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
 
 
 def _lasting(job: Job, tables: Tables, rows: _Rows) -> dict[str, Array]:
-    """Return the bytes of the classes that are equal on all ranks: the context, and one communicator per axis
-    otherwise.
+    """Return the bytes of the classes that are equal on all ranks.
+
+    These are the context, and communicators if the stack has one for each axis.
     """
     context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(rows.columns))
     if job.stack.own_groups:
@@ -522,8 +522,7 @@ def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
 def _while_backward(
     job: Job, columns: Columns, held: WeightBytes, passing: _Pass, saved: Array
 ) -> tuple[Array, Array, Array, Any]:
-    """Return the bytes of saved activations and of the current layer at the peak of backward, and the gradients by
-    then.
+    """Return saved bytes, bytes of the current layer, and gradients at the peak of backward.
 
     Gradients are given by their computed share. Loose gradients are also given in bytes, since they do not exist at the
     loss.

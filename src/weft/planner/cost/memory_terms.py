@@ -1,5 +1,4 @@
-"""Bytes of the chunked loss (`parallel/tensor/head_loss.py`), of activations, and of host memory; numbers of
-communicators.
+"""Bytes of the chunked loss (`parallel/tensor/head_loss.py`), activations and host memory; communicator counts.
 
 Letters: N tokens of a pass on a rank, V entries of the vocabulary on a rank, h hidden size.
 """
@@ -192,9 +191,7 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
 
 
 def _score_bytes(job: Job, t: Array) -> Array:
-    """Return the bytes per token of saved attention scores (softmax, dropout's mask and product); 0 with flash
-    attention.
-    """
+    """Return the bytes per token of saved attention scores, with dropout's mask and product; 0 with flash attention."""
     if job.stack.flash:
         return np.zeros_like(t)
     each = (2.0 if job.stack.fused_softmax else 8.0) + (3.0 if job.stack.dropout else 0.0)
@@ -202,10 +199,10 @@ def _score_bytes(job: Job, t: Array) -> Array:
 
 
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
-    """Return the bytes per token of the two norms' outputs in a mean layer, if they are saved for the matmuls that read
-    them.
+    """Return the bytes per token of the two norms' saved outputs in a mean layer.
 
-    `gathered` is the number of ranks over which the input of such a matmul is divided.
+    They are saved for the matmuls that read them. `gathered` is the number of ranks over which the input of such a
+    matmul is divided.
     """
     shape, stack = job.shape, job.stack
     h, moe, compiled = float(shape.hidden), shape.moe_share, columns.compile & stack.lean_graphs
@@ -231,9 +228,7 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Arr
 
 
 def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
-    """Return the bytes per token that selective recompute saves of the feed-forward part: up projections and expert
-    outputs.
-    """
+    """Return the bytes per token of the feed-forward part under selective recompute: up projections, expert outputs."""
     shape = job.shape
     dense, experts = shape.ffn_widths(t)
     ups = 2.0 if shape.gated else 1.0
@@ -454,7 +449,7 @@ def _used(sizes: Counts, bit: int) -> Counts:
 
 
 def _expert_sets(columns: Columns, bits: tuple[Counts, Counts, Counts, Counts]) -> list[Counts]:
-    """Return the sets of ranks that divide the experts, that have the same experts, and the latter over all replicas."""
+    """Return the sets of ranks that divide the experts, that share the same experts, and the latter over replicas."""
     r, s, c, t = bits
     e, inner = columns.ep, columns.tp * columns.cp
     borders = [e == columns.tp, e == inner, e == inner * columns.dp_shard]

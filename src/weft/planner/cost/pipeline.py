@@ -484,6 +484,6 @@ def sends(columns: Columns) -> Array:
 
 
 def hidden_sends(columns: Columns) -> Array:
-    """Count the transfers that the step waits for if sends overlap with compute: the transfers of filling and draining."""
+    """Count the transfers that the step waits for if sends overlap with compute: filling and draining."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     return np.where(p > 1, 2 * (v * p - 1), 0.0)

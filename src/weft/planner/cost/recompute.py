@@ -180,9 +180,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
 
 
 class _Work(NamedTuple):
-    """Matmuls of a mean layer per token on a rank: widths of the up projections of dense layers and of experts, and
-    FLOPs.
-    """
+    """Matmuls of a mean layer per token on a rank: up projection widths of dense layers and of experts, FLOPs."""
 
     dense: Array
     experts: Array

@@ -84,8 +84,9 @@ def trained_shares(
 
 
 def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, width: Array | float) -> Shares:
-    """Return a rank's parameters as the number of `width`-byte values with the same total bytes. A packed base has
-    fewer.
+    """Return a rank's parameters as the number of `width`-byte values with the same total bytes.
+
+    The result differs for a packed base, whose parameters take fewer bytes.
 
     Args:
         job: model, sequence and batch.

@@ -310,9 +310,7 @@ def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs:
 
 
 def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Return the seconds of a forward of all passes of a step on the longest stage, including the filling of a
-    pipeline.
-    """
+    """Return the seconds of forward for all passes of a step on the longest stage, with the filling of a pipeline."""
     each = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
     each = np.maximum(each, costs.host_f)
     # Forward has one of the head's three matmuls, or one of two if the head is frozen, and half of its communication.

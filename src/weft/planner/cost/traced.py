@@ -43,9 +43,7 @@ class PassShare:
 def products_s(
     shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables
 ) -> tuple[Array, Array, Array]:
-    """Return the seconds of matmuls (forward, input gradient, weight gradient) of one layer, or of a mean layer for
-    None.
-    """
+    """Return the seconds of matmuls (forward, input gradient, weight gradient) of a layer; None for a mean layer."""
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
@@ -110,15 +108,13 @@ def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
 
 
 def tensor_traffic(shape: TracedShape, cut: PassShare) -> Array:
-    """Return the tensor-parallel all-reduce volume of a mean layer's forward relative to a decoder's two all-reduces."""
+    """Return the tensor-parallel all-reduce volume of a mean layer's forward, over a decoder's two all-reduces."""
     values = shape.mean(lambda layer: layer.reduced.at(cut.batch, cut.seq))
     return values / (2.0 * shape.hidden * cut.batch * cut.seq)
 
 
 def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables) -> tuple[Array, Array]:
-    """Return the seconds of forward and backward before or after the layers: matmuls with attention, and memory-bound
-    kernels.
-    """
+    """Return the seconds (matmuls and attention, other kernels) of the part before or after the layers."""
     none = np.zeros_like(cut.batch)
     products = sum(products_s(shape, layer, cut, tables), none)
     scores = sum(attention_s(shape, layer, cut, tables, 1.0), none)

@@ -156,8 +156,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
-    """Return the exposed seconds of gradient and parameter communication, and the slowdown of compute by hidden
-    communication.
+    """Return the exposed seconds of gradient and parameter communication, and the slowdown of compute.
 
     Args:
         job: model, sequence and batch.
@@ -248,9 +247,7 @@ def _hide(
 def _traffic(
     job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the seconds to gather a rank's parameters once, to reduce its gradients once, and to reduce them in half
-    formats.
-    """
+    """Return the seconds to gather parameters once, to reduce gradients once, and the latter in half formats."""
     held, trained = shares
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
@@ -306,7 +303,7 @@ _NODE_RANKS, _HALF_BYTES = 16, 2.0
 
 
 def _is_short(columns: Columns) -> NDArray[np.bool_]:
-    """Return True for rows that communicate gradients in half formats. Accumulated gradients of several passes are not."""
+    """Return True for rows that communicate gradients in half formats. Accumulated gradients are not."""
     halves = np.isin(columns.precision, [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")])
     return halves & ((columns.num_micro == 1) | ((columns.zero == 3) & ~columns.reduces_once))
 

@@ -127,9 +127,7 @@ class Job:
 
     @property
     def pieces(self) -> list[tuple[int, float]]:
-        """(tokens, share of all tokens) of the segments that attention processes separately: documents, or full
-        sequences.
-        """
+        """(tokens, share of all tokens) of segments with separate attention: documents, or full sequences."""
         return [(self.seq_len, 1.0)] if self.documents is None else list(self.documents.pieces(self.seq_len))
 
     @property
@@ -138,8 +136,7 @@ class Job:
         return self.global_batch * self.texts * self.seq_len
 
     def sequences(self, dp_size: Any, passes: Any) -> Any:
-        """Return the sequences of one pass on one of `dp_size` data-parallel ranks, at least the sequences of one
-        sample.
+        """Return the sequences of one pass on one of `dp_size` data-parallel ranks, at least one sample's.
 
         Accepts numbers or numpy arrays.
         """
@@ -322,8 +319,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Join the rows of several columns in order. A scalar that is equal in all of them stays one number in memory.
-        """
+        """Join the rows of several columns in order. A scalar that is equal in all of them stays one number in memory."""
         tables = list(parts)
         if len(tables) == 1:
             return tables[0]
@@ -363,8 +359,9 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _decoded(name: str, *numbers: float) -> Any:
-    """Return the normalized value of a field from its columns. Cached: a ranking has thousands of plans with few
-    values.
+    """Return the normalized value of a field from its columns.
+
+    Cached, because a ranking has thousands of plans with few values.
     """
     kind = PLAN_FIELDS[name].kind
     return kind.check(name, kind.decode(*numbers))
@@ -479,8 +476,7 @@ def copy_bytes(columns: Columns, own_bytes: float) -> Array:
 
 
 def state_bytes(columns: Columns) -> Array:
-    """Return the bytes per gradient of state that senders carry from step to step: the last step's and the next one's.
-    """
+    """Return the bytes per gradient of state that senders carry from step to step: the last step's and the next one's."""
     sends = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     plain = np.where(sends, 2 * _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
     # Over dp_replicate a rank sends only its own part of the sums.

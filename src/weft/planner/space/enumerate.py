@@ -67,8 +67,9 @@ class Space:
         return cls(choices=choices, experts=bool(job.shape.num_experts), fixed=given)
 
     def narrower(self) -> Space | None:
-        """Return the next smaller space, or None if nothing can be removed. Values that are rarely better are removed
-        before others.
+        """Return the next smaller space, or None if nothing can be removed.
+
+        Values that are rarely better are removed before others.
         """
         for words, changes in _NARROWER:
             if words not in self.left_out:
@@ -403,8 +404,7 @@ def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str,
 
 
 def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
-    """Return the numbers of passes of a step. It is [1] if the batch cannot be divided; a rule refuses this plan later.
-    """
+    """Return the numbers of passes of a step. It is [1] if the batch cannot be divided; a rule refuses this plan later."""
     given = space.fixed.get("microbatches", space.fixed.get("accumulation"))
     if given is not None:
         return [given]
@@ -477,8 +477,9 @@ def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
 
 
 def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[int, str]]:
-    """Return the ZeRO stages: any if dp_shard is in use. States are sharded over cp too, and experts may be sharded
-    alone.
+    """Return the ZeRO stages: any if dp_shard is in use.
+
+    States are sharded over cp too, and experts may be sharded alone.
     """
     default = default_choice("zero")
     unsharded = ((space.fixed.get("zero", default[0]), default[1]),)

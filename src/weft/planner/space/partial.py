@@ -82,8 +82,9 @@ Place = tuple[PartialPlans, int]
 
 
 class _Watched(OpenPlan):
-    """Plan from rows of tables that decodes fields on access. There are many thousands of rows, and a rule reads few
-    fields.
+    """Plan from rows of tables that decodes fields on access.
+
+    There are many thousands of rows, and a rule reads few of their fields.
     """
 
     __slots__ = ("_places",)
@@ -174,8 +175,9 @@ def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
 
 
 def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
-    """Return a number for each row that identifies its combination of `fields`; and for each number, in rising order, a
-    row.
+    """Return a number for each row that identifies its combination of `fields`, and a row for each number.
+
+    Numbers are in rising order.
     """
     known = table.keyed.get(tuple(fields))
     if known is None:
@@ -240,9 +242,7 @@ class Crossed:
     grid: NDArray[np.uint8]
 
     def rows(self, part: slice) -> Mask:
-        """Return a mask [left, right], True if the rule is broken, for some rows of the left table and all of the
-        right.
-        """
+        """Return a mask [left, right] of broken pairs, for some rows of the left table and all of the right."""
         return self.grid[self.left[part]][:, self.right] == BROKEN
 
 

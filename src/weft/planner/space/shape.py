@@ -35,8 +35,7 @@ class Shape(DecoderWidths):
         return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 
     def ffn_widths(self, t: Any) -> tuple[Any, Any]:
-        """Return the widths of one up projection (dense layers, experts), for a mean layer on one of `t`
-        tensor-parallel ranks.
+        """Return the widths of one up projection (dense layers, experts) of a mean layer on one of `t` ranks.
 
         The second includes the experts that a token is routed to and the shared experts.
         """
@@ -72,8 +71,7 @@ class Shape(DecoderWidths):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedShape(Shape):
-    """Widths of a traced model, and its trace for everything else. For a model without sequences, a sample is a token.
-    """
+    """Widths of a traced model, and its trace for everything else. For a model without sequences, a sample is a token."""
 
     traced: TracedModel
 
@@ -111,8 +109,7 @@ class TracedShape(Shape):
 
     @staticmethod
     def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-        """Return heads, widths and layers of a traced model for plan rules. Its other restrictions are in its limits.
-        """
+        """Return heads, widths and layers of a traced model for plan rules. Its other restrictions are in its limits."""
         attention = traced.attention
         legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
         return DecoderSpec(

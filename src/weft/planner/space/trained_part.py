@@ -1,5 +1,4 @@
-"""Sizes of adapters and their frozen base, trained shares of a model, and document mixes, without building the model.
-"""
+"""Sizes of adapters and their frozen base, trained shares of a model, and document mixes, without building the model."""
 
 from __future__ import annotations
 
@@ -68,10 +67,9 @@ class AdapterSize:
         return self.rank * self.width
 
     def params_of_rank(self, layers: Any, t: Any) -> Any:
-        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks, which shard one of two
-        matrices.
+        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks.
 
-        Accepts numbers or numpy arrays.
+        One of two matrices is sharded. Accepts numbers or numpy arrays.
         """
         return layers * self.params * (0.5 + 0.5 / t)
 
@@ -388,8 +386,9 @@ class DocumentMix:
 
     @classmethod
     def parse(cls, text: str) -> DocumentMix:
-        """Return the mix of a text such as "512:9,8k:1": nine documents of 512 tokens for each of 8,000. "900" is one
-        length.
+        """Return the mix of a text such as "512:9,8k:1": nine documents of 512 tokens for each of 8,000.
+
+        "900" is a mix with one length.
 
         Raises:
             ConfigError: for another text, or a length or count that is not above 0.
