@@ -22,8 +22,7 @@ Mask = NDArray[np.bool_]
 
 _RING, _GATHER, _ULYSSES = (CP_MODES.index(name) for name in ("ring", "gather", "ulysses"))
 #: Mean share of a rank's queries, and of another rank's keys, that take part in a block. With zigzag it is all of one
-#: and
-#: half of the other, and which one depends on the pair of ranks.
+#: and half of the other, and which one depends on the pair of ranks.
 _MET = 0.75
 #: Kernels per block in addition to attention (forward), and kernels that pack and unpack the exchange of heads.
 _PIECE_CALLS, _EXCHANGE_CALLS = 10.0, 12.0

@@ -121,8 +121,7 @@ def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Ar
 
     There are no gradients of frozen weights. The adapter's matmuls and the unpacking of a packed base are added. The
     matmuls are thin, so that they take the time to read and write their operands (x and the product that they add to).
-    A
-    packed weight is unpacked in forward and again in backward.
+    A packed weight is unpacked in forward and again in backward.
     """
     shape = job.shape
     active = (

@@ -350,12 +350,9 @@ class Fabric:
             n: ranks of a group.
             stride: ranks from one member of the group to the next.
             copies: copies of each token, of which a node and each rank in it receive at most one, as in DeepEP
-                (DeepSeek-AI
-                2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. Its kernels reach
-                0.87 to
-                0.89 of an adapter's bandwidth over 4 and 8 nodes, so that no loss by conflicts is counted. None if each
-                copy
-                is sent separately.
+                (DeepSeek-AI 2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. Its
+                kernels reach 0.87 to 0.89 of an adapter's bandwidth over 4 and 8 nodes, so that no loss by conflicts is
+                counted. None if each copy is sent separately.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)

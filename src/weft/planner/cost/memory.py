@@ -240,8 +240,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     """Return the bytes of gathered parameters, and of gradients in communication during backward.
 
     ZeRO 3 stores the current unit and the next. If it reshards after backward or after the step, it stores all
-    parameters
-    of the rank.
+    parameters of the rank.
     """
     stack, zero = job.stack, columns.zero
     shares = shares_in_format(job, columns, shares, layers, stack.gather_bytes)

@@ -74,8 +74,7 @@ def fused_loss_bytes(
 # Bytes of activations: saved by a mean layer, needed during its backward, and used by ends and logits.
 
 #: Peak bytes per logit of a loss that compares a student's logits with a teacher's (tasks/distill/divergence.py). A
-#: test
-#: measures it.
+#: test measures it.
 TWO_LOGITS = 36.0
 #: The columns that this part of the module reads.
 OF_LAYER = (
@@ -344,8 +343,7 @@ def fullest_of_backward(
     """Return the shares of activations and of gradients that exist when their sum is largest.
 
     Backward releases activations and creates gradients. The peak is at the last layer, with only the head's gradient,
-    or
-    at the first layer, with all gradients except its own and the embedding's.
+    or at the first layer, with all gradients except its own and the embedding's.
 
     Args:
         layers: number of layers on the rank.
@@ -365,8 +363,7 @@ def fullest_of_backward(
 # Memory of recorded passes: a CUDA graph keeps the memory of its activations permanently.
 
 #: Passes per step from which on a middle pass is recorded while the last pass still runs eagerly: it then runs twice
-#: in
-#: one step (WARM_UPS of train/microbatch/passes/graphed_passes.py).
+#: in one step (WARM_UPS of train/microbatch/passes/graphed_passes.py).
 _EAGER_BESIDE = 4
 #: Recordings of a step: its first pass, the middle passes, and its last pass.
 _PLACES = 3
@@ -438,8 +435,7 @@ def lanes(columns: Columns, rank: Any) -> Counts:
     p = columns.pp
     sides = 1 * (rank > 0) + (rank < p - 1)
     # A V schedule sends in both directions between neighbours. With several consecutive stages per rank, the chain of
-    # ranks
-    # becomes a ring.
+    # ranks becomes a ring.
     sides = np.where(np.isin(columns.schedule, _V_SHAPED), 2 * sides, np.where(columns.virtual_stages > 1, 2, sides))
     return np.where(p > 1, 2 * sides, 0)
 

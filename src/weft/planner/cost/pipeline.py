@@ -30,8 +30,7 @@ class Durations:
 
     Attributes:
         hidden: share of a pair's shorter part that overlaps with the longer one. With 0, as in the runtime, the parts
-            run
-            one after the other.
+            run one after the other.
         latency_s: time from the end of an action until another rank has its result. It overlaps with the work of both.
     """
 
@@ -96,8 +95,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         starts, ends = _run(schedule, ranks, durations)
     else:
         # Nothing is hidden in a pair: its parts run one after the other, and the forward's output is sent before the
-        # backward
-        # begins.
+        # backward begins.
         starts, ends = _run(schedule, [[one for step in steps for one in parts(step)] for steps in ranks], durations)
         counts = [[len(parts(step)) for step in steps] for steps in ranks]
         starts = [_each(times, count, 0) for times, count in zip(starts, counts, strict=True)]

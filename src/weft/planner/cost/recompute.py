@@ -40,8 +40,7 @@ class Heavy(NamedTuple):
         kept: bytes of its output.
         share: its seconds over the seconds of all matmuls, or of attention.
         worth: time saved per byte, for comparisons. Tensor parallelism may divide an operation's sums and not its
-            output,
-            as in the matmul after attention. Then it is worth less the more ranks there are.
+            output, as in the matmul after attention. Then it is worth less the more ranks there are.
     """
 
     kept: Array

@@ -64,8 +64,9 @@ def contention_of(job: Job, columns: Columns) -> HostContention:
 
 
 def ranks_of(job: Job, columns: Columns) -> list[tuple[NDArray[np.bool_], Array, Array, Array]]:
-    """Return (mask of rows with this rank, layers, 1 for the embedding, 1 for the head) of each rank of the longest
-    pipeline.
+    """Return (mask of rows with this rank, layers, 1 for the embedding, 1 for the head) for each rank.
+
+    Ranks are the ones of the longest pipeline.
     """
     longest = int(columns.pp.max()) if len(columns) else 0
     key = np.stack([columns.pp, columns.virtual_stages, columns.schedule.astype(np.int64)])
@@ -92,7 +93,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
 
 
 def _kind(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[float, float, float, float]:
-    """Return the layers of the busiest rank, 1 for embedding and head on it, and the mean work of ranks relative to it."""
+    """Return the busiest rank's layers, 1 for embedding and head on it, and the ranks' mean work relative to it."""
     layers, first, last = _divided(job, pp, virtual_stages, schedule)
     layer, head = job.shape.layer_weights, job.shape.head_weights
     work = [count * layer + head * (rank == last) for rank, count in enumerate(layers)]
@@ -136,8 +137,9 @@ class ContendedLaws:
         )  # fmt: skip
 
     def waiting(self, compute_s: Any, group: Any) -> Array:
-        """Return the seconds that groups of `group` ranks wait at a synchronization after `compute_s` of compute, by
-        row.
+        """Return the seconds that groups of `group` ranks wait at a synchronization, by row.
+
+        `compute_s` is the compute since the last one.
         """
         return self._by_group(
             lambda part, size, _, crowd: self.laws.waiting(part, group=size, active=crowd), compute_s, group, 1
@@ -333,7 +335,7 @@ def _host(clock: ContendedLaws) -> Array:
 
 
 def _head(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> tuple[Array, Array, Array]:
-    """Return the seconds of the head, forward and backward: matmuls, other kernels (final norm, loss), communication."""
+    """Return the seconds of the head, forward and backward: matmuls, other kernels (norm, loss), communication."""
     shape, t = job.shape, columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
     learnt = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
@@ -358,7 +360,7 @@ def _embed_tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -
 
 
 def _tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
-    """Return the seconds of a layer's collectives over tp (forward, backward). With sp, backward gathers inputs again."""
+    """Return the seconds of a layer's collectives over tp (forward, backward). Sp gathers inputs again in backward."""
     wide = tokens * job.shape.hidden * VALUE
     whole = 2 * clock.transfer_s("all_reduce", wide, columns.tp)
     gather = clock.transfer_s("all_gather", wide, columns.tp)

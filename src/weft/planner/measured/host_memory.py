@@ -127,7 +127,7 @@ def _trained(job: Job, columns: Columns, layers: Array, held: tuple[Array, Array
 def _frozen_bytes(
     adapter: AdapterSize | None, columns: Columns, held: tuple[Array, Array, Array], width: Array
 ) -> Array:
-    """Return the bytes of frozen weights. `held` is (the rank's frozen weights, all weights of its layers, its layers)."""
+    """Return the bytes of frozen weights. `held` is (frozen weights of the rank, weights of its layers, its layers)."""
     params, inside, layers = held
     found = params * width
     if adapter is not None and adapter.packed:
@@ -185,8 +185,9 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
 
 
 def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str, Array]:
-    """Return the bytes of parameters and optimizer states. `params` is the rank's trained parameters before ZeRO's
-    division.
+    """Return the bytes of parameters and optimizer states.
+
+    `params` is the number of the rank's trained parameters before ZeRO's division.
     """
     moments = (job.stack.main_bytes - 4.0) / 4.0  # as a share of fp32's for each parameter: 2, or 1 in bf16
     moments = 1.0 if job.optimizer == "sgd" else moments  # Muon's matrices have one, embedding and head two: not less
@@ -217,8 +218,7 @@ def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late
 
 
 def _gradients(columns: Columns, params: Array, width: Array, begun: Array) -> tuple[Array, Array]:
-    """Return the bytes of gradients in the engine and in autograd's tensors, and the bytes that exist only late in
-    backward.
+    """Return the bytes of gradients in the engine and in autograd's tensors, and the bytes that exist only late.
 
     Gradients of a single pass are sent from autograd's tensors, so that a stage stores only its part. Gradients of
     several passes are accumulated in full, except under ZeRO 3. In a pipeline they are accumulated in autograd's

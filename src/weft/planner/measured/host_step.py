@@ -117,7 +117,7 @@ def _trained(job: Job, columns: Columns, crowd: HostContention, held: tuple[Arra
 
 
 def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: float) -> Array:
-    """Return the seconds to encode and decode gradients, one copy each, if a wire format encodes them for other ranks."""
+    """Return the seconds to encode and decode gradients, one copy each, if a wire format encodes them."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     plain = columns.reduce == 0  # `compress` alone encodes: what meets rarely, and of replicas each rank's part
     every = np.where(plain, columns.sync_every, 1)
@@ -137,10 +137,10 @@ def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: floa
 def _sharded(
     job: Job, columns: Columns, clock: ContendedLaws, held: tuple[Array, Array], trained: tuple[Array, Array], m: Array
 ) -> Array:
-    """Return the seconds of ZeRO 3: units are gathered for forward and for backward, and gradients scattered, in every
-    pass.
+    """Return the seconds of ZeRO 3.
 
-    `held` is (parameters of the layers, parameters of the ends). `trained` is the same for trained parameters.
+    Units are gathered for forward and for backward, and gradients scattered, in every pass. `held` is (parameters of
+    the layers, parameters of the ends). `trained` is the same for trained parameters.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     stride = columns.tp

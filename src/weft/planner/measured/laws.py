@@ -285,7 +285,7 @@ def parts_of(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def part_of_kind(kind: str) -> str:
-    """Return the part of a kind in a run's time profile. Joined axes belong to the purpose for which they are joined."""
+    """Return the part of a kind in a run's time profile. Joined axes count by the purpose of the group."""
     if not kind.startswith("over "):
         return kind
     axes = kind.removeprefix("over ")
@@ -304,7 +304,7 @@ def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Return measured over predicted seconds of each significant part that has both. Arguments are seconds of one step."""
+    """Return measured over predicted seconds of one step, for each significant part that has both."""
     whole = sum(measured.values())
     found: list[tuple[str, float]] = []
     for name in PARTS:

@@ -226,8 +226,9 @@ def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[in
 
 
 def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
-    """Describe the uses of other transports than the fixed one: "all_reduce below 181 KiB by gloo exchange (0.59 of the
-    time)".
+    """Describe the uses of other transports than the fixed one.
+
+    Example: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)".
     """
     told: list[str] = []
     for (least, way, share), after in zip(found, [*found[1:], None], strict=True):

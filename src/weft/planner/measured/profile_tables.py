@@ -54,8 +54,9 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[s
 
 
 def _host(profile: Profile) -> dict[str, float]:
-    """Return the rates between device and host, and of the host's optimizer, with all devices active, since they share
-    both.
+    """Return the rates between device and host, and of the host's optimizer.
+
+    They are measured with all devices active, since these share both.
     """
     found: dict[str, float] = {}
     moved = _most_contended(profile, "to_host", "to_device")
@@ -155,8 +156,9 @@ def local_profile(path: Path | None = None) -> Profile:
 
 
 def stale(profile: Profile) -> list[str]:
-    """Return the differences of this machine from the profile. For GPUs, only properties available without torch are
-    compared.
+    """Return the differences of this machine from the profile.
+
+    For GPUs, only properties available without torch are compared.
     """
     host = this_host()
     if profile.machine.kind == "cpu":

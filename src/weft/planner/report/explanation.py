@@ -90,7 +90,7 @@ def context(one: Candidate) -> ErrorContext:
 
 
 def band_words(one: Candidate) -> list[str]:
-    """Describe the confidence in the step time: a band if there are similar runs, and properties without measurements."""
+    """Describe the confidence in the step time: a band if there are similar runs, and unmeasured properties."""
     shares = time_by_rung(one.terms, one.question.tables)
     basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):

@@ -141,7 +141,7 @@ class FullRun:
 
 
 def expected_loss(question: Question, tokens: float) -> float | None:
-    """Return the loss after `tokens` tokens, or None for models other than dense decoders, to which the law is limited."""
+    """Return the loss after `tokens` tokens, or None for models that are not dense decoders."""
     shape = question.job.shape
     if question.model.traced is not None or question.job.adapter is not None or shape.num_experts:
         return None

@@ -147,7 +147,7 @@ CLASS_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerat
 
 
 def pareto(found: Answer[Candidate]) -> Drawing:
-    """Draw the memory of the fullest rank against tokens per second, with plans as dots and the Pareto front as a line."""
+    """Draw the memory of the fullest rank against tokens per second: plans as dots, the Pareto front as a line."""
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
     question = found.question
     title = f"{question.model.name} on {question.cluster}: memory against speed"

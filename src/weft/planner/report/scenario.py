@@ -60,7 +60,7 @@ def _flops(question: Question, value: float) -> Question:
 
 
 def _watts(question: Question, value: float) -> Question:
-    """Set a power cap, which lowers rates. Values above the device's power are refused, since their effect is unknown."""
+    """Set a power cap, which lowers rates. Values above the device's power are refused: their effect is unknown."""
     spec = question.cluster.device
     if not spec.watts or value > spec.watts:
         rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"

@@ -124,7 +124,7 @@ def remedies(
 
 
 def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
-    """Return candidate changes, least disruptive first. Each is the smallest of its kind that suffices, or the largest."""
+    """Return changes, least disruptive first. Each is the smallest of its kind that suffices, or the largest."""
     ranks = plan.dp_size
     changes: list[dict[str, object]] = [*_more_passes(plan, usage, missing, shape)]
     sharded: dict[str, object] = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
@@ -304,7 +304,7 @@ def _lengths(question: Question) -> Iterator[str]:
 
 
 def _keeps_rules(question: Question) -> bool:
-    """Return True if any plan with the decided fields satisfies the rules. If not, another cluster would not help."""
+    """Return True if any plan with the decided fields satisfies the rules."""
     return answer(replace(question, most_plans=_FEW_PLANS)).num_estimated > 0
 
 
@@ -473,7 +473,7 @@ def _all_changes(before: Plan, after: Plan) -> str:
 
 
 def _mended(plan: Plan, question: Question) -> Plan | None:
-    """Return the plan after every broken rule's fix, applied one by one, or None if this does not lead to a legal plan."""
+    """Return the plan after the fixes of all broken rules, one by one, or None if they lead to no legal plan."""
     for _ in range(8):
         broken = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
         if not broken:

@@ -296,9 +296,7 @@ def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> Cluster
 
 
 def network_rate(text: str, per_node: int) -> float | None:
-    """Return the bytes/s per device of the network between nodes, from the text or for a machine in stacks.toml, or
-    None.
-    """
+    """Return the bytes/s per device of the network between nodes, from the text or stacks.toml, or None."""
     stated = network_bytes_per_s(text, per_node)
     if stated is not None:
         return stated
@@ -368,7 +366,7 @@ _COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_
 
 
 def _windows(family: str, notes: str, layers: int) -> tuple[int, int]:
-    """Return the attention window and its number of layers, from notes ("5:1 with 1024 window") or the model's family."""
+    """Return the attention window and its layers, from notes ("5:1 with 1024 window") or the model's family."""
     said = re.search(r"(\d+):(\d+) with (\d+) window", notes)
     if said:
         local, whole, width = (int(each) for each in said.groups())
@@ -384,7 +382,7 @@ def _latent(family: str, notes: str, hidden: int) -> dict[str, int]:
 
 
 def _shared(family: str, hidden: int, layers: int, mixture: bool, ffn: int) -> dict[str, int]:
-    """Return the width of the feed-forward layer, of the shared experts, and the number of layers without experts."""
+    """Return the widths of the feed-forward layer and of the shared experts, and the layers without experts."""
     if not mixture:
         return {"ffn": ffn}
     if "every other layer" in family:

@@ -106,7 +106,7 @@ def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def time_errors(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Return the time errors over configurations, with `macro` as the mean over sources of their mean absolute errors."""
+    """Return the time errors over configurations, and as `macro` the mean over sources of mean absolute errors."""
     by_source = _by_source(predictions)
     every = [error for errors in by_source.values() for error in errors]
     macro = _mean(_mean_absolute(errors) for errors in by_source.values())
@@ -389,8 +389,9 @@ def _share(every: Sequence[Residual], some: Sequence[Residual]) -> float:
 
 
 def _fit_uncertainty(residuals: Sequence[Residual], names: Sequence[str]) -> ErrorModel:
-    """Fit the scale by likelihood, with a double exponential density of scaled residuals. Uncertainty terms only widen
-    it.
+    """Fit the scale by likelihood, with a double exponential density of scaled residuals.
+
+    Uncertainty terms only widen it.
     """
     sizes = np.array([abs(each.error) for each in residuals]) + 0.005
     facts = np.array([[each.of.uncertainty_terms[name] for name in names] for each in residuals])

@@ -326,7 +326,7 @@ class _Data:
         return np.log(self.seconds @ np.exp(logs[:terms])) + self.marks @ logs[terms:]
 
     def _weights(self, rows: Mask) -> Array:
-        """Return the weights of runs: 1 per configuration, however often measured, and at most _SOURCE_RUNS per source."""
+        """Return the weights of runs: 1 per configuration, at most _SOURCE_RUNS per source."""
         repeats = Counter(group for group, row in zip(self.groups, rows, strict=True) if row)
         sizes = Counter(source for source, _ in repeats)
         weights = [

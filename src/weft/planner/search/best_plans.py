@@ -97,8 +97,9 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 
 def _kinds(ranked: list[Candidate]) -> list[Candidate]:
-    """Return the best plan of each kind. From some of them, two changes lead to a faster plan, but no single change
-    does.
+    """Return the best plan of each kind.
+
+    From some of them, two changes lead to a faster plan, but no single change does.
     """
     found: dict[tuple[object, ...], Candidate] = {}
     for one in ranked:
@@ -140,7 +141,7 @@ def _pipeline(plan: Plan) -> tuple[object, ...]:
 
 
 def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return the plans, fastest first. Ties in four digits are ordered by text, so that all machines rank them equally."""
+    """Return the plans, fastest first. Ties in four digits are ordered by text, the same on every machine."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
         times[float(f"{one.step_s:.3e}")].append(one)

@@ -293,7 +293,7 @@ def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
 
 
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
-    """Raise ConfigError for a decided number format that the host's profile does not contain for this number of ranks."""
+    """Raise ConfigError for a decided number format that is not in the host's profile for this number of ranks."""
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16", "fp8"):
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats

@@ -187,8 +187,7 @@ class Columns:
         recompute_blocks: number of a rank's layers with the policy `recompute` (0: all).
         recompute_share: share of the layers with the policy, 0 to 1.
         activation_budget: bytes of saved activations allowed on one rank (inf: no budget; below 1: share of the bytes
-            with
-            recompute=none).
+            with recompute=none).
     """
 
     if TYPE_CHECKING:
@@ -319,7 +318,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Join the rows of several columns in order. A scalar that is equal in all of them stays one number in memory."""
+        """Join the rows of several columns in order. Equal scalars stay one number in memory."""
         tables = list(parts)
         if len(tables) == 1:
             return tables[0]
@@ -476,7 +475,7 @@ def copy_bytes(columns: Columns, own_bytes: float) -> Array:
 
 
 def state_bytes(columns: Columns) -> Array:
-    """Return the bytes per gradient of state that senders carry from step to step: the last step's and the next one's."""
+    """Return the bytes per gradient of state that senders carry from step to step, for the last and the next step."""
     sends = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     plain = np.where(sends, 2 * _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
     # Over dp_replicate a rank sends only its own part of the sums.

@@ -404,7 +404,7 @@ def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str,
 
 
 def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
-    """Return the numbers of passes of a step. It is [1] if the batch cannot be divided; a rule refuses this plan later."""
+    """Return the numbers of passes of a step; [1] if the batch cannot be divided, which a rule refuses later."""
     given = space.fixed.get("microbatches", space.fixed.get("accumulation"))
     if given is not None:
         return [given]

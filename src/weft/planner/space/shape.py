@@ -71,7 +71,7 @@ class Shape(DecoderWidths):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedShape(Shape):
-    """Widths of a traced model, and its trace for everything else. For a model without sequences, a sample is a token."""
+    """Widths of a traced model, and its trace for everything else. Without sequences, a sample counts as a token."""
 
     traced: TracedModel
 
@@ -109,7 +109,7 @@ class TracedShape(Shape):
 
     @staticmethod
     def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-        """Return heads, widths and layers of a traced model for plan rules. Its other restrictions are in its limits."""
+        """Return heads, widths and layers of a traced model for plan rules. Its limits have all other restrictions."""
         attention = traced.attention
         legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
         return DecoderSpec(
@@ -136,8 +136,7 @@ class Stack:
         flash_version: 3 for kernels made for the device, 2 for FlashAttention 2 (made for Ampere), 1 for the first.
         attn_gain: speed of the attention kernels relative to this version.
         eager_pieces: blocks of context parallelism use FlashAttention 2, even if full sequences do not, and are merged
-            by
-            several kernels. If False, blocks use the same attention, and each is merged by one kernel.
+            by several kernels. If False, blocks use the same attention, and each is merged by one kernel.
         cp_sum_bytes: bytes of a key's gradient as communicated between context-parallel ranks.
         fused_softmax: without flash, one kernel scales, masks and normalises the scores. If False, several in fp32.
         fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
@@ -165,14 +164,12 @@ class Stack:
             such as a norm's output or the product of a gated layer. Backward recomputes it. If False, it is saved.
         wide_router: the router reads its input in fp32, and saves it.
         opaque_experts: compiled blocks contain experts as one operator that is not compiled, and that selective
-            recompute
-            does not look into. If False, experts are like other layers.
+            recompute does not look into. If False, experts are like other layers.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
         replay_stops: full recompute ends before a layer's last matmul and its reduction, whose result backward does not
             need. If False, it recomputes all of forward.
         own_groups: communicators as Weft's ranks create them, including pairs of stages. If False, one for all ranks
-            and
-            one for each axis in use.
+            and one for each axis in use.
         dropout: masks are computed and saved.
         cuda_graphs: no launch gaps.
         host_gain: speed of its host code relative to the table.
@@ -185,8 +182,7 @@ class Stack:
         half_wgrad: with fp8, weight gradients are computed in the half format, as in Weft.
         half_experts: with fp8, matmuls of stacked experts and of the router use the half format, as in Weft.
         row_scales: with fp8, each token and each output feature has its scale, as in Weft by default. If False, one
-            scale
-            per tensor.
+            scale per tensor.
         vocab_multiple: the vocabulary is padded to a multiple of this, times tp.
         balanced_stages: layers are divided over a pipeline with embedding and head counted as the layers that they
             cost.

@@ -1,4 +1,4 @@
-"""Sizes of adapters and their frozen base, trained shares of a model, and document mixes, without building the model."""
+"""Sizes of adapters and their frozen base, trained shares of a model, and document mixes, without the model."""
 
 from __future__ import annotations
 
@@ -410,8 +410,7 @@ class DocumentMix:
         """Yield (tokens, share of all tokens) of the segments in sequences, shortest first.
 
         A document longer than a sequence fills full sequences, and its rest is a separate segment. The splitting of
-        other
-        documents at the end of a sequence is not modelled.
+        other documents at the end of a sequence is not modelled.
         """
         tokens: defaultdict[int, float] = defaultdict(float)
         for length, count in self.counts:
