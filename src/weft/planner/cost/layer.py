@@ -36,7 +36,7 @@ class RankShare:
         rate: FLOP/s of matmuls.
         half: FLOP/s of operations that stay in a half format.
         core: FLOP/s of attention.
-        width: bytes of an element over those of a half format.
+        width: bytes of an element relative to a half format.
     """
 
     tokens: Array

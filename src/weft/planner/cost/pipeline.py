@@ -1,6 +1,6 @@
 """Cost of a pipeline schedule: a simulation of its steps with one stream of work per rank, and closed forms.
 
-The simulation agrees with the closed forms of 1F1B, interleaving and zero bubble where they are exact. In other cases
+The simulation agrees with the closed forms of 1F1B, interleaving and zero bubble if these are exact. In other cases
 (different lengths of forward, input gradient and weight gradient, or uneven stages) use the simulation.
 """
 

@@ -92,7 +92,7 @@ def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
 
 
 def _without_gaps(key: NDArray[np.intp], span: int) -> tuple[NDArray[np.intp], int]:
-    """Renumber numbers below `span` without gaps. Returns them and their count."""
+    """Renumber numbers below `span` without gaps, and count them."""
     if span > 32 * _MOST_KEYS:
         values, codes = np.unique(key, return_inverse=True)
         return codes.reshape(-1), len(values)

@@ -97,7 +97,7 @@ def _update_s(job: Job, clock: ContendedLaws, own: Array, layers: Array) -> Arra
 
 
 def _params(job: Job, columns: Columns, crowd: HostContention) -> tuple[Array, Array]:
-    """Return the parameters of the busiest rank: of its layers, and of embedding and head."""
+    """Return the busiest rank's parameters (layers, embedding and head)."""
     inside = rank_shares(job, columns, crowd.layers, False, False)
     table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
     both = crowd.has_embedding + crowd.has_head

@@ -283,7 +283,7 @@ def _maker(device: DeviceSpec) -> str:
 
 
 def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield questions with an adapter instead of all weights, on a base in full or 4 bits; then with shorter sequences."""
+    """Yield questions with an adapter instead of all weights, on a full or 4-bit base; then with shorter sequences."""
     now = question.job.adapter
     if now is not None and now.base != "stored":
         return

@@ -326,7 +326,7 @@ _GPT_VOCAB = 50_257
 
 
 def shape_of(row: Row) -> Shape:
-    """Return the shape of a row's model. Missing values are taken from its family (see the comments)."""
+    """Return the shape of a row's model. Missing values are taken from its family."""
     have = {key: size(row, key) for key in _COUNTS if count(row, key, 0)}
     hidden, heads = have["hidden"], have["heads"]
     family = f"{row.get('model_family', '')} {row.get('table', '')}".lower()

@@ -121,7 +121,7 @@ def _by_source(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
 
 
 def scored(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return the predictions whose time is scored: of each source the marked runs, or all if none is marked."""
+    """Return the predictions whose time is scored: the marked runs of each source, or all if none is marked."""
     measured = [each for each in predictions if each.error is not None]
     marking = {each.run.source for each in measured if each.run.core}
     return [each for each in measured if each.run.core or each.run.source not in marking]

@@ -19,13 +19,13 @@ NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """One row that can be predicted. Settings that the row does not contain are None (see `fill.py`).
+    """One row that can be predicted. Settings that the row does not contain are None; `scores.candidates` tries values.
 
     Attributes:
         source: the id without its number.
         group: rows that repeat one configuration.
-        recompute: "none", "full", "attention", "selective", "half" (full in every second layer) or "experts" (these and
-            the norms).
+        recompute: "none", "full", "attention", "selective", "half" (full in every second layer) or "experts" (experts
+            and norms).
         interleaved: the pipeline has several chunks on each rank, if `virtual_stages` does not give their number.
         host_optimizer, host_activations: kept and computed on the host.
         counter: meaning of the memory value: "allocated", "reserved", "total" or "" (unspecified).

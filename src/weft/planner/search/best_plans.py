@@ -44,7 +44,7 @@ _FASTER = 0.99
 
 
 def answer(question: Question) -> Answer[Candidate]:
-    """Search the full space of a question."""
+    """Find the best plans of a question in its full search space."""
     start = time.perf_counter()
     tally = Tally(question.facts)
     space, blocks = _space_in_bounds(question, tally)

@@ -77,9 +77,8 @@ class Space:
         return None
 
     def of_last_meshes(self) -> Space | None:
-        """Return the part of this space with the splits and schedules of the narrowest space.
-
-        Returns None if this space has no other splits and schedules.
+        """Return the part of this space with the splits and schedules of the narrowest space, or None if it has no
+        others.
         """
         narrow: Space | None = self
         while narrow is not None and narrow.splits == "all":

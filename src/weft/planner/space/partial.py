@@ -1,8 +1,8 @@
 """Tables of partial plans, and vectorized evaluation of plan rules on them.
 
 A table has a code for each field and row, and the values of the codes. A rule is evaluated once for each combination of
-the fields that it reads. These are found by tracking what its predicate reads. So every rule, including new ones, can
-prune a million plans without a vectorized version.
+the fields that it reads, which are tracked while its predicate runs. So every rule, including new ones, can prune a
+million plans without a vectorized version.
 """
 
 from __future__ import annotations
