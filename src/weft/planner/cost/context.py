@@ -1,6 +1,6 @@
 """Cost of context parallelism in a layer: exposed communication, blockwise attention, merging of results, buffers.
 
-The model follows `parallel/context/ways.py`. Ring and gather attend to the keys of one rank at a time: causally to
+The model follows `parallel/context/modes.py`. Ring and gather attend to the keys of one rank at a time: causally to
 their own keys, without a mask to the keys of the c - 1 other ranks. Halves that the mask removes are never computed.
 Each block gives an output and a log-sum-exp, which are accumulated in fp32. Ulysses runs one attention over all tokens
 for a part of the heads.

@@ -1,6 +1,8 @@
 """Kernels of one layer on one rank: seconds of matmuls and attention, bytes moved by other kernels, and kernel calls.
 
-A decoder layer is computed by formulas, a traced model from its own list of operations. Letters as in layer_cost.py.
+A decoder layer is computed by formulas, a traced model from its own list of operations.
+
+Letters: t tensor-parallel size, M tokens of a pass on a rank, q and kv widths of queries and keys on a rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of the chunked loss (`parallel/tensor/head_loss.py`), activations and host memory; communicator counts.
+"""Bytes of the chunked loss (`parallel/tensor/language_head.py`), activations and host memory; communicator counts.
 
 Letters: N tokens of a pass on a rank, V entries of the vocabulary on a rank, h hidden size.
 """
@@ -22,7 +22,7 @@ from weft.planner.space.shape import TracedShape
 
 Array = NDArray[np.float64]
 
-#: Equal to the value in `parallel/tensor/head.py`, which imports torch. A test compares them.
+#: Equal to the value in `parallel/tensor/language_head.py`, which imports torch. A test compares them.
 LARGE_LOGITS_BYTES = 2**28
 #: Values per token that the chunked loss makes in addition to logits: labels, masks, largest logit, sums.
 _LABELS = 13.0
@@ -73,8 +73,8 @@ def fused_loss_bytes(
 
 # Bytes of activations: saved by a mean layer, needed during its backward, and used by ends and logits.
 
-#: Peak bytes per logit of a loss that compares a student's logits with a teacher's (tasks/distill/divergence.py). A
-#: test measures it.
+#: Peak bytes per logit of a loss that compares a student's logits with a teacher's (train/tasks/distill.py). A test
+#: measures it.
 TWO_LOGITS = 36.0
 #: The columns that this part of the module reads.
 OF_LAYER = (
@@ -363,7 +363,7 @@ def fullest_of_backward(
 # Memory of recorded passes: a CUDA graph keeps the memory of its activations permanently.
 
 #: Passes per step from which on a middle pass is recorded while the last pass still runs eagerly: it then runs twice
-#: in one step (WARM_UPS of train/microbatch/passes/graphed_passes.py).
+#: in one step (WARM_UPS of train/step/graphed_passes.py).
 _EAGER_BESIDE = 4
 #: Recordings of a step: its first pass, the middle passes, and its last pass.
 _PLACES = 3

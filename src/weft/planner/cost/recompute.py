@@ -4,7 +4,7 @@ The menu of a layer (`memory/trace.py`) starts with all tensors that autograd sa
 of its heavy operations (matmuls and attention), then ever fewer of them: outputs that save the least time for their
 bytes are dropped before others. The last option keeps only the layer's input.
 
-The runtime combines options over the layers for the least time (`memory/budget.py`). For identical layers, this is a
+The runtime combines options over the layers for the least time (`memory/recompute.py`). For identical layers, this is a
 straight line between two options of the menu's lower hull.
 """
 

@@ -1,6 +1,6 @@
 """Work and memory of a traced model for every distinct sharding: the counterpart of the formulas for model families.
 
-A layer is the mean over the model's layers. Letters as in `layer_cost`.
+A layer is the mean over the model's layers.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
-#: Rows and columns of the matrices that low-rank compression is modelled for, as in `spec/wires.py`.
+#: Rows and columns of the matrices that low-rank compression is modelled for, as in `config/wire_formats.py`.
 _SIDE = 1024.0
 #: Values that an optimizer with one moment reads and writes (weight, gradient, moment), relative to AdamW with two.
 _OF_ONE_MEAN = 5 / 7
@@ -198,7 +198,7 @@ FILLED = (
 
 
 def host_parts(job: Job, columns: Columns, laws: Laws) -> Parts:
-    """Return seconds by term and bytes by class of every row, in the format of `cost.device_parts`.
+    """Return seconds by term and bytes by class of every row, in the format of `cost.step.device_parts`.
 
     Args:
         job: model, sequence and batch.

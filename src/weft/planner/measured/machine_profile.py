@@ -125,7 +125,7 @@ class Profile:
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
     def formats(self, num_ranks: int) -> frozenset[str]:
-        """Return the number formats in which compute was measured with `num_ranks` active ranks, or the most measured."""
+        """Return the number formats in which compute was measured with `num_ranks` active ranks, or with the most."""
         seen = {(sample.op, sample.dtype, sample.ranks) for sample in self.samples if sample.op in _COMPUTE}
         needed = min(num_ranks, max((ranks for _, _, ranks in seen), default=1))
         reached = {(op, dtype) for op, dtype, ranks in seen if ranks >= needed}

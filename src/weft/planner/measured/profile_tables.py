@@ -1,7 +1,7 @@
 """Constants of the cost model from a profile: measured values replace the tables' values.
 
-For GPUs, each constant is solved from the formula that uses it (kernels.py and collective_cost.py in planner/cost/),
-with the samples that it affects most. Constants without such samples keep the tables' values.
+For GPUs, each constant is solved from the formula that uses it (`planner/cost/machine.py`), with the samples that it
+affects most. Constants without such samples keep the tables' values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Explanation of an estimate: sources of its constants, confidence, step time and memory as text.
 
 Every term is attributed to the constant that decides most of it. The bands are fitted to errors on published runs, each
-predicted without its source (`planner/foresight`).
+predicted without its source (`planner/uncertainty.py`).
 """
 
 from __future__ import annotations

@@ -414,7 +414,7 @@ class ScoreReport:
         return time_residuals(scored(tables), self.refitted.source_out), memory_residuals(tables)
 
     def experience(self) -> Experience:
-        """Return the error statistics: the content of `foresight/experience.toml`."""
+        """Return the error statistics: the content of `planner/experience.toml`."""
         return experience(*self.residuals())
 
     def summary(self) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class Space:
         return None
 
     def of_last_meshes(self) -> Space | None:
-        """Return the part of this space with the splits and schedules of the narrowest space, or None if it has no
-        others.
+        """Return the part of this space with the splits and schedules of the narrowest one.
+
+        It is None if this space has no other splits.
         """
         narrow: Space | None = self
         while narrow is not None and narrow.splits == "all":

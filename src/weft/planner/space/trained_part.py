@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: (inputs, outputs) of a linear layer.
 Widths = tuple[float, float]
-#: Equal to `models/adapters/base_format.py`, which imports torch; a test compares them: weights of a block, and the
+#: Equal to `models/quantized_linear.py`, which imports torch; a test compares them: weights of a block, and the
 #: bytes of a block with its scale.
 BLOCK = 64
 BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
@@ -31,7 +31,7 @@ BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
 #: scaled (8) and narrowed (6). nf4: for each half of a byte, a code is extracted (1.5), widened (2.5) and looked up
 #: (4), in all 15 per weight; then the halves are joined (8), scaled (8) and narrowed (6).
 UNPACKED = {"int8": 21.0, "nf4": 37.0}
-#: Weights that are unpacked in one chunk, as in `models/adapters/base_format.py`.
+#: Weights that are unpacked in one chunk, as in `models/quantized_linear.py`.
 UNPACKED_AT_ONCE = 2**23
 #: Kernel calls to unpack one weight matrix.
 UNPACKS = {"int8": 5, "nf4": 11}
@@ -265,7 +265,7 @@ def _is_frozen(name: str, groups: Sequence[OptimizerGroup]) -> bool:
 
 
 def parameters_of(spec: DecoderSpec) -> Iterator[tuple[str, str, float]]:
-    """Yield (part, name, size) of all parameters, with the names of `models/transformer.py`. A test compares them.
+    """Yield (part, name, size) of all parameters, with the names of `models/decoder.py`. A test compares them.
 
     The last norm counts as part of the head.
     """
