@@ -1,4 +1,4 @@
-"""Step time and memory of many plans at once: one numpy array per term, one entry per plan."""
+"""Step time and memory of many plans: one numpy array per term, one entry per plan."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.uncertainty import fits_chance, memory_spread, shipped
 
 Array = NDArray[np.float64]
-#: Fewer rows are added up by numpy in one call.
+#: With fewer rows, one numpy call adds all arrays.
 _FEW = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What `estimate` says of each plan.
+    """Result of `estimate`: time and memory of each plan.
 
-    terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`. memory: bytes on the fullest rank by
-    class (CLASSES); they sum to `total_bytes`. usable_bytes: what a run can use of the device's memory.
-    host_bytes: of a rank in its host's memory, of which it may pin host_limit.
-    tokens: of one step. memory_spread: scale of the errors of memory, as a logarithm.
+    Attributes:
+        terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`.
+        memory: bytes on the fullest rank by class (CLASSES); they sum to `total_bytes`.
+        usable_bytes: device memory that a run can use.
+        tokens: tokens of one step.
+        memory_spread: scale of the errors of memory, as a logarithm.
+        host_bytes: host memory of a rank.
+        host_limit: host memory that a rank may pin.
     """
 
     terms: Mapping[str, Array]
@@ -51,38 +55,38 @@ class Estimates:
 
     @property
     def tokens_per_s(self) -> Array:
-        """Tokens a second over all devices."""
+        """Tokens per second over all devices."""
         return self.tokens / self.step_s
 
     @property
     def allocated_bytes(self) -> Array:
-        """Bytes in tensors at the fullest moment (torch.cuda.max_memory_allocated)."""
+        """Peak bytes in tensors (torch.cuda.max_memory_allocated)."""
         outside = ("communicators", "context", "reserve")
         return _added(self.memory[name] for name in CLASSES if name not in outside)
 
     @property
     def reserved_bytes(self) -> Array:
-        """Bytes that the allocator holds (torch.cuda.max_memory_reserved)."""
+        """Peak bytes of the allocator (torch.cuda.max_memory_reserved)."""
         return self.allocated_bytes + self.memory["reserve"]
 
     @property
     def total_bytes(self) -> Array:
-        """All bytes on the device: what the driver's tools show."""
+        """All bytes on the device, as the driver's tools show them."""
         return _added(self.memory.values())
 
     @property
     def fits_probability(self) -> Array:
-        """Chance that the plan runs without falling short of memory, 0 to 1."""
+        """Probability that the plan does not run out of memory, 0 to 1."""
         return self.chance(self.total_bytes)
 
     def chance(self, total: Array) -> Array:
-        """Return the same. total: `total_bytes`, where they are at hand."""
+        """Return `fits_probability` for a `total_bytes` that is already computed."""
         room = np.log(self.usable_bytes / np.maximum(total, 1.0))
         return np.where(self.host_bytes > self.host_limit, 0.0, fits_chance(room, self.memory_spread))
 
 
 def _added(parts: Iterable[Array]) -> Array:
-    """The sum of some arrays, one after another; of many rows a copy of all of them would take longer than adding."""
+    """Return the sum of some arrays. For many rows they are added one by one: a stacked copy would take longer."""
     first, *others = parts
     if len(first) < _FEW:
         return np.sum([first, *others], axis=0)
@@ -93,20 +97,20 @@ def _added(parts: Iterable[Array]) -> Array:
 
 
 def _joined(parts: Sequence[Array], num_rows: int) -> Array:
-    """The rows of several parts; nothing where there are none."""
+    """Return the concatenated rows of several parts, or zeros without parts."""
     if not parts:
         return np.broadcast_to(np.float64(0.0), num_rows)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict every row of `columns`. Rows that no rule allows get numbers too; prune them first.
+    """Predict every row of `columns`. Invalid rows get numbers too; prune them before the call.
 
     Args:
         job: model, sequence and batch.
-        cluster: gives the size of a node; the rates are the tables'.
+        cluster: the cluster; defines the size of a node. The rates come from `tables`.
         columns: the plans.
-        tables: constants of the device, or of a host that was measured.
+        tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
         return _estimates(job, cluster, columns, tables, [host_parts(job, columns, tables.laws)])
@@ -114,13 +118,13 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
 
 
 def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict the memory of every row; without terms where that is less work.
+    """Predict the memory of every row, without time terms if that is less work.
 
     Args:
         job: model, sequence and batch.
-        cluster: gives the size of a node.
+        cluster: the cluster; defines the size of a node.
         columns: the plans.
-        tables: constants of the device, or of a host that was measured.
+        tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables) or job.stack.balanced_stages:
         return estimate(job, cluster, columns, tables)
@@ -128,13 +132,13 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
 
 
 def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Array:
-    """Predict the seconds of a step of every row; without memory where that is less work.
+    """Predict the step seconds of every row, without memory if that is less work.
 
     Args:
         job: model, sequence and batch.
-        cluster: gives the size of a node.
+        cluster: the cluster; defines the size of a node.
         columns: the plans.
-        tables: constants of the device, or of a host that was measured.
+        tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
         return estimate(job, cluster, columns, tables).step_s
@@ -147,7 +151,14 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
-    """Seconds of one layer and of the ends by part: what the terms of `estimate` are made of."""
+    """Return the seconds of one layer, embedding and head by part. The terms of `estimate` are built from them.
+
+    Args:
+        job: model, sequence and batch.
+        cluster: the cluster; defines the size of a node.
+        columns: the plans.
+        tables: constants of the device, or of a measured host.
+    """
     if isinstance(tables, HostTables):
         return host_layer_costs(job, columns, tables.laws)
     return layer_costs(

@@ -1,4 +1,4 @@
-"""What an estimate is of, as far as its errors depend on it: kind of model, device, format, scale, length."""
+"""Uncertainty of estimates: the context that errors depend on, error bands, and probabilities of fitting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.config.cluster import ClusterSpec
 from weft.planner.space.columns import Job
 from weft.planner.space.shape import Shape, TracedShape
 
-#: Makes of devices by what their names begin with; the first that fits.
+#: Device generations by prefixes of device names. The first match wins.
 _GENERATIONS = (
     ("volta", ("v100",)),
     ("ampere", ("a100", "a800")),
@@ -26,7 +26,7 @@ _GENERATIONS = (
     ("cdna", ("mi300x", "mi325x", "mi350x", "mi355x")),
     ("tpu", ("tpu-v5p", "tpu-v6e")),
 )
-#: Those for which dozens of runs were published.
+#: Generations with dozens of published runs.
 WELL_KNOWN = frozenset({"ampere", "hopper"})
 #: Tokens of a sequence, and nodes, from which on few runs were published.
 _LONG, _MANY = 16_384, 256
@@ -34,10 +34,16 @@ _LONG, _MANY = 16_384, 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorContext:
-    """experts: whether it has any. narrow: fp8 or fp4 products. nodes: of the run. stages: of its pipeline.
+    """Properties of a run on which the error of its estimate depends.
 
-    decoder: whether the model reads tokens and says the next, as those of all published runs do. adapter: whether one
-    is trained in place of the weights. graphs: whether steps are launched as CUDA graphs.
+    Attributes:
+        experts: True if the model has experts.
+        narrow: True for fp8 or fp4 matmuls.
+        nodes: nodes of the run.
+        stages: stages of its pipeline.
+        decoder: True if the model reads tokens and predicts the next, as in all published runs.
+        adapter: True if an adapter is trained instead of the weights.
+        graphs: True if steps are launched as CUDA graphs.
     """
 
     generation: str
@@ -52,7 +58,7 @@ class ErrorContext:
 
     @property
     def uncertainty_terms(self) -> dict[str, float]:
-        """What makes an error larger, each from 0 (as in most published runs) upwards, by name."""
+        """Causes of larger errors by name, each from 0 (as in most published runs) upwards."""
         return {
             "experts": float(self.experts),
             "narrow": float(self.narrow),
@@ -65,20 +71,20 @@ class ErrorContext:
 
 
 def generation(device: str) -> str:
-    """Return the make of a device by its name; "" where no run on its kind was published."""
+    """Return the generation of a device by its name, or "" if no run on a similar device was published."""
     name = device.rstrip("*")
     return next((make for make, names in _GENERATIONS if name.startswith(names)), "")
 
 
 def error_context(job: Job, cluster: ClusterSpec, precision: str, stages: int, num_devices: int) -> ErrorContext:
-    """Return the circumstances of one plan.
+    """Return the error context of one plan.
 
     Args:
         job: model, sequence and batch.
-        cluster: gives device and size of a node.
-        precision: of the plan.
-        stages: of its pipeline.
-        num_devices: that it uses.
+        cluster: the cluster; defines device and size of a node.
+        precision: precision of the plan.
+        stages: pipeline stages of the plan.
+        num_devices: devices that the plan uses.
     """
     return ErrorContext(
         generation=generation(cluster.device.name),
@@ -100,7 +106,7 @@ def _is_decoder(shape: Shape) -> bool:
 
 
 def unmeasured(one: ErrorContext, device: str) -> tuple[str, ...]:
-    """Return what no published run was like, in words; empty where there were some of every kind."""
+    """Return descriptions of properties that no published run had; empty if there were similar runs."""
     found: list[str] = []
     if not one.generation:
         found.append(f"no run on {device.rstrip('*')} or its kind")
@@ -121,11 +127,11 @@ def unmeasured(one: ErrorContext, device: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-# Bands and chances from residuals: how wide they are under which circumstances, and the quantiles that they need.
+# Bands and probabilities from residuals: their width by context, and the quantiles that they need.
 
 Array = NDArray[np.float64]
 
-#: Shares of cases that bands are made to hold.
+#: Shares of cases that bands should contain.
 LEVELS = (0.5, 0.8, 0.95)
 TIME_DOUBTS = ("experts", "narrow", "newer", "long", "many", "network", "pipeline")
 MEMORY_DOUBTS = ("experts", "newer")
@@ -133,7 +139,7 @@ MEMORY_DOUBTS = ("experts", "newer")
 
 @dataclass(frozen=True, slots=True)
 class ErrorModel:
-    """How a scale grows with the circumstances: `spread` where there is no doubt, times exp(weight) for each."""
+    """Scale of errors by context: `spread` in the base case, times exp(weight) for each uncertainty term."""
 
     spread: float
     weights: Mapping[str, float]
@@ -146,7 +152,7 @@ class ErrorModel:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Factors on an estimate between which the measured value lies in `level` of all cases."""
+    """Factors on an estimate that contain the measured value in `level` of all cases."""
 
     level: float
     low: float
@@ -155,10 +161,13 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """What published runs taught of the errors. quantiles: lower and upper by level, in units of the scale.
+    """Error statistics from published runs.
 
-    gross, gross_spread: share of memory estimates that are wrong altogether, and how far.
-    runs, sources: that the time was learnt from.
+    Attributes:
+        quantiles: lower and upper quantile by level, in units of the scale.
+        gross: share of memory estimates with gross errors.
+        gross_spread: scale of gross errors.
+        runs, sources: numbers of runs and sources behind the time model.
     """
 
     time: ErrorModel
@@ -172,13 +181,13 @@ class Experience:
 
 @functools.cache
 def shipped() -> Experience:
-    """Return the experience that comes with the package."""
+    """Return the error statistics that come with the package."""
     text = Path(__file__).with_name("experience.toml").read_text(encoding="utf-8")
     return experience_of(tomllib.loads(text))
 
 
 def experience_of(table: Mapping[str, Any]) -> Experience:
-    """Return the experience of a table like that of experience.toml."""
+    """Return the error statistics of a table with the format of experience.toml."""
     time, memory = table["time"], table["memory"]
     return Experience(
         time=ErrorModel(time["spread"], time["doubts"]),
@@ -207,14 +216,14 @@ def memory_spread(job: Job, cluster: ClusterSpec) -> float:
 
 
 def fits_chance(room: Array, spread: float, known: Experience | None = None) -> Array:
-    """Return the chance of each plan to run without falling short of memory.
+    """Return the probability that each plan does not run out of memory.
 
-    Most estimates are off by little, some by much: an allocator that fragments, a loss that is not what was thought.
+    Most estimates have small errors, some large ones: a fragmented allocator, or another loss than assumed.
 
     Args:
         room: log(usable / needed) of each plan.
-        spread: scale of the residuals of memory, as `Experience.memory` has it for the circumstances.
-        known: where not the shipped one.
+        spread: scale of the residuals of memory, as `Experience.memory` has it for the context.
+        known: error statistics; None uses the shipped ones.
     """
     known = shipped() if known is None else known
     near, far = _logistic(room / spread), _logistic(room / known.gross_spread)

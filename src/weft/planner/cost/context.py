@@ -1,9 +1,12 @@
-"""What a sequence cut over ranks costs a layer: traffic in the open, attention in pieces, joining them, buffers.
+"""Cost of context parallelism in a layer: exposed communication, blockwise attention, merging of results, buffers.
 
-As `parallel/context/ways.py` works. Ring and gather attend to the keys of one rank at a time: to their own as a
-triangle, to those of the c - 1 others as rectangles, whose halves that the mask takes away are never computed; each
-piece gives an output and a log-sum-exp, which are added up in fp32. Ulysses attends once, to all tokens of some heads.
-Letters: c context-parallel size, q and kv widths of queries and of keys on a rank, both for `tokens` of a pass.
+The model follows `parallel/context/modes.py`. Ring and gather attend to the keys of one rank at a time: causally to
+their own keys, without a mask to the keys of the c - 1 other ranks. Halves that the mask removes are never computed.
+Each block gives an output and a log-sum-exp, which are accumulated in fp32. Ulysses runs one attention over all tokens
+for a part of the heads.
+
+Letters: c is the context-parallel size; q and kv are the widths of queries and keys on a rank, both for the `tokens` of
+a pass.
 """
 
 from __future__ import annotations
@@ -18,31 +21,39 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 _RING, _GATHER, _ULYSSES = (CP_MODES.index(name) for name in ("ring", "gather", "ulysses"))
-#: Of a rank's queries, and of another rank's keys, how much meets the other: zigzag leaves all of one, half of the
-#: other, and which is which changes from one rank to the next.
+#: Mean share of a rank's queries, and of another rank's keys, that take part in a block. With zigzag it is all of one
+#: and half of the other, and which one depends on the pair of ranks.
 _MET = 0.75
-#: Kernels that one piece takes beside attention, forward; and those that pack and unpack the exchange of heads.
+#: Kernels per block in addition to attention (forward), and kernels that pack and unpack the exchange of heads.
 _PIECE_CALLS, _EXCHANGE_CALLS = 10.0, 12.0
 
 
 def is_sharded(columns: Columns) -> Mask:
-    """Rows whose attention goes piece by piece."""
+    """Return True for rows with blockwise attention."""
     return (columns.cp > 1) & (columns.cp_mode != _ULYSSES)
 
 
 def blocks_s(
     job: Job, columns: Columns, tables: Tables, width: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
-    """Seconds of attention of one layer in pieces: the own triangle, and rectangles without a mask.
+    """Return the seconds of one layer's blockwise attention: causal for a rank's own keys, unmasked for others.
 
-    width: of queries on a rank, as many as their FLOPs count for. torch gives the log-sum-exp that joining needs from
-    its own FlashAttention 2 alone, which on devices after Ampere is slower than what whole sequences take there.
+    Merging needs the log-sum-exp, which torch returns only from its own FlashAttention 2. On devices after Ampere that
+    kernel is slower than the one that full sequences use.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        width: width of the queries on a rank, scaled to their FLOPs.
+        backward: compute backward instead of forward.
+        peak: dense FLOP/s of attention.
     """
     c, head_dim = columns.cp.astype(np.float64), job.shape.head_dim
     tokens = job.seq_len / c
     each = (2.5 if backward else 1.0) * 4.0 * columns.microbatch * tokens * width
     own = flash_s(tables, each * (tokens + 128) / 2, tokens, head_dim, backward, peak)
-    # The last ranks see all other keys and the first ones none; zigzag gives each rank half of them.
+    # The last ranks attend to all other keys and the first ranks to none. Zigzag gives each rank half of them.
     others = flash_s(tables, each * (job.seq_len - tokens) / 2, tokens, head_dim, backward, peak, masked=False)
     gain = tables.flash2_gain if job.stack.eager_pieces else 1.0
     return (own + others) / gain + (c - 2).clip(0) * tables.launch_s
@@ -52,10 +63,11 @@ def traffic_s(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, q: Array, kv: Array, attn_f: Array,
     attn_b: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Exposed seconds of a layer's context-parallel traffic, and what attention loses to the rest: forward, backward.
+    """Return the exposed seconds of a layer's context-parallel communication (forward, backward).
 
-    Keys and values travel in half precision, the sums of their gradients in the stack's `cp_sum_bytes`. Of a ring each
-    message runs under the attention of one step; the last gradients have nothing left to run under.
+    The seconds include the slowdown of attention by communication that it hides. Keys and values are sent in half
+    precision, the sums of their gradients with `cp_sum_bytes` per value. In a ring, each message overlaps with the
+    attention of one step. The last gradients have no compute to overlap with.
     """
     c, stride = columns.cp.astype(np.float64), columns.stride("cp")
     keys = 2.0 * tokens * kv * 2.0
@@ -76,22 +88,22 @@ def traffic_s(
 
 
 def _under(steps: Array | int, message: Array, compute: Array, tables: Tables) -> Array:
-    """Seconds that messages take in the open, each beside the compute of one step, and that compute loses to them."""
+    """Return the exposed seconds of messages that each overlap with one step of compute, plus its slowdown."""
     hidden = np.minimum(message, compute)
     return steps * (message - hidden + (tables.overlap_compute - 1) * hidden)
 
 
 def _sent_kv(job: Job, c: Array, kv: Array) -> Array:
-    """Width of the keys that Ulysses sends: where they have fewer heads than there are ranks, each goes to several."""
+    """Return the width of the keys that Ulysses sends. With fewer key heads than ranks, each head goes to several."""
     return np.maximum(kv, c * job.shape.head_dim)
 
 
 def joined_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Bytes that a layer moves to join its pieces, or to pack and unpack heads: forward, backward.
+    """Return the bytes that a layer moves to merge its blocks, or to pack and unpack heads (forward, backward).
 
-    By value of the queries: the first piece is copied into the fp32 sum (6), each other scales the sum (8), is
-    widened (6) and added (12), and the sum is narrowed (6); one fused kernel scales and adds (10). Backward adds every
-    piece's gradients to fp32 sums (10).
+    Bytes per value of the queries: the first block is copied into the fp32 sum (6). For every other block the sum is
+    scaled (8), and the block is widened (6) and added (12). At the end the sum is narrowed (6). One fused kernel scales
+    and adds (10). Backward adds the gradients of every block to fp32 sums (10).
     """
     c = columns.cp.astype(np.float64)
     met = _MET * (c - 1)
@@ -105,16 +117,16 @@ def joined_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array)
 
 
 def calls(columns: Columns) -> Array:
-    """Calls of kernels that a layer's forward has more."""
+    """Return the number of additional kernel calls in a layer's forward."""
     more = np.where(is_sharded(columns), _PIECE_CALLS * columns.cp, _EXCHANGE_CALLS)
     return np.where(columns.cp > 1, more, 0.0)
 
 
 def buffer_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> Array:
-    """Bytes on one rank beside what is saved, while backward of one layer's attention runs.
+    """Return the bytes of buffers on a rank during backward of one layer's attention, without saved activations.
 
-    Gather: keys and values of all ranks and the sums of their gradients. Ring: those that came and are to come. Both:
-    the sum of the queries' gradients. Ulysses: queries, keys, values and their gradients, swapped.
+    Gather: keys and values of all ranks and the sums of their gradients. Ring: received and outgoing keys, values and
+    sums. Both: the sum of the queries' gradients. Ulysses: exchanged queries, keys, values and their gradients.
     """
     if not (columns.cp > 1).any():
         return np.zeros(len(columns))

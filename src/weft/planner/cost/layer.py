@@ -1,6 +1,8 @@
-"""Kernels of one layer on one rank: seconds of products and of attention, bytes that the others move, and calls.
+"""Kernels of one layer on one rank: seconds of matmuls and attention, bytes moved by other kernels, and kernel calls.
 
-Of a decoder's layer by formulas, of a traced model's from its own list. Letters as in layer_cost.py.
+A decoder layer is computed by formulas, a traced model from its own list of operations.
+
+Letters: t tensor-parallel size, M tokens of a pass on a rank, q and kv widths of queries and keys on a rank.
 """
 
 from __future__ import annotations
@@ -20,18 +22,24 @@ from weft.planner.space.trained_part import AdapterSize
 
 Array = NDArray[np.float64]
 
-#: Calls of kernels by one layer: forward, and backward over forward (autograd's C++ calls cost about as much).
+#: Kernel calls of one layer's forward. Backward takes about as long on the host (autograd's C++ calls).
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
-#: More of them in a layer with experts: router, balance, sort, spread and join (counted in Weft's: 75 in all, eager).
+#: Additional calls in a layer with experts: router, balance, sort, scatter and join (in Weft 75 in all, eager).
 _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER = 20, 35
-#: Speed of the first FlashAttention over the second (Dao 2023, arXiv 2307.08691: about half).
+#: Speed of the first FlashAttention relative to the second (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank has of a pass: M, q, kv; FLOP/s of products, of what stays in a half format, and of attention; and
-    how much wider elements are than halves."""
+    """A rank's share of a pass: tokens M, widths q and kv, FLOP/s, and element width.
+
+    Attributes:
+        rate: FLOP/s of matmuls.
+        half: FLOP/s of operations that stay in a half format.
+        core: FLOP/s of attention.
+        width: bytes of an element relative to a half format.
+    """
 
     tokens: Array
     q: Array
@@ -49,7 +57,7 @@ def cut_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
     gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
     rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
     halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
-    # Fused attention in fp32 asks no flag for TF32: it splits what it multiplies, to stay exact.
+    # Fused attention in fp32 ignores the TF32 flag. It splits its operands to stay exact.
     cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in zip(PRECISIONS, halves, strict=True)]
     q, kv = shape.sharded_widths(t)
     return RankShare(
@@ -65,8 +73,12 @@ def cut_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Of one layer: seconds of products (last: as `last_f`) and of attention, bytes that other kernels move, how many
-    kernels are called, and collectives over tp beside those of a decoder's layer."""
+    """Kernels of one layer: seconds of matmuls and attention, bytes moved by other kernels, and number of calls.
+
+    Attributes:
+        last: seconds of the last matmul, as `LayerCosts.last_f`.
+        sums: tensor-parallel communication relative to a decoder layer.
+    """
 
     gemm_f: Array
     dgrad: Array
@@ -82,7 +94,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Seconds before the layers, and of what comes after them beside head and loss: products, other kernels."""
+    """Seconds before the layers, and seconds of matmuls and other kernels after them, without head and loss."""
 
     embed: Array
     after_gemm: Array | float = 0.0
@@ -90,7 +102,7 @@ class Ends:
 
 
 def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kernels:
-    """Of a decoder's layer, by formulas."""
+    """Return the kernels of a decoder layer, by formulas."""
     shape, tokens = job.shape, cut.tokens
     gemm_f, dgrad, wgrad = _products(job, columns, tables, cut)
     m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
@@ -107,10 +119,11 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kerne
 
 
 def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
-    """Of a layer with frozen weights: no gradients of these, the adapter's products, and unpacking of a packed base.
+    """Return the kernels of a layer with frozen weights and an adapter.
 
-    The products are thin: they take the time of the passes over what they read and write (x, the product that they add
-    to). A packed weight is unpacked in forward, and again in backward.
+    There are no gradients of frozen weights. The adapter's matmuls and the unpacking of a packed base are added. The
+    matmuls are thin, so that they take the time to read and write their operands (x and the product that they add to).
+    A packed weight is unpacked in forward and again in backward.
     """
     shape = job.shape
     active = (
@@ -131,7 +144,10 @@ def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Ar
 
 
 def partly_trained(job: Job, made: Kernels) -> Kernels:
-    """Of a mean layer where some weights are frozen: without their gradients, or any before the first trained."""
+    """Return the kernels of a mean layer if some weights are frozen.
+
+    Frozen weights have no gradients. Before the first trained weight there is no backward.
+    """
     part = job.trained
     if part is None:
         return made
@@ -147,7 +163,7 @@ def partly_trained(job: Job, made: Kernels) -> Kernels:
 def traced_kernels(
     job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: RankShare
 ) -> tuple[Kernels, Ends]:
-    """Of a model that was traced: its own products, attention and passes in the place of formulas."""
+    """Return the kernels of a traced model, from its own matmuls, attentions and memory-bound kernels."""
     own = rank_share(job, columns, rate=cut.rate, half=cut.core)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
     attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.pieces)
@@ -163,7 +179,7 @@ def traced_kernels(
 
 
 def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> PassShare:
-    """A rank's share of a pass, as a traced model asks for it."""
+    """Return a rank's share of a pass in the form that traced models use."""
     t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
     peak = np.ones_like(t)
     return PassShare(
@@ -179,7 +195,7 @@ def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Arra
 
 
 def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tuple[Array, Array, Array]:
-    """Seconds of the layer's matmuls: forward, towards the input, towards the weights; each in the format it has."""
+    """Return the seconds of the layer's matmuls in their formats (forward, input gradient, weight gradient)."""
     times = _linears(job, columns, tables, cut, cut.rate)
     fp8 = columns.precision == PRECISIONS.index("fp8")
     if not fp8.any() or not (job.stack.half_wgrad or job.half):
@@ -194,7 +210,10 @@ def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tup
 
 
 def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: Array) -> tuple[Array, Array, Array]:
-    """The same with one rate for all products; but for experts' where they are always of the half format."""
+    """Return the seconds of the layer's matmuls at one rate.
+
+    With `half_experts`, experts stay at the rate of the half format.
+    """
     tokens, q, kv = cut.tokens, cut.q, cut.kv
     shape, t = job.shape, columns.tp.astype(np.float64)
     ups = 2.0 if shape.gated else 1.0
@@ -231,7 +250,10 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
 
 
 def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Array, Array, Array, Array, float]]:
-    """Matmuls that make queries, keys and values: one, or by way of latent vectors (DeepSeek-AI 2024, 2405.04434)."""
+    """Return the matmuls that compute queries, keys and values.
+
+    It is one matmul, or several through latent vectors (DeepSeek-AI 2024, arXiv 2405.04434).
+    """
     one = np.ones_like(tokens)
     h = shape.hidden * one
     if not shape.kv_rank:
@@ -243,7 +265,7 @@ def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Arra
 
 
 def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array) -> tuple[Array, Array]:
-    """Seconds of scores, softmax and weighted sum: forward, backward. The mean over full and windowed layers."""
+    """Return the seconds of attention (forward, backward), as the mean over full and windowed layers."""
     shape, stack, s = job.shape, job.stack, float(job.seq_len)
     rows = columns.microbatch * s / columns.cp  # queries on this rank
     if not stack.flash:
@@ -268,9 +290,10 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
 def _packed_s(
     job: Job, tables: Tables, window: float, flops: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
-    """Seconds of one call over sequences of documents, of which a query sees its own up to `window` keys back.
+    """Return the seconds of one attention call over sequences of documents.
 
-    flops: of each key that all queries see.
+    A query attends to its own document, up to `window` keys back. `flops` are the FLOPs per key that all queries attend
+    to.
     """
     found = np.zeros_like(flops)
     for length, share in job.pieces:
@@ -282,7 +305,7 @@ def _packed_s(
 
 
 def attention_gain(job: Job, tables: Tables) -> float:
-    """Speed of the stack's attention kernels over those that were made for the device."""
+    """Return the speed of the stack's attention kernels relative to kernels made for the device."""
     second = tables.flash2_gain if job.stack.flash_version < 3 else 1.0
     return job.stack.attn_gain * second * (_FLASH_1 if job.stack.flash_version == 1 else 1.0)
 
@@ -294,14 +317,14 @@ def _unfused_attention(
     heads = q / shape.head_dim * rows / s  # matrices of s x s
     elements = heads * s * s
     products = core_s(tables, 4.0 * elements * shape.head_dim, 4.0 * elements, shape.head_dim, peak)
-    # Fused: scale-mask-softmax reads and writes halves, dropout too and a mask. Not fused: passes in fp32 besides.
+    # Fused: scale-mask-softmax reads and writes half-precision values, dropout also a mask. Unfused: also fp32 passes.
     forward, backward = (4.0, 6.0) if job.stack.fused_softmax else (20.0, 14.0)
     forward, backward = (forward + 5.0, backward + 5.0) if job.stack.dropout else (forward, backward)
     return products + bytes_s(tables, forward * elements), 2 * products + bytes_s(tables, backward * elements)
 
 
 def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Bytes that element-wise kernels of a mean layer move: forward, backward."""
+    """Return the bytes that the element-wise kernels of a mean layer move (forward, backward)."""
     shape, stack = job.shape, job.stack
     h, t = float(shape.hidden), columns.tp.astype(np.float64)
     fused_norm = stack.fused_norm | shape.layer_norm | columns.compile
@@ -326,16 +349,22 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     return tokens * forward, tokens * backward
 
 
-# Seconds of one layer, of the embedding and of the head on one rank, for every distinct way to cut them.
+# Seconds of one layer, of the embedding and of the head on one rank, for every distinct sharding.
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Seconds by part; one entry per distinct cut. A layer is the mean over the model's layers.
+    """Seconds by part, one entry per distinct sharding. A layer is the mean over the model's layers.
 
-    *_f forward, *_b backward (wgrad: the part of it that makes weight gradients). last_f: of gemm_f, the product whose
-    result is the layer's own, where a dense layer has one. tp, cp, ep: exposed communication. head and embed: loss,
-    head and embedding, communication in it. host_f: host seconds of a layer's forward; none in a graph.
+    Names end in _f for forward and _b for backward.
+
+    Attributes:
+        last_f: the part of gemm_f for the matmul whose result is the layer's output, in dense layers.
+        wgrad: the part of gemm_b for weight gradients.
+        tp_f, tp_b, cp_f, cp_b, ep_f, ep_b: exposed communication.
+        host_f: host seconds of a layer's forward; 0 with CUDA graphs.
+        head_gemm, head_memory, head_tp: head and loss, and their communication.
+        embed, embed_tp: embedding, and its communication.
     """
 
     gemm_f: Array
@@ -360,34 +389,38 @@ class LayerCosts:
     embed_tp: Array
 
     def rows(self, index: NDArray[np.intp] | slice) -> LayerCosts:
-        """Return the costs of plans, by the cut that each has."""
+        """Return the costs of plans, by the index of their sharding."""
         return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
-#: The columns that everything here reads.
+#: The columns that layer costs depend on.
 _OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "precision", "compile", "graphs", "order")
 
 
 def of_costs(columns: Columns) -> tuple[str, ...]:
-    """Return the columns that decide a layer's costs. Of other orders neighbours of one size may lie near or far."""
+    """Return the columns that decide a layer's costs.
+
+    If any plan has another axis order, sizes of other axes count too: they decide if neighbours share a scale-up
+    domain.
+    """
     return (*_OF_COSTS, "pp", "dp_replicate", "dp_shard") if columns.order.any() else _OF_COSTS
 
 
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per row of `columns`; rows that cut a layer alike are computed once.
+    """Return one entry per row of `columns`. Rows with the same sharding of a layer are computed only once.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
         tables: constants of the device.
-        fabric: of the links between devices.
+        fabric: links between devices.
     """
     kinds = RowDeduplicator.of(columns, of_costs(columns))
     return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
 
 
 def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per row of `columns`, each computed; of the plans it reads `of_costs`."""
+    """Return one entry per row of `columns`, computing every row. Reads only the columns of `of_costs`."""
     shape, stack = job.shape, job.stack
     cut = cut_of(job, columns, tables)
     tokens, q, kv, half, width = cut.tokens, cut.q, cut.kv, cut.half, cut.width
@@ -407,7 +440,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
     cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
     ep = _ep(job, columns, fabric, tokens)
-    # A piece more is a collective and a product more, four times in a layer.
+    # Each additional chunk adds a collective and a matmul, four times in a layer.
     calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
     gathers_table = (t > 1) & (shape.vocab > 0)
     return LayerCosts(
@@ -437,7 +470,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
 
 
 def _head_share(job: Job) -> float:
-    """Of the head's three products, those that are made: a frozen head has no gradient of its weight."""
+    """Return the share of the head's three matmuls that run. A frozen head has no weight gradient."""
     trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
     return (2 + trained) / 3
 
@@ -445,7 +478,7 @@ def _head_share(job: Job) -> float:
 def _head(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array
 ) -> tuple[Array, Array, Array]:
-    """Seconds of the head and the loss, forward and backward: matmul, memory, communication."""
+    """Return the seconds of head and loss, forward and backward together (matmul, memory, communication)."""
     shape, t = job.shape, columns.tp.astype(np.float64)
     vocab = padded_vocab(job, t) / t
     h = shape.hidden * np.ones_like(tokens)
@@ -468,7 +501,7 @@ def padded_vocab(job: Job, tp: Array) -> Array:
 def _tp(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, gemm_f: Array, gemm_b: Array
 ) -> tuple[Array, Array]:
-    """Exposed seconds of a layer's tensor-parallel collectives: forward, backward."""
+    """Return the exposed seconds of a layer's tensor-parallel collectives (forward, backward)."""
     t, stride = columns.tp.astype(np.float64), columns.tp_stride
     size = tokens * job.shape.hidden * 2.0
     whole = fabric.ring_s("all_reduce", size, t, stride)
@@ -479,25 +512,25 @@ def _tp(
     slow = tables.overlap_compute - 1
     under_f, under_b = gemm_f / tables.overlap_compute, gemm_b / tables.overlap_compute
     if not job.stack.overlap_tp:
-        # What travels for the input's gradient hides under the matmul of the weight's, and the other way round.
+        # Communication for the input gradient overlaps with the weight-gradient matmul, and vice versa.
         beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else np.zeros_like(whole)
         hidden_f, hidden_b = np.zeros_like(whole), np.minimum(beside, under_b)
         if (columns.tp_chunks > 1).any():
-            # All of forward in pieces, of backward the gathers for row-cut layers: of each the first travels alone.
+            # Forward is chunked in full, in backward only the gathers of row-wise layers. The first chunk is exposed.
             pieces = np.where(columns.sp, columns.tp_chunks, 1).astype(np.float64)
             piece = fabric.ring_s("all_gather", size / pieces, t, stride)
             later, more = (pieces - 1) * piece, np.where(pieces > 1, pieces * piece - gather, 0.0)
             forward, backward = forward + 4 * more, backward + 2 * more
             hidden_f, hidden_b = np.minimum(4 * later, under_f), np.minimum(beside + 2 * later, under_b)
         return forward - hidden_f * (2 - tables.overlap_compute), backward - hidden_b * (2 - tables.overlap_compute)
-    # In slices: the first travels alone, the others under the matmul of the slice before.
+    # In chunks: the first is exposed, each other one overlaps with the matmul of the chunk before it.
     slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
     hidden_f, hidden_b = np.minimum(forward, under_f) * slices, np.minimum(backward, under_b) * slices
     return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
 
 
 def _ep(job: Job, columns: Columns, fabric: Fabric, tokens: Array) -> Array:
-    """Seconds of sending tokens to their experts and back, in a mean layer; backward takes as long."""
+    """Return the seconds to send tokens to their experts and back, in a mean layer. Backward takes as long."""
     shape, t, e = job.shape, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:
         return np.zeros_like(tokens)

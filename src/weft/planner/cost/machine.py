@@ -1,4 +1,4 @@
-"""Constants of the cost model for one device, and where each comes from."""
+"""Constants of the cost model for one device, and their sources."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from numpy.typing import NDArray
 from weft.config.cluster import DeviceSpec
 from weft.errors import ConfigError, Problem, did_you_mean
 
-#: "datasheet": the vendor's rates and constants common to all devices. "tables": measured ones where there are any.
+#: "datasheet": the vendor's rates and constants common to all devices. "tables": measured constants, if available.
 TIERS = ("datasheet", "tables")
 _DEFAULT_SMS = 128
-#: Entries of a device that are facts of its make, which every tier reads.
+#: Entries of a device that are facts of its hardware. Every tier reads them.
 _HARDWARE = ("sms", "flash2_gain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """What programs reach of a device's rates. Rates are FLOP/s and bytes/s of one device and direction, times s.
+    """Rates and constants of a device that programs achieve.
 
-    The names are those of `tables.toml`. flops: dense peak by precision. rungs: constant -> "here" (measured on this
-    machine), "table" (shipped measurement or fit of this device) or "common" (for every device).
-    learned: factor of terms, from runs.
+    Rates are FLOP/s and bytes/s of one device and one direction. Names that end in `_s` are seconds. The names are the
+    ones of `tables.toml`.
+
+    Attributes:
+        flops: dense peak by precision.
+        rungs: source of each constant: "here" (measured on this machine), "table" (shipped measurement or fit of this
+            device) or "common" (for every device).
+        learned: factors of terms, from runs.
     """
 
     flops: Mapping[str, float]
@@ -79,9 +84,9 @@ class Tables:
         """Return the constants of a device.
 
         Args:
-            device: known or described.
+            device: a device of the catalog or a described one.
             tier: one of TIERS.
-            profile: constants measured on this machine, by name; they win.
+            profile: constants measured on this machine, by name; they take precedence.
 
         Raises:
             ConfigError: for an unknown tier or an unknown constant in the profile.
@@ -155,33 +160,33 @@ def _error(field: str, message: str) -> ConfigError:
 
 Array = NDArray[np.float64]
 
-#: Tiles of the output that matmul kernels come in (rows, columns); narrow ones reuse less of what they load.
+#: Output tiles (rows, columns) of matmul kernels. Narrow tiles reuse less of the data that they load.
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 256), (64, 128), (64, 64))
 _FULL_TILE = 128 * 256
-#: Share of the rate of a matmul whose inner widths are no multiples of 8 values (16 bytes): the tensor units are not
-#: reached then, or loaded in small pieces.
+#: Relative rate of a matmul whose inner widths are not multiples of 8 values (16 bytes). Tensor cores are then unused,
+#: or loaded in small chunks.
 _MISALIGNED = 0.2
-#: A tensor's inner width in values that is no multiple of this misses whole memory transactions (128 bytes of bf16).
+#: Inner widths that are not multiples of this number of values miss full memory transactions (128 bytes of bf16).
 _LINE, _UNLINED = 64, 0.92
-#: How the rate of fused attention falls with heads narrower than 128, as a power.
+#: Exponent by which the rate of fused attention falls for heads narrower than 128.
 _NARROW = 0.15
-#: Ramp of fused attention over whole rectangles, over that under a causal mask (Shah et al. 2024, arXiv 2407.08608,
-#: figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; masked 0.57).
+#: Ramp of fused attention without a mask, relative to the ramp under a causal mask (Shah et al. 2024, arXiv
+#: 2407.08608, figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; masked
+#: 0.57).
 _UNMASKED = 0.3
 
 
 def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: Any = None) -> Array:
     """Return the seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
 
-    The slower of arithmetic and memory, after the quantisation of the output into tiles and of the tiles into waves
-    over
-    the device's multiprocessors, and the ramp over the inner width k.
+    The result is the slower of arithmetic and memory. It accounts for the quantisation of the output into tiles, of the
+    tiles into waves over the multiprocessors, and for the ramp over the inner width k.
 
     Args:
         tables: constants of the device.
         m, n, k, batch: sizes; numbers or arrays.
         peak: dense FLOP/s of the precision.
-        k0: inner width at which they reach half of the ramp; None: that of single products.
+        k0: inner width at half of the ramp; None uses the value of single products.
     """
     m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
     best = np.zeros(np.broadcast(m, n, k, batch).shape)
@@ -191,7 +196,7 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: An
         filled = tiles / (np.ceil(tiles / tables.sms) * tables.sms)
         covered = (m / (tall * rows)) * (n / (wide * columns))
         np.maximum(best, filled * covered * (rows * columns / _FULL_TILE) ** tables.tile_power, out=best)
-    # Outputs of less than one wave are split along k, which brings back about half of the device.
+    # Outputs of less than one wave are split along k, which recovers about half of the device.
     small = m * n * batch < _FULL_TILE / 2 * tables.sms
     best = np.where(small, np.maximum(best, 0.5), best)
     rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + (tables.gemm_k0 if k0 is None else k0))
@@ -201,7 +206,7 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: An
 
 
 def aligned(n: Any, k: Any) -> Array:
-    """Share of a matmul's rate that its inner widths leave."""
+    """Return the share of a matmul's rate that its inner widths allow."""
     return _line_share(np.asarray(n)) * _line_share(np.asarray(k))
 
 
@@ -215,7 +220,7 @@ def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> 
 
     Args:
         tables: constants of the device.
-        flops: in all.
+        flops: total FLOPs.
         moved: bytes of scores.
         head_dim: width of a head.
         peak: dense FLOP/s of the precision.
@@ -232,16 +237,16 @@ def bytes_s(tables: Tables, moved: Any) -> Array:
 def flash_s(
     tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: bool, peak: Any, *, masked: bool = True
 ) -> Array:
-    """Return the seconds of fused attention. Heads narrower than 128 leave the matrix units short of work.
+    """Return the seconds of fused attention. Heads narrower than 128 underuse the tensor cores.
 
     Args:
         tables: constants of the device.
-        flops: really done, after the causal half or a window.
-        seq_len: keys that a query sees at most.
+        flops: FLOPs that are executed, after the causal half or a window.
+        seq_len: maximum number of keys that a query attends to.
         head_dim: width of a head.
-        backward: in place of forward.
+        backward: compute backward instead of forward.
         peak: dense FLOP/s of the precision.
-        masked: causally, so that tiles are cut.
+        masked: the mask is causal, so that some tiles are partial.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
     ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0 * (1.0 if masked else _UNMASKED))
@@ -249,9 +254,9 @@ def flash_s(
     return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s
 
 
-# Seconds of collectives by where their ranks lie: inside one scale-up domain, or over the network.
+# Seconds of collectives by the location of their ranks: inside one scale-up domain, or over the network.
 
-#: Transfers of the whole buffer that a ring makes: 2 (n - 1)/n or (n - 1)/n times this.
+#: Volume of a ring over the full buffer, before the factor (n - 1)/n.
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 #: Share of the network that all-to-alls of many nodes lose to conflicts (arXiv-free: AutoParallel's H100 fit).
 _ALL_TO_ALL_LOSS = 0.44
@@ -259,10 +264,11 @@ _ALL_TO_ALL_LOSS = 0.44
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The links of a cluster, as far as collectives need them. Rates in bytes/s that programs reach.
+    """Links of a cluster as collectives use them. Rates are achieved bytes/s.
 
-    rack: devices of a rack, 0: the network is one. thinner: how many times the adapters of a rack carry what its links
-    to other racks do.
+    Attributes:
+        rack: devices of a rack; 0 if the network is not divided into racks.
+        thinner: bandwidth of a rack's adapters over the bandwidth of its links to other racks.
     """
 
     link_rate: float
@@ -277,13 +283,13 @@ class Fabric:
 
     @classmethod
     def of(cls, tables: Tables, devices_per_node: int, rack_nodes: int = 0, oversubscription: float = 1.0) -> Fabric:
-        """Return the links that the tables describe; a node of fewer devices than a domain is a domain of its own.
+        """Return the links that the tables describe. A node with fewer devices than a scale-up domain is one domain.
 
         Args:
             tables: constants of the device.
-            devices_per_node: of the cluster.
-            rack_nodes: nodes of a rack; 0: there are none.
-            oversubscription: of the links between racks.
+            devices_per_node: devices of one node.
+            rack_nodes: nodes of a rack; 0 without racks.
+            oversubscription: oversubscription of the links between racks.
         """
         domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
         return cls(
@@ -310,7 +316,7 @@ class Fabric:
     def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
         """Return the seconds of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
 
-        The groups beside it are taken to be at work at the same time, so that each device has its own share of the
+        Parallel groups are assumed to communicate at the same time, so that each device has its own share of the
         network.
 
         Args:
@@ -326,11 +332,11 @@ class Fabric:
         outer = np.ceil(n / inner)
         moved = passes * (n - 1) / n * size
         link = self.link_rate * np.where(self.mesh, (inner - 1) / max(1, self.domain - 1), 1.0)
-        # A ring leaves each rack once, whatever nodes it has there: of a rack's rings that many times fewer leave it.
+        # A ring leaves each rack only once, whatever its number of nodes there: only some of a rack's rings leave it.
         near = self.in_rack(n, stride)
         nic = self.nic_rate * np.where(near < n, np.minimum(1.0, near / inner / self.thinner), 1.0)
         rate = np.where(outer > 1, np.minimum(np.maximum(link, nic), nic * inner), link)
-        # Rings over few nodes, trees and their like over many.
+        # Rings over few nodes; trees and similar algorithms over many.
         hops = np.minimum(outer - 1, (2 if kind == "all_reduce" else 8) * np.log2(np.maximum(2, outer)))
         alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * passes * hops, 0.0)
         ramp = 1.0 + np.sqrt(self.half_bytes / np.maximum(size, 1.0))
@@ -340,12 +346,13 @@ class Fabric:
         """Return the seconds of an all-to-all over n ranks.
 
         Args:
-            size: bytes that each rank sends, its own share included.
+            size: bytes that each rank sends, including its own share.
             n: ranks of a group.
             stride: ranks from one member of the group to the next.
-            copies: of each token, of which a node and each rank in it get one at most, as in DeepEP (DeepSeek-AI 2024,
-                arXiv 2412.19437): the node's spreads while others arrive, and its kernels reach 0.87 to 0.89 of an
-                adapter's line over 4 and 8 nodes, so they lose nothing to conflicts. None: each travels alone.
+            copies: copies of each token, of which a node and each rank in it receive at most one, as in DeepEP
+                (DeepSeek-AI 2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. Its
+                kernels reach 0.87 to 0.89 of an adapter's bandwidth over 4 and 8 nodes, so that no loss by conflicts is
+                counted. None if each copy is sent separately.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
@@ -357,7 +364,7 @@ class Fabric:
             token = size / copies
             near = token * _reached(n, copies) * (inner - 1) / inner / self.link_rate
             crossing, lost = token * _reached(outer, copies) * (outer - 1) / outer, np.zeros_like(n)
-        # Of what crosses, what goes to other racks.
+        # Share of the crossing traffic that goes to other racks.
         leaving = (n - self.in_rack(n, stride)) / np.maximum(1.0, n - inner)
         crossing = crossing * np.maximum(1.0, leaving * self.thinner)
         far = crossing / (self.nic_rate * (1 - lost))
@@ -374,5 +381,8 @@ class Fabric:
 
 
 def _reached(places: Array, copies: int) -> Array:
-    """Count the places of `places` that at least one of a token's copies goes to, where each may go anywhere."""
+    """Return the expected number of `places` (nodes or ranks) that get at least one of a token's copies.
+
+    Each copy may go to any of them.
+    """
     return places * (1 - (1 - 1 / places) ** copies)

@@ -1,4 +1,4 @@
-"""Bytes of a rank's weights: parameters, gradients, states of the optimizer, and buffers in which they travel."""
+"""Bytes of a rank's model state: parameters, gradients, optimizer states and communication buffers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
-#: Layers of a rank, its place in the pipeline, and whether it holds the embedding and the head.
+#: (layers of a rank, its position in the pipeline, True if it has the embedding, True if it has the head).
 Place = tuple[Array, Any, bool, bool]
 
 _AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
-#: The columns that everything here reads; of num_micro only whether there is more than one pass.
+#: The columns that this module reads. Of num_micro it matters only if there is more than one pass.
 OF_STATES = (
     "pp",
     "dp_replicate",
@@ -61,7 +61,7 @@ OF_STATES = (
 
 
 def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
-    """Bytes of a second model's weights, which has neither gradients nor states. place: as `rank_bytes` takes it."""
+    """Return the bytes of a second model's weights. It has no gradients and no optimizer states."""
     layers, _, embedding, head = place
     held = second_shares(job, columns, layers, embedding, head)
     if held is None:
@@ -74,13 +74,22 @@ def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """What a rank holds whatever its activations are, offloads left aside. Bytes but for layers, learnt and ends.
+    """Bytes on a rank that do not depend on activations, before offloading.
 
-    layers: of the rank. learnt: parameters that are trained; ends: those of them in embedding and head.
-    gradients: those that are there at the fullest moment of backward; growing: those beside, times the share that is
-    made by then. carried: what senders keep from step to step. goes: whether there are no gradients at the loss; where
-    they are loose, none of those that grow. loose: whether gradients of a pass stay where autograd put them. second:
-    weights of a second model. gathered: parameters; reduced: gradients on their way in backward.
+    All fields are bytes except layers, learnt, ends, goes and loose.
+
+    Attributes:
+        layers: layers of the rank.
+        learnt: number of trained parameters.
+        ends: number of trained parameters in embedding and head.
+        gradients: gradients that exist at the peak of backward.
+        growing: further gradients; multiplied by the share that is computed by then.
+        carried: state that senders keep from step to step.
+        second: weights of a second model.
+        gathered: gathered parameters.
+        reduced: gradients in communication during backward.
+        goes: True if there are no gradients at the loss. If they are loose, it applies to the growing ones only.
+        loose: True if gradients of a pass stay in the tensors that autograd made.
     """
 
     layers: Array
@@ -98,19 +107,19 @@ class WeightBytes:
     loose: NDArray[np.bool_]
 
     def rows(self, index: NDArray[Any] | slice) -> WeightBytes:
-        """Return the bytes of plans, by the kind that each is of. What is nothing for every kind stays one number."""
+        """Return the bytes of plans, by the index of their kind. A field that is zero for every kind stays a scalar."""
         nothing: Any = np.zeros((), dtype=np.bool_)
         values: dict[str, NDArray[Any]] = {each.name: getattr(self, each.name) for each in fields(self)}
         return WeightBytes(**{name: value[index] if value.any() else nothing for name, value in values.items()})
 
 
 def held_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
-    """Return what the rank at a place of the pipeline holds of weights, one entry per plan.
+    """Return the model state bytes of the rank at one position of the pipeline, one entry per plan.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        place: layers of the rank, its place, and whether it holds the embedding and the head.
+        place: (layers of the rank, its position, True if it has the embedding, True if it has the head).
     """
     layers, _, embedding, head = place
     stack, zero = job.stack, columns.zero
@@ -133,14 +142,15 @@ def held_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
         second=_second_bytes(job, columns, place),
         gathered=gathered,
         reduced=reduced,
-        # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
+        # Under ZeRO 3 there are no gradients before the first backward of a step, but the allocator keeps their
+        # memory.
         goes=((zero == 3) & (columns.num_micro == 1)) | loose,
         loose=loose,
     )
 
 
 def unbucketed_width(job: Job, columns: Columns) -> Array:
-    """Return the bytes of a gradient that stays where autograd put it, in its format.
+    """Return the bytes per value of gradients that stay in the tensors that autograd made.
 
     Args:
         job: model, sequence and batch.
@@ -152,7 +162,7 @@ def unbucketed_width(job: Job, columns: Columns) -> Array:
 def _states(
     job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Bytes of parameters, of optimizer states, and of gradients: those that are there, and those that grow."""
+    """Return the bytes of parameters, optimizer states, existing gradients, and gradients that grow in backward."""
     stack, zero = job.stack, columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
@@ -181,7 +191,7 @@ def _states(
         gradients += count * stack.grad_bytes * share
         growing += count * each * grows
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
-    # One mean in place of two: SGD everywhere, Muon for its matrices.
+    # One moment instead of two: SGD for all parameters, Muon for its matrices.
     single = trained.dense + (trained.ends + trained.experts if job.optimizer == "sgd" else 0.0)
     if job.optimizer in ("sgd", "muon"):
         optimizer -= 4.0 * single / np.where(zero >= 1, group, 1.0)
@@ -189,25 +199,29 @@ def _states(
 
 
 def stays_unbucketed(columns: Columns) -> NDArray[np.bool_]:
-    """Return for each row whether gradients stay where autograd put them, and in its format, until the update."""
+    """Return True for rows whose gradients stay in autograd's tensors and format until the update."""
     alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 
 
 def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
-    """Return for each row whether the gradients of a step stay so until its pass is over, and travel then: a graph
-    holds no collective."""
+    """Return True for rows whose gradients stay in autograd's tensors until the pass ends.
+
+    They are communicated after the pass, because a graph contains no collective.
+    """
     ranks = columns.dp_replicate * columns.dp_shard * columns.cp
     return columns.graphs & (columns.num_micro == 1) & (ranks > 1) & (columns.pp == 1) & (columns.zero < 3)
 
 
 def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
-    """Return how often a rank holds the gradients of its parameters, and whether once more as far as they are made.
+    """Return the share of its gradients that a rank stores, and a mask of rows with growing gradients in addition.
 
-    Those of several passes add up before they travel, where they travel once a step: under ZeRO 1 and 2 of Weft's
-    runtime, and under ZeRO 3 that lets go after the step, as a pipeline does. Those of one pass leave bucket by bucket.
-    Weft's runtime adds them up where autograd puts them, under ZeRO 2 and in a pipeline, and has a place of its own
-    beside that: for the rank's part, and without ZeRO for all of them.
+    Gradients of several passes are accumulated before communication if they are communicated once a step. This holds
+    for ZeRO 1 and 2 in Weft's runtime, and for ZeRO 3 that reshards after the step, as a pipeline does. Gradients of
+    one pass are communicated bucket by bucket.
+
+    Under ZeRO 2 and in a pipeline, Weft's runtime accumulates them in autograd's tensors and has a separate buffer in
+    addition: for the rank's part, and without ZeRO for all of them.
     """
     zero, several = columns.zero, columns.num_micro > 1
     once = np.where(zero == 3, columns.reduces_once, job.stack.travel_once)
@@ -223,9 +237,10 @@ def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDA
 
 
 def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:
-    """Bytes of gathered parameters, and of gradients on their way in backward.
+    """Return the bytes of gathered parameters, and of gradients in communication during backward.
 
-    ZeRO 3 holds the unit at work and the next, or, where it lets go after backward or after the step, all of the rank.
+    ZeRO 3 stores the current unit and the next. If it reshards after backward or after the step, it stores all
+    parameters of the rank.
     """
     stack, zero = job.stack, columns.zero
     shares = shares_in_format(job, columns, shares, layers, stack.gather_bytes)
@@ -248,7 +263,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     return gathered, reduced
 
 
-# Bytes of one rank by class, on the stage of a pipeline that needs most.
+# Bytes of one rank by class, on the pipeline stage that needs most.
 
 CLASSES = (
     "parameters",
@@ -263,13 +278,13 @@ CLASSES = (
 )
 
 
-#: Rows that are worked on at a time: their figures stay in the processor's cache.
+#: Rows per chunk of computation: their values stay in the processor's cache.
 _AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Plans, and their kinds by what decides a layer's bytes, those of weights, and the passes in flight."""
+    """Plans with their kinds: by layer bytes, by model state bytes, and by passes in flight."""
 
     columns: Columns
     layers: RowDeduplicator
@@ -278,7 +293,7 @@ class _Rows:
 
     @classmethod
     def of(cls, job: Job, columns: Columns, stages: Stages | None) -> tuple[_Rows, Stages]:
-        """The plans, and the layers of their ranks by the kind of states."""
+        """Return the plans, and the layers of their ranks by the kind of model state."""
         is_alone = len(columns) > 0 and columns.pp[0] == 1
         offloads = columns.offload_optimizer > 0 if is_alone else np.broadcast_to(np.False_, len(columns))
         chunks = chunks_per_rank(columns)
@@ -297,9 +312,15 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What is known of the rank at a place by the kinds of rows: bytes that it holds, of logits, of ends; its place.
+    """Bytes of the rank at one position of the pipeline, by kinds of rows.
 
-    groups, lanes: communicators of Weft's own, by the kinds of states and of passes in flight.
+    Attributes:
+        held: model state.
+        logits: logits.
+        ends: activations before and after the layers.
+        rank: position in the pipeline.
+        groups: communicators of Weft over mesh axes, by the kind of model state.
+        lanes: communicators to other stages, by the kind of passes in flight.
     """
 
     held: WeightBytes
@@ -326,7 +347,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What passes through a rank: bytes of a mean layer and of the logits, passes in flight, share of gradients."""
+    """Bytes of a mean layer and of the logits in one pass, passes in flight, and computed share of the gradients."""
 
     layer: LayerBytes
     logits: Array
@@ -338,16 +359,16 @@ class _Pass:
 def memory_bytes(
     job: Job, columns: Columns, tables: Tables, stages: Stages | None, device_bytes: int
 ) -> dict[str, Array]:
-    """Return the bytes by class on the worst of the first, the second and the last rank of the pipeline.
+    """Return the bytes by class on the fullest of the first, second and last rank of the pipeline.
 
-    And as "host" what the first one keeps in its host's memory.
+    "host" is the host memory of the first rank.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
         tables: constants of the device.
-        stages: layers of the ranks; None: they come out as even as can be.
-        device_bytes: memory of a GPU, 0 of a CPU.
+        stages: layers of the ranks; None divides them as evenly as possible.
+        device_bytes: memory of a GPU; 0 for a CPU.
     """
     piped = columns.pp > 1
     found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
@@ -363,7 +384,10 @@ def _fill(
     found: dict[str, Array], where: NDArray[np.intp] | slice, job: Job, columns: Columns, tables: Tables,
     stages: Stages | None, device_bytes: int,
 ) -> None:  # fmt: skip
-    """Fill in the same, of rows that all have a pipeline or all have none. where: their places in `found`."""
+    """Fill in `memory_bytes` for rows that either all have a pipeline or all lack one.
+
+    `where` is the index of the rows in `found`.
+    """
     (rows, layers), p = _Rows.of(job, columns, stages), columns.pp
     places: list[Place] = [(layers.middle, 0, True, True)]
     if len(columns) and p[0] > 1:
@@ -387,7 +411,7 @@ def _fill(
 
 
 def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
-    """The bytes of the rank that needs most; of equal ones the first counts."""
+    """Return the bytes of the rank that needs most. On a tie the first rank wins."""
     if len(ranks) == 1:
         return ranks[0]
     totals: list[Array] = [functools.reduce(np.add, each.values()) for each in ranks]
@@ -400,15 +424,16 @@ def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
 def rank_bytes(
     job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: Place, device_bytes: int
 ) -> dict[str, Array]:
-    """Return the bytes by class of one rank, one entry per plan, at its fuller moment: loss or backward.
+    """Return the bytes by class of one rank, one entry per plan, at its peak: at the loss or during backward.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
         tables: constants of the device.
         layer: saved bytes of a mean layer.
-        place: layers of the rank, its place in the pipeline, and whether it holds the embedding and the head.
-        device_bytes: memory of a GPU; 0 of a CPU.
+        place: (layers of the rank, its position in the pipeline, True if it has the embedding, True if it has the
+            head).
+        device_bytes: memory of a GPU; 0 for a CPU.
     """
     every = RowDeduplicator(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
@@ -416,7 +441,7 @@ def rank_bytes(
 
 
 def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
-    """The same, but for what is the same on every rank. layer: of each kind of layer."""
+    """Return the bytes of the classes that differ between ranks. `layer` has one entry per kind of layer."""
     columns, kinds = rows.columns, rows.layers
     held, layer = of.held.rows(rows.states.index), layer.rows(kinds.index)
     if job.stack.travel_once:
@@ -434,7 +459,10 @@ def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
 
 
 def _lasting(job: Job, tables: Tables, rows: _Rows) -> dict[str, Array]:
-    """Bytes of the classes that are the same on every rank: of the device, and of groups where only axes have one."""
+    """Return the bytes of the classes that are equal on all ranks.
+
+    These are the context, and communicators if the stack has one for each axis.
+    """
     context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(rows.columns))
     if job.stack.own_groups:
         return {"context": context}
@@ -446,15 +474,15 @@ def _lasting(job: Job, tables: Tables, rows: _Rows) -> dict[str, Array]:
 
 
 def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, passing: _Pass) -> dict[str, Array]:
-    """Bytes of the classes that change during a step, at the fuller moment."""
+    """Return the bytes of the classes that change during a step, at the peak."""
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
     saved = _saved_bytes(columns, held, passing)
     recorded = columns.graphs.any()
-    # Of a graph, gradients travel beside the memory that it keeps.
+    # With graphs, gradients are communicated from memory outside of the graph's pool.
     leaving = np.where(columns.graphs, held.reduced, 0.0) if recorded else 0.0
     reduced = held.reduced - leaving + layer.beside
-    # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
-    # on their way.
+    # Two moments: the loss with its logits, and backward of a layer with recomputed activations and gradients in
+    # communication.
     kept, again, begun, loose = _while_backward(job, columns, held, passing, saved)
     again = kept + again
     late = again + reduced + loose > saved + logits
@@ -478,7 +506,7 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
 
 
 def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
-    """Bytes of the activations that are saved on the device for all passes in flight."""
+    """Return the bytes of activations saved on the device for all passes in flight."""
     layer, times = passing.layer, held.layers * passing.held
     saved = times * layer.kept
     if np.isfinite(columns.activation_budget).any():
@@ -493,9 +521,10 @@ def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
 def _while_backward(
     job: Job, columns: Columns, held: WeightBytes, passing: _Pass, saved: Array
 ) -> tuple[Array, Array, Array, Any]:
-    """Bytes of saved activations and of a layer at work at the fullest moment of backward, and gradients by then.
+    """Return saved bytes, bytes of the current layer, and gradients at the peak of backward.
 
-    Those are told by their share and, where they stay loose, by their bytes, which are not there at the loss.
+    Gradients are given by their computed share. Loose gradients are also given in bytes, since they do not exist at the
+    loss.
     """
     layer, loose = passing.layer, held.loose
     if job.adapter is None and not loose.any():

@@ -1,6 +1,6 @@
-"""Bytes of a loss that the head gives a few tokens at a time (`parallel/tensor/head_loss.py`), and where it does.
+"""Bytes of the chunked loss (`parallel/tensor/language_head.py`), activations and host memory; communicator counts.
 
-Letters: N tokens of a pass on a rank, V entries of the vocabulary on a rank, h hidden.
+Letters: N tokens of a pass on a rank, V entries of the vocabulary on a rank, h hidden size.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from weft.planner.space.shape import TracedShape
 
 Array = NDArray[np.float64]
 
-#: As in `parallel/tensor/head.py`, which loads torch: a test holds them together.
+#: Equal to the value in `parallel/tensor/language_head.py`, which imports torch. A test compares them.
 LARGE_LOGITS_BYTES = 2**28
-#: Values of a token that the cut loss makes besides its logits: labels, masks, largest logit, sums.
+#: Values per token that the chunked loss makes in addition to logits: labels, masks, largest logit, sums.
 _LABELS = 13.0
-#: Bytes in which the runtime adds up.
+#: Bytes of a value in which the runtime accumulates.
 _SUMS = 4.0
 
 
 def is_loss_fused(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
-    """Return for each row whether the head gives the loss at once: under tp, and where whole logits would be large.
+    """Return True for rows whose head computes the loss directly: under tp, and if full logits would be large.
 
     Args:
         columns: the plans.
-        tokens: of a microbatch on a rank.
-        vocab: entries on a rank.
+        tokens: tokens of a microbatch on a rank.
+        vocab: vocabulary entries on a rank.
     """
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
@@ -51,15 +51,15 @@ def fused_loss_bytes(
     *,
     frozen: bool = False,
 ) -> Array:
-    """Return the most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
+    """Return the peak bytes of a chunked loss: gradients of hidden states and weight, and logits of a chunk of tokens.
 
     Args:
         columns: the plans.
-        tokens: of a microbatch on a rank.
-        vocab: entries on a rank.
+        tokens: tokens of a microbatch on a rank.
+        vocab: vocabulary entries on a rank.
         hidden: width of the hidden state.
-        width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
-        device_bytes: memory of a GPU, 0 of a CPU: chunks are those that the head asks `LossChunk` for.
+        width: bytes of a weight and of an activation. A narrow format needs rounded copies in addition to its sums.
+        device_bytes: memory of a GPU; 0 for a CPU. It decides the chunks, as the head gets them from `LossChunk`.
         frozen: the head is not trained, and its weight has no gradient.
     """
     sums = np.maximum(_SUMS, width)
@@ -71,12 +71,12 @@ def fused_loss_bytes(
     return made + gathered + tokens * (hidden * width + _LABELS * sums)
 
 
-# Bytes of activations: what a mean layer saves and needs while its backward runs, and what ends and logits take.
+# Bytes of activations: saved by a mean layer, needed during its backward, and used by ends and logits.
 
-#: Most bytes by logit of a loss that compares a student's logits with a teacher's (tasks/distill/divergence.py): a test
+#: Peak bytes per logit of a loss that compares a student's logits with a teacher's (train/tasks/distill.py). A test
 #: measures it.
 TWO_LOGITS = 36.0
-#: The columns that everything here reads.
+#: The columns that this part of the module reads.
 OF_LAYER = (
     "tp",
     "cp",
@@ -92,10 +92,13 @@ OF_LAYER = (
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes of a mean layer and one pass on a rank.
+    """Activation bytes of a mean layer and one pass on a rank.
 
-    whole: all that it saves. kept: what recompute leaves of it. beside: buffers while its backward runs. passing: the
-    gradients of its activations then, less the activations that they let go.
+    Attributes:
+        whole: all bytes that it saves.
+        kept: bytes that it saves under the plan's recompute policy.
+        beside: buffers during its backward.
+        passing: gradients of its activations during backward, minus the activations that they release.
     """
 
     whole: Array
@@ -104,12 +107,12 @@ class LayerBytes:
     passing: Array
 
     def rows(self, index: NDArray[Any] | slice) -> LayerBytes:
-        """Return the bytes of plans, by the kind that each is of."""
+        """Return the bytes of plans, by the index of their kind."""
         return LayerBytes(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
-    """Return the bytes of activations that a mean layer saves, without and with the plan's recompute."""
+    """Return the bytes of activations that a mean layer saves, without and with the plan's recompute policy."""
     shape, stack = job.shape, job.stack
     fp32 = columns.in_fp32
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
@@ -121,7 +124,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     q, kv = shape.sharded_widths(t)
     between = np.where(columns.sp, t, 1.0)
     gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
-    # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
+    # Eager RMSNorm saves two fp32 values in addition to a half-precision input, and one in addition to an fp32 input.
     norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
     if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
         norms = np.maximum(0.0, norms - np.where(fp32, 2.0, 4.0))
@@ -131,7 +134,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
     scores = _score_bytes(job, t)
     narrow = np.where(stack.fp8_inputs & columns.narrow, 1.0, 0.0)
-    # Inputs of products in fp8: what q, k, v and the ups read is half as wide; attention keeps its own output beside.
+    # With fp8 matmul inputs, the inputs of q, k, v and the up projections are half as wide. Attention also keeps its
+    # output.
     outside = outside - narrow * 2 * h / gathered
     core = core + narrow * q
     ffn, product_up = _ffn_bytes(job, columns, t, narrow)
@@ -145,14 +149,14 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
-    # Of the residual stream and of the products that go up, which are the widest.
+    # Gradients of the residual stream and of the up projections, which are the widest.
     passing = 2.0 * h + (2.0 if shape.gated else 1.0) * product_up
     whole, kept, passing = (tokens * each * width for each in (whole, kept, passing))
     return LayerBytes(whole=whole, kept=kept, beside=beside, passing=passing)
 
 
 def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
-    """Bytes that unpacking the largest weight of a packed base takes."""
+    """Return the bytes needed to unpack the largest weight of a packed base."""
     return np.zeros_like(t) if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
 
 
@@ -164,18 +168,18 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.sharded_widths(cut.t)
     beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
-    # Of a traced model nobody knows them: as much as a layer keeps.
+    # Gradients of a traced model's activations are not traced. Assume as much as a layer saves.
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
 
 
 def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
-    """Return the bytes that one pass keeps before and after the layers, where they are known.
+    """Return the bytes that one pass saves before and after the layers. They are 0 unless the model was traced.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        embedding: whether the rank holds the embedding.
-        head: whether it holds the head.
+        embedding: True if the rank has the embedding.
+        head: True if the rank has the head.
     """
     found = np.zeros(len(columns))
     if isinstance(job.shape, TracedShape):
@@ -186,7 +190,7 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
 
 
 def _score_bytes(job: Job, t: Array) -> Array:
-    """Bytes per token of attention's scores where they are kept: softmax, and dropout's mask and product."""
+    """Return the bytes per token of saved attention scores, with dropout's mask and product; 0 with flash attention."""
     if job.stack.flash:
         return np.zeros_like(t)
     each = (2.0 if job.stack.fused_softmax else 8.0) + (3.0 if job.stack.dropout else 0.0)
@@ -194,23 +198,24 @@ def _score_bytes(job: Job, t: Array) -> Array:
 
 
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
-    """Bytes per token of what the two norms of a mean layer give, where it is kept for the products that read it.
+    """Return the bytes per token of the two norms' saved outputs in a mean layer.
 
-    gathered: over how many ranks what such a product reads is divided.
+    They are saved for the matmuls that read them. `gathered` is the number of ranks over which the input of such a
+    matmul is divided.
     """
     shape, stack = job.shape, job.stack
     h, moe, compiled = float(shape.hidden), shape.moe_share, columns.compile & stack.lean_graphs
     if not moe or not stack.wide_router:
         return np.where(compiled, 0.0, 2 * 2.0 * h / gathered)
-    # Experts read copies of their own; what chooses them reads one in fp32, which under fp32 is the tensor itself.
-    # Shared ones, in a compiled block, keep what they gathered.
+    # Experts read separate copies. The router reads an fp32 copy, which in fp32 training is the tensor itself. Shared
+    # experts in a compiled block keep their gathered input.
     router = np.where(fp32, 2.0 * h, 4.0 * h + 4.0 * shape.num_experts) / gathered
     read = np.where(fp32 | (shape.shared_ffn == 0), 0.0, 2.0 * h) / np.where(columns.compile, 1.0, gathered)
     return np.where(compiled, 0.0, 2.0 * h * (2 - moe) / gathered) + moe * (router + read)
 
 
 def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array]:
-    """Bytes per token of the feed-forward part of a mean layer: all, and one product that goes up."""
+    """Return the bytes per token of the feed-forward part of a mean layer: all, and one up projection."""
     shape, stack = job.shape, job.stack
     dense, experts = shape.ffn_widths(t)
     per = np.where(stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
@@ -222,7 +227,7 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Arr
 
 
 def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
-    """Bytes per token of what selective recompute keeps of it: products that go up, and what each expert gives."""
+    """Return the bytes per token of the feed-forward part under selective recompute: up projections, expert outputs."""
     shape = job.shape
     dense, experts = shape.ffn_widths(t)
     ups = 2.0 if shape.gated else 1.0
@@ -232,12 +237,12 @@ def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
-    """Return the bytes of a pass's logits and of what is made beside them.
+    """Return the bytes of a pass's logits and of the tensors that the loss makes with them.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        device_bytes: memory of a GPU; 0 of a CPU.
+        device_bytes: memory of a GPU; 0 for a CPU.
     """
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     t = columns.tp.astype(np.float64)
@@ -250,7 +255,7 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
     if job.frozen is not None and job.frozen.whole_logits:
         return tokens * (vocab * t * TWO_LOGITS + 4.0 * h)
     found = tokens * vocab * each
-    # Of a traced model nobody knows the loss: one of the user's own gets whole logits.
+    # The loss of a traced model is unspecified. A user's own loss gets full logits.
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.in_fp32
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
@@ -260,24 +265,30 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
     return found + tokens * 4.0 * h
 
 
-# Bytes that a rank keeps in its host's memory.
+# Bytes of a rank in its host's memory.
 
 
 @dataclass(frozen=True, slots=True)
 class HostShares:
-    """Parameters of the first rank of a pipeline that it steps, and all that it holds, ZeRO's division done; layers."""
+    """Parameters of a pipeline's first rank after ZeRO's division, and its layers.
+
+    Attributes:
+        own: parameters that the rank steps.
+        every: all parameters that it stores.
+        layers: layers of the rank.
+    """
 
     own: Array
     every: Array
     layers: Array
 
     def rows(self, index: NDArray[Any] | slice) -> HostShares:
-        """Return the shares of plans, by the kind that each is of."""
+        """Return the shares of plans, by the index of their kind."""
         return HostShares(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def is_offloaded(columns: Columns) -> bool:
-    """Return whether any plan keeps anything in its host's memory."""
+    """Return True if any plan offloads anything to host memory."""
     return any(
         share[:1].any() if share.strides == (0,) else share.any()
         for share in (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
@@ -285,12 +296,12 @@ def is_offloaded(columns: Columns) -> bool:
 
 
 def host_shares(job: Job, columns: Columns, layers: Array) -> HostShares:
-    """Return what the hosts keep if everything is offloaded, as numbers of parameters.
+    """Return the numbers of parameters in host memory if everything is offloaded.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        layers: of the rank.
+        layers: number of layers on the rank.
     """
     held = rank_shares(job, columns, layers, True, False)
     trained = trained_shares(job, columns, held, layers, (True, False))
@@ -305,13 +316,13 @@ def host_shares(job: Job, columns: Columns, layers: Array) -> HostShares:
 
 
 def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held: Array) -> Array:
-    """Return the bytes that a rank of each plan keeps in its host's memory: states, weights and activations.
+    """Return the bytes of a rank in its host's memory, for each plan: optimizer states, weights and activations.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        shares: of the rank.
-        kept: bytes of a pass's activations in a mean layer.
+        shares: parameters of the rank.
+        kept: activation bytes of one pass in a mean layer.
         held: passes in flight.
     """
     stack, optimizer, params = job.stack, columns.offload_optimizer, columns.offload_params
@@ -323,23 +334,23 @@ def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held
     return found
 
 
-# The fullest moment of a backward whose gradients stay where they are made: one process, one pass a step.
+# Peak of a backward whose gradients stay in autograd's tensors: one process, one pass per step.
 
 
 def fullest_of_backward(
     layers: Array, saved: Array, gradients: Array, ends: Array, *, tied: bool
 ) -> tuple[Array, Array]:
-    """Return the shares of activations and of gradients that are there when both together are most.
+    """Return the shares of activations and of gradients that exist when their sum is largest.
 
-    Activations go as gradients come. Most is there while the last layer is at work, with the head's gradient alone, or
-    at the first layer, with all gradients but its own and the embedding's.
+    Backward releases activations and creates gradients. The peak is at the last layer, with only the head's gradient,
+    or at the first layer, with all gradients except its own and the embedding's.
 
     Args:
-        layers: of the rank.
-        saved: bytes that all of them keep for backward.
+        layers: number of layers on the rank.
+        saved: bytes that all layers save for backward.
         gradients: bytes of all gradients.
-        ends: bytes of those of embedding and head.
-        tied: whether these are one parameter.
+        ends: bytes of the gradients of embedding and head.
+        tied: embedding and head are one parameter.
     """
     count = np.maximum(1.0, layers)
     head = ends if tied else ends / 2
@@ -349,42 +360,43 @@ def fullest_of_backward(
     return np.where(is_late, 1 / count, 1.0), made
 
 
-# What recorded passes keep: a CUDA graph holds the memory of its activations for good.
+# Memory of recorded passes: a CUDA graph keeps the memory of its activations permanently.
 
-#: Passes of a step from which on one between the first and the last is recorded while the last still runs eagerly: it
-#: is seen twice in one step (WARM_UPS of train/microbatch/passes/graphed_passes.py).
+#: Passes per step from which on a middle pass is recorded while the last pass still runs eagerly: it then runs twice
+#: in one step (WARM_UPS of train/step/graphed_passes.py).
 _EAGER_BESIDE = 4
-#: Recordings of a step: of its first pass, of those between, and of its last.
+#: Recordings of a step: its first pass, the middle passes, and its last pass.
 _PLACES = 3
 
 
 def passes_in_flight(columns: Columns) -> NDArray[np.float64]:
-    """Return how many passes' activations are in memory at once, one entry per plan.
+    """Return how many passes have activations in memory at the same time, one entry per plan.
 
-    Recordings share their memory, but for passes whose gradients the next pass adds to: under zero=2 over ranks each
-    place in a step has its own. While the first steps record, an eager pass lies beside what is recorded.
+    Recordings share their memory. The exception is zero=2 over several ranks: the next pass adds to the gradients of a
+    recording, so that each of the _PLACES recordings has its own memory. While the first steps record, an eager pass
+    uses memory in addition to recorded ones.
     """
     apart = (columns.zero == 2) & (columns.dp_shard * columns.cp > 1)
     several = np.where(apart, np.minimum(_PLACES, columns.num_micro), np.where(columns.num_micro < _EAGER_BESIDE, 1, 2))
     return np.where(columns.graphs, several, 1).astype(np.float64)
 
 
-# How many communicators a rank of Weft's has: one for each set of ranks that something on the device goes over.
+# Number of communicators of a rank in Weft: one for each set of ranks with device collectives.
 
 Counts = NDArray[np.int64]
 
 _V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zb_v", "dualpipe_v"))
-#: A set of ranks as the axes along which they differ; the last five stand for sets that are none of axes alone.
+#: A set of ranks as the axes along which they differ. The last five are for sets that axes alone do not describe.
 _REPLICATE, _SHARD, _CP, _TP, _PP, _EXPERTS, _BESIDE, _COPIES, _NEIGHBOURS, _ENDS = (1 << bit for bit in range(10))
 
 
 def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
-    """Return the communicators of a rank over axes of the mesh, one entry per plan.
+    """Return the number of a rank's communicators over axes of the mesh, one entry per plan.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        end: whether the rank holds the embedding or the head.
+        end: True if the rank has the embedding or the head.
     """
     t, p = _used(columns.tp, _TP), _used(columns.pp, _PP)
     r, s, c = _used(columns.dp_replicate, _REPLICATE), _used(columns.dp_shard, _SHARD), _used(columns.cp, _CP)
@@ -414,15 +426,16 @@ def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
 
 
 def lanes(columns: Columns, rank: Any) -> Counts:
-    """Return the lanes of a rank to other stages, one entry per plan.
+    """Return the number of a rank's communicators to other stages, one entry per plan.
 
     Args:
         columns: the plans.
-        rank: place in the pipeline; a number, or one for each plan.
+        rank: position in the pipeline; a number, or one for each plan.
     """
     p = columns.pp
     sides = 1 * (rank > 0) + (rank < p - 1)
-    # A V goes both ways between neighbours; several stages on a rank, one after another, close the chain to a ring.
+    # A V schedule sends in both directions between neighbours. With several consecutive stages per rank, the chain of
+    # ranks becomes a ring.
     sides = np.where(np.isin(columns.schedule, _V_SHAPED), 2 * sides, np.where(columns.virtual_stages > 1, 2, sides))
     return np.where(p > 1, 2 * sides, 0)
 
@@ -432,7 +445,7 @@ def _used(sizes: Counts, bit: int) -> Counts:
 
 
 def _expert_sets(columns: Columns, bits: tuple[Counts, Counts, Counts, Counts]) -> list[Counts]:
-    """The ranks among which experts are divided, those with the same ones, and these in all replicas."""
+    """Return the sets of ranks that divide the experts, that share the same experts, and the latter over replicas."""
     r, s, c, t = bits
     e, inner = columns.ep, columns.tp * columns.cp
     borders = [e == columns.tp, e == inner, e == inner * columns.dp_shard]

@@ -1,7 +1,7 @@
-"""What a schedule costs: its steps carried out on a clock, one stream of work on each rank.
+"""Cost of a pipeline schedule: a simulation of its steps with one stream of work per rank, and closed forms.
 
-Exact for the closed forms of 1F1B, interleaving and zero bubble where those are exact; where they are not (forward,
-input gradient and weight gradient of different lengths, uneven stages) this is the number.
+The simulation agrees with the closed forms of 1F1B, interleaving and zero bubble if these are exact. In other cases
+(different lengths of forward, input gradient and weight gradient, or uneven stages) use the simulation.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from weft.config.pipeline_schedule import Action, Pair, Schedule, Step, makes, n
 from weft.config.plan import SCHEDULES
 from weft.planner.space.columns import Columns
 
-#: Seconds of one microbatch: the same for every stage, or one number for each.
+#: Seconds of one microbatch: one number for all stages, or one for each.
 PerStage = float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of each kind of action; per stage, where a sequence is given.
+    """Seconds of each kind of action, per stage if a sequence is given.
 
-    hidden: of a pair, the share of its shorter part that hides behind the longer; with 0, which is what the runtime
-    does, the two run one after the other. latency_s: from the end of an action until another rank has what it made; it
-    runs beside the work of both.
+    Attributes:
+        hidden: share of a pair's shorter part that overlaps with the longer one. With 0, as in the runtime, the parts
+            run one after the other.
+        latency_s: time from the end of an action until another rank has its result. It overlaps with the work of both.
     """
 
     forward_s: PerStage
@@ -51,7 +52,7 @@ class Durations:
         return _at(self.input_gradient_s, stage) + _at(self.weight_gradient_s, stage)
 
     def of_step(self, step: Step) -> float:
-        """Return the seconds of one step: of a pair, less than the sum."""
+        """Return the seconds of one step. A pair takes less than the sum of its parts if some work is hidden."""
         lengths = [self.of(action) for action in parts(step)]
         return sum(lengths) - (self.hidden * min(lengths) if isinstance(step, Pair) else 0.0)
 
@@ -62,11 +63,13 @@ def _at(value: PerStage, stage: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each step of each rank ran.
+    """Start and end of every step on every rank.
 
-    makespan_s: of the whole optimizer step, without the update. idle_s: per rank, its waiting.
-    in_flight: per rank, most stages' activations of one microbatch held at once.
-    starts_s, ends_s: per rank, in the order of the schedule's list.
+    Attributes:
+        makespan_s: seconds of the optimizer step, without the update.
+        idle_s: idle seconds per rank.
+        in_flight: per rank, the peak number of stage activations of one microbatch.
+        starts_s, ends_s: per rank, in the order of the schedule's list.
     """
 
     makespan_s: float
@@ -77,21 +80,21 @@ class Timeline:
 
     @property
     def bubble_s(self) -> float:
-        """Waiting of the rank that waits least: what the schedule adds to the work of the busiest rank."""
+        """Smallest idle time of any rank: the time that the schedule adds to the work of the busiest rank."""
         return min(self.idle_s)
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Carry the schedule out on a clock.
+    """Run the schedule on a simulated clock.
 
     Raises:
-        ValueError: where its ranks wait for each other in a circle.
+        ValueError: if its ranks wait for each other in a cycle.
     """
     ranks = schedule.ranks
     if durations.hidden:
         starts, ends = _run(schedule, ranks, durations)
     else:
-        # Of a pair nothing hides: its parts run one after the other, and the forward's output leaves before the
+        # Nothing is hidden in a pair: its parts run one after the other, and the forward's output is sent before the
         # backward begins.
         starts, ends = _run(schedule, [[one for step in steps for one in parts(step)] for steps in ranks], durations)
         counts = [[len(parts(step)) for step in steps] for steps in ranks]
@@ -109,7 +112,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 def _each(times: list[float], counts: list[int], place: int) -> list[float]:
-    """Of consecutive groups of times, the first (place 0) or last (-1) of each."""
+    """Return the first (`place` 0) or last (-1) time of each of some consecutive groups."""
     groups = zip(accumulate(counts), counts, strict=True)
     return [times[stop - count : stop][place] for stop, count in groups]
 
@@ -117,7 +120,7 @@ def _each(times: list[float], counts: list[int], place: int) -> list[float]:
 def _run(
     schedule: Schedule, ranks: Sequence[Sequence[Step]], durations: Durations
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """When each step of the ranks' lists begins and ends."""
+    """Return the start and end of each step of the ranks' lists."""
     done: dict[Action, float] = {}
     waiting: dict[Action, list[int]] = {}
     starts: list[list[float]] = [[] for _ in ranks]
@@ -147,7 +150,7 @@ def _run(
 
 
 def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float], latency_s: float) -> float | Action:
-    """When all that a step needs is there, or an action that is still missing."""
+    """Return the time when all inputs of a step are available, or an action that it still waits for."""
     start = 0.0
     for action in parts(step):
         for need in needs(schedule, action):
@@ -158,15 +161,14 @@ def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float],
     return start
 
 
-# The seconds of a schedule, and nothing else of it: what the clock says of many thousands of actions, in little
-# time.
+# Fast path: only the makespan of a schedule, for many thousands of actions.
 
-#: Not made yet.
+#: Not computed yet.
 _OPEN = -1.0
 
 
 class _Clock:
-    """When forwards and gradients of inputs are made, by stage and microbatch, and which ranks wait for them."""
+    """End times of forwards and input gradients by stage and microbatch, and the ranks that wait for them."""
 
     def __init__(self, schedule: Schedule, durations: Durations):
         self._last = schedule.num_stages - 1
@@ -179,9 +181,9 @@ class _Clock:
         self._waiting: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
 
     def run(self, rank: int, actions: list[Action], now: float, ready: list[int]) -> tuple[int, float]:
-        """Run a rank's next actions from a moment on, until one waits for another rank; how many ran, and until when.
+        """Run a rank's next actions until one waits for another rank. Return how many ran, and the time after them.
 
-        Ranks that wait for what is made are added to `ready`.
+        Ranks that waited for a result are added to `ready`.
         """
         forward, backward, last, seconds, waiting = (
             self._forward, self._backward, self._last, self._seconds, self._waiting,
@@ -210,14 +212,14 @@ class _Clock:
 
 
 def makespan_s(schedule: Schedule, durations: Durations) -> float:
-    """Return the seconds of a whole optimizer step without the update, as `simulate` has them.
+    """Return the seconds of an optimizer step without the update, equal to `simulate`.
 
     Args:
         schedule: the lists of all ranks.
-        durations: seconds of every action. Of pairs nothing is hidden, and what is made is there at once.
+        durations: seconds of every action, without hidden work in pairs and without latency.
 
     Raises:
-        ValueError: where its ranks wait for each other in a circle.
+        ValueError: if its ranks wait for each other in a cycle, or `durations` has hidden work or latency.
     """
     if durations.hidden or durations.latency_s:
         raise ValueError("pairs that hide work, and latency, are simulate's")
@@ -234,52 +236,52 @@ def makespan_s(schedule: Schedule, durations: Durations) -> float:
     return max(ends)
 
 
-# Pipelines in closed form: how layers fall on stages, the bubble of each schedule, passes in flight.
+# Pipelines in closed form: layers per stage, the bubble of each schedule, passes in flight.
 
 Array = NDArray[np.float64]
 
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
-#: By code of schedule: whether it works in rounds over several chunks of each rank; whether it has the form of a V.
+#: By code of schedule: True if it works in rounds over several chunks of each rank; True if it has the form of a V.
 _LOOPED = np.array([name in ("interleaved", "zb_interleaved") for name in SCHEDULES])
 _V_SHAPED = np.array([name in ("zb_v", "dualpipe_v") for name in SCHEDULES])
-#: By code: which count of passes in flight it has, of those in `in_flight`.
+#: By code of schedule: index of its count of passes in flight in `in_flight`.
 _KINDS = {"gpipe": 0, "1f1b": 1, "interleaved": 2, "zb_h1": 3, "zb_interleaved": 3, "zb_v": 3, "dualpipe_v": 4}
 _HELD = np.array([_KINDS[name] for name in SCHEDULES])
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Layers of the first rank of a pipeline, of the fullest rank between the ends, and of the last rank."""
+    """Layers of the first rank of a pipeline, of the fullest middle rank, and of the last rank."""
 
     first: Array
     middle: Array
     last: Array
 
     def rows(self, index: NDArray[Any] | slice) -> Stages:
-        """Return the layers of plans, by the kind that each is of."""
+        """Return the layers of plans, by the index of their kind."""
         return Stages(self.first[index], self.middle[index], self.last[index])
 
 
 def chunks_per_rank(columns: Columns) -> Array:
-    """Count the parts of the model on each rank: virtual stages, and two where the schedule has the form of a V."""
+    """Count the parts of the model on each rank: virtual stages, or two for schedules with the form of a V."""
     chunks = np.where(_looped(columns), columns.virtual_stages, 1 + _V_SHAPED.take(columns.schedule))
     return np.where(columns.pp > 1, chunks, 1).astype(np.float64)
 
 
 def split_layers(num_layers: int, columns: Columns) -> Stages:
-    """Return how many layers the ranks hold. Where they do not come out even, the last rank has less, then the first.
+    """Return the number of layers per rank. If they do not divide evenly, the last rank has fewer, then the first.
 
-    The ends also hold the head and the embedding; most programs relieve them so.
+    The end ranks also have the head and the embedding. Most frameworks give them fewer layers for this reason.
     """
     return even_layers(num_layers, columns.pp, chunks_per_rank(columns))
 
 
 def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stages:
-    """Return the same by the ranks of a pipeline and the chunks of each.
+    """Return the number of layers per rank, by the number of ranks in a pipeline and of chunks per rank.
 
     Args:
-        num_layers: of the whole model.
-        num_ranks: of each plan's pipeline.
+        num_layers: layers of the full model.
+        num_ranks: ranks of each plan's pipeline.
         chunks: as `chunks_per_rank` counts them.
     """
     p, v = num_ranks.astype(np.float64), chunks
@@ -294,13 +296,13 @@ def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stag
 
 
 def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_cost: Array) -> Stages:
-    """Return how many layers the ranks hold where embedding and head count as layers.
+    """Return the number of layers per rank if embedding and head count as layers.
 
     Args:
-        num_layers: of the whole model.
+        num_layers: layers of the full model.
         columns: the plans.
-        first_cost: of the embedding, in layers.
-        last_cost: of the head, in layers.
+        first_cost: cost of the embedding, in layers.
+        last_cost: cost of the head, in layers.
     """
     p = columns.pp.astype(np.float64)
     even = split_layers(num_layers, columns)
@@ -320,18 +322,16 @@ def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_c
 def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: Any) -> Array:
     """Return the seconds that the fullest rank waits for the others.
 
-    Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024. Of equal stages each is the
-    longest path through its schedule, in closed form, as the clock finds it (`pipeline_sim`): exact but for zb_v
-    between p
-    and 2 p - 1 passes, where it is drawn straight.
+    Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024. For equal stages each value
+    is the longest path through the schedule in closed form, as the simulation finds it. It is exact except for zb_v
+    between p and 2 p - 1 passes, where it is interpolated linearly.
 
     Args:
         columns: the plans.
         forward: seconds of one pass on one rank, all its chunks.
-        backward: the same.
-        wgrad: the part of backward that makes weight gradients.
-        slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward) where all
-            are
+        backward: the same for backward.
+        wgrad: the part of backward for weight gradients.
+        slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward) if all are
             equal.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
@@ -342,7 +342,7 @@ def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: A
         rows = np.flatnonzero((columns.schedule == _CODE[name]) & (p > 1))
         if len(rows):
             share[rows] = form(*(np.broadcast_to(part, p.shape)[rows] for part in parts)) / (p[rows] - 1)
-    # Interleaving works in rounds of p passes; an incomplete round costs the chunks that are not filled.
+    # Interleaving works in rounds of p passes. An incomplete round costs the chunks that are not filled.
     ragged = np.where(_looped(columns), (v - 1) * ((-columns.num_micro) % p) * whole / v, 0.0)
     return np.where(p > 1, slack / v * share + ragged, 0.0)
 
@@ -352,7 +352,7 @@ def _longest(*paths: Any) -> Array:
 
 
 def _zb_h1(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    """Each pass but the first lets a rank fill its waiting with one more weight gradient."""
+    """Return the idle time. Each pass except the first lets a rank fill idle time with one more weight gradient."""
     return (p - 1) * (f + b) - np.minimum(p - 1, m - 1) * np.minimum(np.minimum(f, b), w)
 
 
@@ -386,12 +386,12 @@ def _zb_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
 
 
 def _dualpipe_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    # A pair's forward is sent before its backward begins: the paper's overlapped pairs cost a forward more each.
+    # A pair's forward is sent before its backward begins. The paper's overlapped pairs cost one forward more each.
     late = np.maximum(0.0, b - w) + np.maximum(0.0, f - b - w)
     return _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * late
 
 
-#: Waiting of equal stages by the parts of a chunk's pass: forward, input gradient, weight gradient; ranks, passes.
+#: Idle time of equal stages by the parts of a chunk's pass: forward, input gradient, weight gradient; ranks, passes.
 _FORMS = {"zb_h1": _zb_h1, "zb_interleaved": _zb_interleaved, "zb_v": _zb_v, "dualpipe_v": _dualpipe_v}
 
 
@@ -400,9 +400,9 @@ def _looped(columns: Columns) -> NDArray[np.bool_]:
 
 
 def in_flight(columns: Columns, rank: Any) -> Array:
-    """Count the passes whose activations `rank` of the pipeline holds at most, in whole passes of the rank.
+    """Count the peak number of passes whose activations `rank` of the pipeline stores, in full passes of the rank.
 
-    A schedule that puts weight gradients off holds what they need until then: as much on every rank as on the first.
+    A schedule that defers weight gradients keeps their inputs until then: as many on every rank as on the first.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     m = columns.num_micro.astype(np.float64)
@@ -422,16 +422,16 @@ _EVERY = slice(None)
 def fullest_moment(
     columns: Columns, rank: Any, one_pass: Array, gradients: Array, index: NDArray[Any] | slice = _EVERY
 ) -> tuple[Array, Array]:
-    """Return the passes in flight and the share of gradients that are there when both together are most.
+    """Return the passes in flight and the share of gradients that exist when their sum of bytes is largest.
 
-    Gradients of a chunk are made in its first backward. A schedule that has run most forwards by then lets go of
-    activations while gradients grow: the two are never there whole at once.
+    Gradients of a chunk are created in its first backward. A schedule that has run most forwards by then releases
+    activations while gradients grow, so that both are never complete at the same time.
 
     Args:
         columns: the plans, or one for each kind by OF_FLIGHT.
-        rank: place in the pipeline; a number, or one for each of those.
-        one_pass: bytes of a pass's activations on the rank.
-        gradients: bytes of all gradients of the rank, where they add up over the passes.
+        rank: position in the pipeline; a number, or one for each row of `columns`.
+        one_pass: activation bytes of a pass on the rank.
+        gradients: bytes of all gradients of the rank, if they are accumulated over the passes.
         index: the kind of each plan.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
@@ -440,7 +440,8 @@ def fullest_moment(
     ahead = np.choose(np.minimum(kind, 2), [every, p - rank - 1, 2 * (p - rank - 1) + (v - 1) * p])
     last_begins = (v - 1) * p + 1  # the backward, counted from 1, in which the last chunk's gradients are made
     held = in_flight(columns, rank)[index]
-    # Those that put weight gradients off are not followed so closely, and of many passes all is there at once.
+    # Schedules that defer weight gradients are not modelled this closely. With many passes everything exists at some
+    # moment.
     fills = (kind <= 2) & (p > 1) & (every - ahead <= last_begins)
     rows = np.flatnonzero(fills[index]) if fills.any() else np.zeros(0, dtype=np.intp)
     if not len(rows):
@@ -455,7 +456,7 @@ def fullest_moment(
 def _fullest(
     p: Array, v: Array, every: Array, ahead: Array, last_begins: Array, one_pass: Array, gradients: Array
 ) -> tuple[Array, Array]:
-    """Passes in flight and share of gradients, of schedules that are still filling when gradients begin."""
+    """Return passes in flight and share of gradients, for schedules that are still filling when gradients begin."""
     full = np.maximum(1.0, every - ahead)  # the last backward before which as many passes as ever are in flight
     held, begun = np.zeros(len(p)), np.ones(len(p))
     most = np.full(len(p), -np.inf)
@@ -473,7 +474,7 @@ def _fullest(
 
 
 def sends(columns: Columns) -> Array:
-    """Count the transfers between stages that the step waits for, one by one, where sends do not hide under compute."""
+    """Count the transfers between stages that the step waits for, one by one, if sends do not overlap with compute."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     m = columns.num_micro.astype(np.float64)
     once = np.where(columns.schedule == _CODE["gpipe"], 2 * (p - 1), 2 * ((p - 1) * (1 + m / p) - 1))
@@ -481,6 +482,6 @@ def sends(columns: Columns) -> Array:
 
 
 def hidden_sends(columns: Columns) -> Array:
-    """Count the transfers that the step waits for where sends hide under compute: those of filling and draining."""
+    """Count the transfers that the step waits for if sends overlap with compute: filling and draining."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     return np.where(p > 1, 2 * (v * p - 1), 0.0)

@@ -1,9 +1,11 @@
-"""What a budget of saved activations costs: each layer of a rank gets one of the policies that the runtime's menu has.
+"""Cost of an activation budget: each layer of a rank gets one of the recompute policies of the runtime's menu.
 
-The menu of a layer goes from keeping all to keeping its input alone: all that autograd saves; the outputs of its heavy
-operations (products and attention), then ever fewer of them, those first that save the least time for their bytes;
-nothing (`memory/trace.py`). The runtime mixes options over the layers so that time is least (`memory/budget.py`): of
-layers that are alike, that is a straight line between two options of the menu's lower hull.
+The menu of a layer (`memory/trace.py`) starts with all tensors that autograd saves. The next options keep the outputs
+of its heavy operations (matmuls and attention), then ever fewer of them: outputs that save the least time for their
+bytes are dropped before others. The last option keeps only the layer's input.
+
+The runtime combines options over the layers for the least time (`memory/recompute.py`). For identical layers, this is a
+straight line between two options of the menu's lower hull.
 """
 
 from __future__ import annotations
@@ -25,16 +27,21 @@ Array = NDArray[np.float64]
 
 
 class RecomputeOption(NamedTuple):
-    """What a mean layer keeps of one pass, in bytes, and the seconds of what it does again."""
+    """Bytes that a mean layer keeps of one pass, and seconds of its recomputation."""
 
     kept: Array
     seconds: Array
 
 
 class Heavy(NamedTuple):
-    """A product or attention of a layer: bytes of its output, and its seconds over those of all products (share) or of
-    attention. worth: time saved for its bytes, to be compared: what tensor parallelism cuts in its sums and not in its
-    output, such as the product behind attention, is worth less the more ranks there are."""
+    """A matmul or attention of a layer.
+
+    Attributes:
+        kept: bytes of its output.
+        share: its seconds over the seconds of all matmuls, or of attention.
+        worth: time saved per byte, for comparisons. Tensor parallelism may divide an operation's sums and not its
+            output, as in the matmul after attention. Then it is worth less the more ranks there are.
+    """
 
     kept: Array
     share: Array
@@ -43,12 +50,12 @@ class Heavy(NamedTuple):
 
 
 def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
-    """Return the seconds of what each policy makes again of one pass of a layer.
+    """Return the seconds of recomputation of each policy, for one pass of a layer.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        costs: of a layer, one entry per plan.
+        costs: costs of a layer, one entry per plan.
     """
     summed = _summed_again(job, columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
@@ -63,29 +70,31 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
 
 
 def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Seconds of what a replay under selective recompute does for experts: tokens travel again, and in compiled blocks,
-    where it sees nothing of experts, their products are made again."""
+    """Return the seconds that a replay under selective recompute spends on experts.
+
+    Tokens are sent again. In compiled blocks experts are opaque to the replay, so that their matmuls are recomputed.
+    """
     if not job.stack.opaque_experts or not job.shape.moe_share or isinstance(job.shape, TracedShape):
         return np.zeros(len(columns))
     return costs.ep_f + np.where(columns.compile, _work(job, columns).of_experts * costs.gemm_f, 0.0)
 
 
 def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Seconds of tensor-parallel traffic in a replay that stops before a layer's last product, and the sum after it.
+    """Return the seconds of tensor-parallel communication in a replay that stops before a layer's last matmul.
 
-    Of two sums one, of two gathers and two scattered sums three: what enters a cut product is brought together again
-    whether the product itself was kept or not.
+    The reduction after that matmul is skipped: one of two all-reduces remains, or three of two gathers and two
+    reduce-scatters. The input of a sharded matmul is gathered again even if the matmul's output was saved.
     """
     return costs.tp_f * np.where(columns.sp, 0.75, 0.5) if job.stack.replay_stops else np.zeros(len(columns))
 
 
 def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Return the seconds of recompute of one pass of one layer under a budget; zero for plans without one.
+    """Return the seconds of recompute of one pass of one layer under a budget; zero for plans without a budget.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        costs: of a layer, one entry per plan.
+        costs: costs of a layer, one entry per plan.
     """
     budgets = np.isfinite(columns.activation_budget)
     if not budgets.any():
@@ -99,7 +108,7 @@ def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
     options = menu(job, columns, costs)
     whole, budget = options[0].kept, columns.activation_budget
-    # A budget without pipeline: one pass of all layers.
+    # A budget requires a rank without pipeline, so that it covers one pass of all layers.
     allowed = np.where(budget < 1, budget * whole, budget / job.shape.layers)
     allowed = np.maximum(allowed, options[-1].kept)
     found = np.full(len(columns), np.inf)
@@ -114,7 +123,7 @@ def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 
 def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]:
-    """The options of a mean layer, from keeping all to keeping its input alone."""
+    """Return the options of a mean layer, from keeping everything to keeping only its input."""
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     kept, seconds = _by_worth(_heavy(job, columns), costs)
@@ -126,7 +135,7 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
 
 
 def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[Array]]:
-    """Bytes and seconds of a layer's heavy operations, in each row those first that save the least time for them."""
+    """Return bytes and seconds of a layer's heavy operations, sorted in each row by increasing time saved per byte."""
     if not heavy:
         return [], []
     each_s = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
@@ -143,7 +152,7 @@ def _with_policy(columns: Columns, name: str) -> Columns:
 
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
-    """The heavy operations whose outputs backward needs; the layer's last product is not among them."""
+    """Return the heavy operations whose outputs backward needs, without the layer's last matmul."""
     cut = rank_share(job, columns)
     width = np.where(columns.in_fp32, 4.0, 2.0)
     tokens = cut.batch * cut.seq
@@ -152,7 +161,8 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     shape, work, each = job.shape, _work(job, columns), width * tokens
     q, kv = shape.sharded_widths(cut.t)
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
-    # Of experts nothing is seen in compiled blocks; else what each gives is kept too, since their sum is weighted.
+    # In compiled blocks experts are opaque. Otherwise the output of each expert is saved too, since their sum is
+    # weighted.
     unseen = columns.compile & job.stack.opaque_experts
     width_up = work.dense + np.where(unseen, 0.0, work.experts)
     given = np.where(unseen, 0.0, shape.moe_share * shape.top_k * h / cut.t)
@@ -169,7 +179,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
 
 
 class _Work(NamedTuple):
-    """Products of a mean layer, for a token on a rank: columns of dense layers' ups and of experts', and all work."""
+    """Matmuls of a mean layer per token on a rank: up projection widths of dense layers and of experts, FLOPs."""
 
     dense: Array
     experts: Array
@@ -187,7 +197,7 @@ def _work(job: Job, columns: Columns) -> _Work:
 
 
 def _traced_heavy(shape: TracedShape, cut: PassShare, width: Array) -> list[Heavy]:
-    """The same of the commonest of a traced model's layers, which stands for all."""
+    """Return the heavy operations of the most common layer of a traced model, which represents all layers."""
     layer = max(shape.traced.layers, key=lambda each: each.count)
     work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
     total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)

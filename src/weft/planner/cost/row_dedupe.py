@@ -1,4 +1,4 @@
-"""Rows that are alike in what decides a figure: the figure is computed once for each kind, and handed to every row."""
+"""Deduplication of rows: a value is computed once per distinct combination of its inputs and expanded to all rows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns
 
-#: Of fewer rows, finding the kinds takes longer than computing every row.
+#: With fewer rows, finding the kinds takes longer than computing every row.
 _FEW = 1024
-#: Kinds are numbered without gaps once there could be more than this.
+#: Kinds are renumbered without gaps once there could be more than this number.
 _MOST_KEYS = 2**18
-#: Values below this are their own numbers: gaps among them cost less than closing them.
+#: Values below this are used as numbers directly: gaps among them cost less than removing them.
 _FEW_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RowDeduplicator:
-    """The kinds of some rows, which are alike in what decides a figure.
+    """Distinct kinds of rows. Rows of one kind have the same values in some columns.
 
-    rows: one of each kind, with nothing but the columns that tell kinds apart. first: where those stand among all.
-    index: the kind of every row.
+    Attributes:
+        rows: one row of each kind, with only the columns that distinguish kinds.
+        first: index of these rows among all rows.
+        index: kind of every row.
     """
 
     rows: Columns
@@ -35,15 +37,15 @@ class RowDeduplicator:
     def of(
         cls, columns: Columns, names: Sequence[str], beside: Sequence[NDArray[np.int64]] = (), **changes: NDArray[Any]
     ) -> RowDeduplicator:
-        """Return the kinds of rows that some columns tell apart.
+        """Return the kinds of rows that some columns distinguish.
 
-        A figure that reads another column than those fails: the column is not there.
+        A computation that reads any other column fails, because the column is missing from `rows`.
 
         Args:
             columns: all rows.
-            names: of the columns.
-            beside: other numbers that tell kinds apart, one for each row.
-            **changes: columns among those with other values than the rows have, one for each row.
+            names: columns that distinguish kinds.
+            beside: further numbers that distinguish kinds, one for each row.
+            **changes: replaced values of some of these columns, one for each row.
         """
         arrays: dict[str, NDArray[Any]] = {
             name: changes[name] if name in changes else getattr(columns, name) for name in names
@@ -56,12 +58,12 @@ class RowDeduplicator:
         return cls(Columns({name: array[first] for name, array in arrays.items()}), first, index)
 
     def __getitem__(self, part: slice) -> RowDeduplicator:
-        """The same kinds, and which of them the rows of a part are. Where every row is a kind, the part is all rows."""
+        """Return the same kinds with the index of a part of the rows. If every row is a kind, the part is all rows."""
         return self if isinstance(self.index, slice) else RowDeduplicator(self.rows, self.first, self.index[part])
 
 
 def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np.intp], int]:
-    """A number from 0 for every combination of values, row by row; and how many there are."""
+    """Return a number from 0 for every combination of values, row by row, and the count of numbers."""
     key, span = np.zeros(num_rows, dtype=np.intp), 1
     for array in arrays:
         if array.strides == (0,):
@@ -76,7 +78,7 @@ def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np
 
 
 def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """A number for every value of an array, and how many such numbers there are."""
+    """Return a number for every value of an array, and the count of numbers."""
     if array.dtype.kind in "bui":
         least, most = int(array.min()), int(array.max())
         if 0 <= least < most < _FEW_VALUES:
@@ -90,7 +92,7 @@ def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
 
 
 def _without_gaps(key: NDArray[np.intp], span: int) -> tuple[NDArray[np.intp], int]:
-    """Numbers below `span` as numbers without gaps, and how many there are."""
+    """Renumber numbers below `span` without gaps, and count them."""
     if span > 32 * _MOST_KEYS:
         values, codes = np.unique(key, return_inverse=True)
         return codes.reshape(-1), len(values)

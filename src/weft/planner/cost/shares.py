@@ -1,4 +1,4 @@
-"""Parameters of one rank: those that it holds, those that it trains, and as how many they travel and are kept."""
+"""Parameters of one rank: stored, trained, and as communicated and stored in another format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Parameters of one rank: of its layers outside of experts, of its experts, and at the ends (embedding, head)."""
+    """Parameters of one rank: dense parameters of its layers, experts, and ends (embedding and head)."""
 
     dense: Array
     experts: Array
@@ -30,9 +30,9 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        layers: that the rank holds, one entry per plan.
-        embedding: whether it holds the embedding.
-        head: whether it holds the head.
+        layers: number of layers on the rank, one entry per plan.
+        embedding: True if the rank has the embedding.
+        head: True if the rank has the head.
     """
     shape = job.shape
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
@@ -62,14 +62,14 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
 def trained_shares(
     job: Job, columns: Columns, shares: Shares, layers: Array, ends: tuple[bool, bool | NDArray[np.bool_]]
 ) -> Shares:
-    """Return which of a rank's parameters are trained: all, an adapter's, or those whose group has no lr=0.
+    """Return the trained parameters of a rank: all, an adapter's, or the ones whose group does not have lr=0.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
         shares: all parameters of the rank.
-        layers: that the rank holds.
-        ends: whether it holds the embedding and the head.
+        layers: number of layers on the rank.
+        ends: (True if the rank has the embedding, True if it has the head).
     """
     part = job.trained
     if job.adapter is None:
@@ -84,13 +84,15 @@ def trained_shares(
 
 
 def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, width: Array | float) -> Shares:
-    """Return a rank's parameters as so many of `width` bytes that take the same room: a packed base takes less.
+    """Return a rank's parameters as the number of `width`-byte values with the same total bytes.
+
+    The result differs for a packed base, whose parameters take fewer bytes.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        shares: of all parameters.
-        layers: that the rank holds.
+        shares: all parameters of the rank.
+        layers: number of layers on the rank.
         width: bytes of a parameter in the format of a pass.
     """
     adapter = job.adapter
@@ -102,21 +104,21 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
 
 
 def second_job(job: Job) -> Job | None:
-    """Return the job of the second model, which is not trained, on the same sequences; None: there is none."""
+    """Return the job of the second, frozen model on the same sequences, or None."""
     if job.frozen is None or job.frozen.shape is None:
         return None
     return replace(job, shape=job.frozen.shape, adapter=None, frozen=None)
 
 
 def second_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares | None:
-    """Return the parameters of the second model on a rank; None where there is none.
+    """Return the parameters of the second model on a rank, or None without a second model.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        layers: of the trained model that the rank holds.
-        embedding: whether it holds the embedding.
-        head: whether it holds the head.
+        layers: layers of the trained model on the rank.
+        embedding: True if the rank has the embedding.
+        head: True if the rank has the head.
     """
     second = second_job(job)
     if second is None:

@@ -1,4 +1,4 @@
-"""A step on devices of their own: seconds by term and bytes by class of many plans at once."""
+"""Seconds by term and bytes by class of a step on separate devices, for many plans in one call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Array = NDArray[np.float64]
 #: Seconds by term and bytes by class, one entry per plan.
 Parts = tuple[Mapping[str, Array], Mapping[str, Array]]
 
-#: The terms of a step, in the order in which they are shown.
+#: The terms of a step, in display order.
 TERMS = (
     "gemm",
     "attention",
@@ -62,22 +62,26 @@ TERMS = (
     "offload",
     "straggler",
 )
-#: Host time of a layer's backward over that of its forward.
+#: Host time of a layer's backward relative to its forward.
 _HOST_BACKWARD = 1.3
-#: Rows that are worked on at a time: their columns stay in the processor's cache.
+#: Rows per chunk of computation: their columns stay in the processor's cache.
 _CHUNK = 1 << 14
-#: Rows whose kinds are told apart at a time.
+#: Rows whose kinds are distinguished in one call.
 _AT_ONCE = 1 << 17
-#: The columns that decide the terms of a layer beside its costs.
+#: The columns that decide the terms of a layer in addition to its costs.
 _OF_TERMS = ("recompute", "recompute_share", "activation_budget")
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Seconds of one pass of a mean layer and of the ends, of each kind of them.
+    """Seconds of one pass of a mean layer and of embedding and head, one entry per kind.
 
-    layer, head, embed: by term; lay, top, bottom: their sums. computes: forward but for waiting; forward, backward:
-    with it. kept: bytes of activations.
+    Attributes:
+        layer, head, embed: seconds by term.
+        lay, top, bottom: sums over the terms of layer, head and embed.
+        computes: forward without waiting for the host.
+        forward, backward: including waiting for the host.
+        kept: bytes of activations.
     """
 
     costs: LayerCosts
@@ -108,10 +112,14 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What a rank holds and sends, of each kind of it.
+    """State and traffic of a rank, one entry per kind.
 
-    layers: of the ranks. own: parameters that one steps. each_sum: seconds to add a pass's gradients to those before.
-    optimizer: of its step. spread: of the slowest device over the mean one.
+    Attributes:
+        stages: layers of the ranks.
+        own: parameters that a rank steps.
+        each_sum: seconds to accumulate a pass's gradients.
+        optimizer: seconds of the optimizer step.
+        spread: slowdown of the slowest device relative to the mean, in standard deviations.
     """
 
     stages: Stages
@@ -158,7 +166,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Plans, and their kinds by what decides a layer's seconds, and a rank's parameters and traffic."""
+    """Plans with their kinds: by seconds of a layer, and by parameters and traffic of a rank."""
 
     columns: Columns
     layers: RowDeduplicator
@@ -182,7 +190,7 @@ class _Rows:
         return cls(columns, layers, ranks, layer, rank)
 
     def parts(self) -> Iterator[_Rows]:
-        """Some of the plans at a time; all where every one is a kind: then they are few."""
+        """Yield the plans in chunks. If every plan is a kind, there are few, and all are yielded together."""
         if isinstance(self.layers.index, slice):
             yield self
             return
@@ -194,15 +202,15 @@ class _Rows:
 def device_parts(
     job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, *, timed: bool = True, weighed: bool = True
 ) -> Iterator[Parts]:
-    """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, some rows at a time.
+    """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, in chunks of rows.
 
     Args:
         job: model, sequence and batch.
-        cluster: gives the size of a node.
+        cluster: the cluster; defines the size of a node.
         columns: the plans.
         tables: constants of the device.
-        timed: with seconds; without them it is a small part of the work.
-        weighed: with bytes.
+        timed: include seconds. Without them, the call is much faster.
+        weighed: include bytes.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     on_device = cluster.device.memory_bytes
@@ -218,7 +226,7 @@ def device_parts(
 
 
 def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: Fabric) -> dict[str, Array]:
-    """Seconds of a step by term."""
+    """Return the seconds of a step by term."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
     stages = rows.rank.stages.rows(rows.ranks.index)
@@ -248,7 +256,7 @@ def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: 
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
-    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
+    """Return the seconds of one pass of one layer: waiting for the host in forward and in backward, and all terms."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     repeated = np.zeros(len(columns))
@@ -276,10 +284,10 @@ def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, 
 
 
 def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array, slack: Array) -> tuple[Array, Array]:
-    """Seconds that the fullest rank of a pipeline waits for the others, and for what they send."""
+    """Return the seconds that the fullest rank of a pipeline waits for other ranks, and for transfers from them."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     forward = layers * each.computes[index]
-    # A compiled block makes all its gradients in one program: there is nothing to put off.
+    # A compiled block computes all its gradients in one program, so that no weight gradient can be deferred.
     put_off = np.where(columns.compile, 0.0, layers * each.costs.wgrad[index])
     bubble = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
@@ -290,7 +298,7 @@ def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array
 
 
 def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Seconds of a step's forward passes without gradients: of the trained model, and of a second one."""
+    """Return the seconds of a step's forward passes without gradients, of the trained model and of a second one."""
     work, second = job.frozen, second_job(job)
     found = np.zeros(len(columns))
     if work is not None and work.own:
@@ -302,10 +310,10 @@ def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs:
 
 
 def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Seconds of a forward of all passes of a step on the longest stage, with a pipeline's filling."""
+    """Return the seconds of forward for all passes of a step on the longest stage, with the filling of a pipeline."""
     each = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
     each = np.maximum(each, costs.host_f)
-    # Of the head's products, one of three is forward's; of a frozen head, one of two. Of its traffic, one of two.
+    # Forward has one of the head's three matmuls, or one of two if the head is frozen, and half of its communication.
     head = costs.head_gemm / (3 if job.adapter is None else 2) + costs.head_memory / 3 + costs.head_tp / 2
     first = costs.embed / 2 + costs.embed_tp
     stages, piped = split_layers(job.shape.layers, columns), columns.pp > 1
@@ -321,7 +329,7 @@ def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, cost
 
 
 def _sum_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
-    """Seconds to add a pass's gradients to those of the passes before. Under ZeRO 3 a rank adds its shard alone."""
+    """Return the seconds to accumulate a pass's gradients. Under ZeRO 3 a rank accumulates only its shard."""
     stack = job.stack
     each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden under the arithmetic
     params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
@@ -329,8 +337,9 @@ def _sum_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
 
 
 def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
-    """Seconds in which Muon orthogonalises its matrices, of so many layers on a rank: each is dealt out whole to one of
-    the ranks that share the optimizer, and ranks of tp all turn the same.
+    """Return the seconds in which Muon orthogonalises the matrices of `layers` layers.
+
+    Each matrix is assigned unsharded to one of the ranks that share the optimizer. Ranks of tp all compute the same.
     """
     each = [times * gemm_s(tables, m, n, k, 1.0, tables.flops["bf16"]) for m, n, k, times in job.turning_products]
     return sum((float(one) for one in each), 0.0) * layers
@@ -339,7 +348,7 @@ def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
 def _step_terms(
     job: Job, rows: _Rows, cluster: ClusterSpec, tables: Tables, stages: Stages, terms: dict[str, Array]
 ) -> None:
-    """Fill in the terms that come once in a step, and what follows from all others."""
+    """Fill in the terms that occur once per step, and the straggler term, which depends on all others."""
     columns, each, rank, kind = rows.columns, rows.layer, rows.rank, rows.ranks.index
     layers = np.where(columns.pp == 1, stages.middle, stages.first)
     forward, backward = layers * each.forward[rows.layers.index], layers * each.backward[rows.layers.index]

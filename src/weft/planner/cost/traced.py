@@ -1,6 +1,6 @@
-"""Work and memory of a traced model, for every distinct way to cut its layers: what formulas say of known families.
+"""Work and memory of a traced model for every distinct sharding: the counterpart of the formulas for model families.
 
-A layer is the mean over the model's layers, as everywhere in the estimate. Letters as in `layer_cost`.
+A layer is the mean over the model's layers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from weft.planner.space.shape import TracedShape
 
 Array = NDArray[np.float64]
 
-#: Times the FLOPs of fused attention's forward that its backward does: scores are made again.
+#: FLOPs of fused attention's backward over its forward: scores are recomputed.
 _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
 class PassShare:
-    """How a rank's share of a pass is cut. seq: tokens of each sequence on the rank; fused: chains are compiled."""
+    """Sharding of a rank's share of a pass.
+
+    Attributes:
+        seq: tokens of each sequence on the rank.
+        fused: True if chains of kernels are compiled.
+    """
 
     batch: Array
     seq: Array
@@ -38,7 +43,7 @@ class PassShare:
 def products_s(
     shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables
 ) -> tuple[Array, Array, Array]:
-    """Seconds of matrix products: forward, towards the input, towards the weights; of a mean layer, or of one."""
+    """Return the seconds of matmuls (forward, input gradient, weight gradient) of a layer; None for a mean layer."""
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
@@ -55,10 +60,16 @@ def attention_s(
     shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables, gain: float,
     pieces: Sequence[tuple[int, float]] = (),
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Seconds of fused attention: forward, backward.
+    """Return the seconds of fused attention (forward, backward).
 
-    gain: speed over the table's. pieces: (tokens, share of all tokens) of the documents in a sequence, each of which
-    causal attention takes as a sequence of its own; none: whole sequences.
+    Args:
+        shape: the traced model.
+        layer: one layer; None for the mean layer.
+        cut: the rank's share of a pass.
+        tables: constants of the device.
+        gain: speed relative to the table.
+        pieces: (tokens, share of all tokens) of the documents in a sequence, each of which causal attention treats as a
+            separate sequence; empty for full sequences.
     """
     whole = cut.seq * cut.c
     found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
@@ -68,7 +79,7 @@ def attention_s(
             for back in (0, 1):  # one launch takes all documents
                 found[back] = found[back] - share / gain * (len(several) - 1) * tables.launch_s
             for length, part in several:
-                # As many sequences of a document's length as hold its share of the tokens.
+                # Number of sequences of a document's length that contain its share of the tokens.
                 batch = cut.batch * part * whole / length
                 flops = each.flops(batch, length / cut.c, cut.t, cut.c)
                 keys = each.keys.at(batch, length)
@@ -79,7 +90,7 @@ def attention_s(
 
 
 def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: PassShare) -> tuple[Array, Array]:
-    """Bytes that memory-bound kernels move: forward, backward."""
+    """Return the bytes that memory-bound kernels move (forward, backward)."""
     found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
     for one, share in _weighted(shape, layer):
         pairs = ((one.moved_forward, one.fused_forward), (one.moved_backward, one.fused_backward))
@@ -90,20 +101,20 @@ def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: PassShare) -
 
 
 def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
-    """Kernels of a mean layer's forward."""
+    """Return the number of kernels in a mean layer's forward."""
     together: float = shape.mean(lambda layer: layer.fused_kernels)
     alone: float = shape.mean(lambda layer: layer.kernels_forward)
     return np.where(fused, together, alone)
 
 
 def tensor_traffic(shape: TracedShape, cut: PassShare) -> Array:
-    """What tensor parallelism sums in a mean layer's forward, over the two sums of a token's width of a decoder."""
+    """Return the tensor-parallel all-reduce volume of a mean layer's forward, over a decoder's two all-reduces."""
     values = shape.mean(lambda layer: layer.reduced.at(cut.batch, cut.seq))
     return values / (2.0 * shape.hidden * cut.batch * cut.seq)
 
 
 def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables) -> tuple[Array, Array]:
-    """Seconds of forward and backward of what runs before or after the layers: products, and passes over memory."""
+    """Return the seconds (matmuls and attention, other kernels) of the part before or after the layers."""
     none = np.zeros_like(cut.batch)
     products = sum(products_s(shape, layer, cut, tables), none)
     scores = sum(attention_s(shape, layer, cut, tables, 1.0), none)
@@ -112,7 +123,7 @@ def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables
 
 
 def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
-    """Bytes that a mean layer keeps of one pass under a policy of recompute."""
+    """Return the bytes that a mean layer saves in one pass under a recompute policy."""
     name = {"none": "compiled"}.get(policy, policy)
     alone: Array = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
     together: Array = shape.mean(lambda layer: _at(dict(layer.saved)[name], cut))
@@ -120,34 +131,34 @@ def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
 
 
 def end_saved_bytes(layer: TracedLayer, cut: PassShare) -> Array:
-    """Bytes that one pass keeps before or after the layers."""
+    """Return the bytes that one pass saves before or after the layers."""
     saved = dict(layer.saved)
     return _at(saved["none"], cut) if saved else np.zeros_like(cut.batch)
 
 
 def layer_params(shape: TracedShape, t: Array) -> Array:
-    """Parameters of a mean layer on one rank."""
+    """Return the parameters of a mean layer on one rank."""
     return shape.mean(lambda layer: layer.params_cut) / t + shape.mean(lambda layer: layer.params_whole)
 
 
 def end_params(layer: TracedLayer, t: Array) -> Array:
-    """Parameters before or after the layers on one rank, without those of the vocabulary."""
+    """Return the parameters before or after the layers on one rank, without the vocabulary's."""
     return layer.params_cut / t + layer.params_whole
 
 
 def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
-    """Return the FLOPs of forward and backward for one token; for one sample where nothing is a sequence.
+    """Return the FLOPs of forward and backward for one token, or for one sample if the model has no sequences.
 
     Args:
-        shape: of a traced model.
+        shape: the traced model.
         seq_len: tokens of a sequence.
-        causal: False counts attention's whole square.
+        causal: False counts the full square of attention.
     """
     return float(shape.traced.flops(1.0, float(seq_len), causal=causal)) / seq_len
 
 
 def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[TracedLayer, float]]:
-    """One layer, or all of them with their shares of a mean one."""
+    """Return one layer, or all layers with their shares of a mean layer."""
     if layer is not None:
         return [(layer, 1.0)]
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]

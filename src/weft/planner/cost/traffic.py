@@ -1,4 +1,4 @@
-"""What the host does for a rank: seconds of transfers, and the optimizer's step there."""
+"""Seconds of offloading (transfers and the optimizer step on the host) and of data-parallel communication."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from weft.planner.space.columns import PRECISIONS, Columns, Job
 
 Array = NDArray[np.float64]
 
-#: Bytes per parameter that an Adam step moves there (g, p, m and v read; p, m and v written).
+#: Bytes per parameter that an Adam step on the host moves (g, p, m and v read; p, m and v written).
 _HOST_STEP_BYTES = 28.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """What goes on beside the transfers: seconds of one pass of one layer, layers of a rank, its own parameters.
+    """Compute that overlaps with the host's transfers.
 
-    kept: bytes of a pass's activations in a mean layer.
+    Attributes:
+        forward, backward: seconds of one pass of one layer.
+        layers: layers of a rank.
+        own: parameters that the rank steps.
+        kept: activation bytes of one pass in a mean layer.
     """
 
     forward: Array
@@ -35,10 +39,17 @@ class LayerWork:
 
 
 def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devices_per_node: int) -> Array:
-    """Seconds of a step that the host adds: what does not hide under compute, and the optimizer's step on the host.
+    """Return the seconds that offloading adds to a step: exposed transfers, and the optimizer step on the host.
 
-    Transfers run beside compute, out in forward and in during backward (Ren et al. 2021, arXiv 2101.06840); of each
-    layer only what is longer than its compute is waited for.
+    Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
+    waits only for the part of its transfer that is longer than its compute.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        work: compute of the rank.
+        devices_per_node: devices that share the host's memory bandwidth.
     """
     shares = (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
     if not any(share.any() for share in shares):
@@ -59,7 +70,7 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     return step + back + late + passes * work.layers * waits
 
 
-# Exposed seconds of data-parallel traffic: what does not hide under forward and backward.
+# Exposed seconds of data-parallel communication: the part that forward and backward do not hide.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class Window:
     layers: Array
 
 
-#: The columns that decide a rank's traffic of gradients and parameters, beside its layers.
+#: The columns that decide a rank's communication of gradients and parameters, in addition to its layers.
 _OF_TRAFFIC = (
     "pp",
     "dp_replicate",
@@ -98,10 +109,15 @@ def of_traffic(job: Job) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Seconds of what a rank sends and gets, whatever it computes meanwhile, and its layers between two of them.
+    """Seconds of a rank's data-parallel communication, before overlap, and its number of units.
 
-    gathers: all parameters once; again: once more in backward; reduces: all gradients once; short: the same where they
-    travel in a half format. meetings: one of replicas that train by themselves.
+    Attributes:
+        gathers: gather of all parameters.
+        again: second gather, in backward.
+        reduces: reduction of all gradients.
+        short: reduction of all gradients in a half format.
+        meetings: one outer step of replicas under local SGD.
+        units: layers of the rank, which are communicated one after the other.
     """
 
     gathers: Array
@@ -112,25 +128,25 @@ class RankTraffic:
     units: Array
 
     def rows(self, index: NDArray[Any] | slice) -> RankTraffic:
-        """Return the traffic of plans, by the kind that each is of."""
+        """Return the traffic of plans, by the index of their kind."""
         return RankTraffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
-    """Return a rank's traffic, one entry per plan; of the plans it reads `of_traffic`.
+    """Return a rank's communication, one entry per plan. Reads only the columns of `of_traffic`.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        fabric: of the links between devices.
-        shares: of all parameters as they travel (`travelling_shares`), and of those that are trained.
-        layers: of the rank, in each of its chunks.
+        fabric: links between devices.
+        shares: (all parameters as communicated (`shares_in_format`), trained parameters).
+        layers: layers of the rank in each of its chunks.
     """
     units = np.maximum(1.0, layers)
     gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
     again = gathers
     if columns.reshard_within.any():
-        # From second shards, over neighbours, in the compute format.
+        # Gathers from secondary shards, over neighbours, in the compute format.
         has = columns.reshard_within > 0
         near = columns.with_arrays(
             dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
@@ -140,15 +156,23 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
-    """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides."""
+    """Return the exposed seconds of gradient and parameter communication, and the slowdown of compute.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        traffic: communication of the rank.
+        window: compute of the rank.
+    """
     stack, units = job.stack, traffic.units
     sharded, once = columns.zero == 3, columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
     gathers_b = np.where(sharded & (columns.reshard == 0), traffic.again, 0.0)
-    # A graph holds no collective: weights are there before it begins, and gradients travel when it is over.
+    # A graph contains no collective: weights are gathered before it begins, and gradients are reduced after it ends.
     beside = ~columns.graphs
     open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params & beside)
-    # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
+    # In a pipeline, ZeRO 3 reduces at the end of the schedule, with nothing to overlap.
     hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1)) & beside
     reduces = np.where(_is_short(columns), traffic.short, traffic.reduces)
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
@@ -160,9 +184,9 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
 
 
 def _exposed_sync_s(columns: Columns, meeting: Array, window: Window) -> Array:
-    """Seconds in the open of a step's share of the meetings of replicas that train by themselves.
+    """Return the exposed seconds of local SGD synchronization per step.
 
-    Nothing hides a meeting of all at once; a fragment travels while a step computes.
+    Nothing hides an outer step of all parameters together. A fragment is communicated while a step computes.
     """
     computes = columns.num_micro * (window.forward + window.backward)
     fragments = np.maximum(1, columns.sync_fragments)
@@ -173,14 +197,14 @@ def _exposed_sync_s(columns: Columns, meeting: Array, window: Window) -> Array:
 def gathered_s(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, held: Shares, window: Window
 ) -> Array:  # fmt: skip
-    """Return the seconds in the open of bringing parameters together under ZeRO 3 for a forward without backward.
+    """Return the exposed seconds of gathering parameters under ZeRO 3 for a forward without backward.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
         tables: constants of the device.
-        fabric: of the links between devices.
-        held: parameters of a rank, as they travel.
+        fabric: links between devices.
+        held: parameters of a rank, as communicated.
         window: seconds of the forward, and its layers.
     """
     if not (columns.zero == 3).any():
@@ -193,7 +217,7 @@ def gathered_s(
 
 
 def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
-    """Seconds of a meeting of replicas that train by themselves."""
+    """Return the seconds of one outer step of local SGD."""
     total = np.zeros(len(columns))
     if not columns.sync.any():
         return total
@@ -211,7 +235,7 @@ def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Arra
 def _hide(
     travel: Array, compute: Array, units: Array, tables: Tables, hides: bool | NDArray[np.bool_]
 ) -> tuple[Array, Array]:
-    """Seconds in the open and seconds hidden, where unit after unit travels beside the compute of the next."""
+    """Return exposed and hidden seconds, if the communication of each unit overlaps with the compute of the next."""
     slow = travel * tables.overlap_comm
     first = travel / units
     beside = np.minimum((slow - first).clip(0), compute)
@@ -223,7 +247,7 @@ def _hide(
 def _traffic(
     job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
 ) -> tuple[Array, Array, Array]:
-    """Seconds to gather all parameters of the rank once, to reduce its gradients once, and in half formats."""
+    """Return the seconds to gather parameters once, to reduce gradients once, and the latter in half formats."""
     held, trained = shares
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
@@ -241,7 +265,8 @@ def _traffic(
     if stack.fp8_gather:
         gather_bytes = np.where(columns.precision == PRECISIONS.index("fp8"), 1.0, gather_bytes)
     for params, learnt, group, stride, most, in_layers in parts[: 3 if job.shape.moe_layers else 2]:
-        # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
+        # One collective per layer under ZeRO 3. Otherwise in buckets if they overlap with compute, and in one
+        # collective if not.
         buckets = (
             np.ceil(params / np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group))
             if stack.overlap_grads
@@ -259,12 +284,13 @@ def _traffic(
         across = np.where(columns.sync > 0, 0.0, fabric.ring_s("all_reduce", beside, replicas, apart))
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
         if stack.short_summands:
-            # Within a node, in their own format. Under ZeRO 1 and 2 the head, which `ends` holds, has its in fp32.
+            # Within a node, in the gradients' format. Under ZeRO 1 and 2 the head's gradients, part of `ends`, are in
+            # fp32.
             near = (columns.zero > 0) & (group <= np.minimum(_NODE_RANKS, fabric.inside(group, stride)))
             halved = pieces * fabric.ring_s("reduce_scatter", sent(_HALF_BYTES), group, stride)
             less = np.where(near & ((params is not held.ends) | (columns.zero == 3)), halved - reduced, 0.0)
             shorter += np.where(learnt > 0, less, 0.0)
-        # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
+        # Under ZeRO 1 and 2 updated parameters are gathered, under ZeRO 3 all parameters that are used.
         brought = np.where(columns.zero == 3, params, learnt)
         weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes, in_layers=in_layers)
         gathered = pieces * fabric.ring_s("all_gather", weights, group, stride)
@@ -272,19 +298,21 @@ def _traffic(
     return gathers, reduces, reduces + shorter
 
 
-#: More ranks of a node than so many do not send gradients in half formats, and what one has in these.
+#: Largest number of ranks in a node that reduce gradients in half formats, and bytes of a value in these.
 _NODE_RANKS, _HALF_BYTES = 16, 2.0
 
 
 def _is_short(columns: Columns) -> NDArray[np.bool_]:
-    """Rows whose gradients are in half formats when they travel: those of several passes are not, once added up."""
+    """Return True for rows that communicate gradients in half formats. Accumulated gradients are not."""
     halves = np.isin(columns.precision, [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")])
     return halves & ((columns.num_micro == 1) | ((columns.zero == 3) & ~columns.reduces_once))
 
 
 def _stride(columns: Columns, fabric: Fabric) -> Array:
-    """Ranks from one member of a group over dp_shard and cp to the next; where another axis lies between those, the
-    stride of an even group with as many members in a scale-up domain."""
+    """Return the distance in ranks between neighbours of a group over dp_shard and cp.
+
+    If another axis is between these two, it is the stride of a regular group with as many members in a scale-up domain.
+    """
     usual = columns.stride("cp").astype(np.float64)
     if not columns.order.any():
         return usual

@@ -1,1 +1,1 @@
-"""Cost model constants of a machine that was measured."""
+"""Constants of the cost model for a measured machine."""

@@ -1,4 +1,4 @@
-"""Who works at the same time on a host: layers of the busiest rank, and ranks beside it, as Weft divides a model."""
+"""Costs of a layer on a measured host: contention of ranks, layers of the busiest rank, seconds from fitted laws."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class HostContention:
-    """By row. layers: of the busiest rank of the pipeline; has_embedding, has_head: 1 where it holds them.
+    """Contention on a host, by row.
 
-    steady: ranks at work in the middle of a step, in whole ranks of work: a stage with half of the busiest one's work
-    counts half. bubble_share: of a whole bubble that the schedule leaves. sends: messages that are waited for.
+    Attributes:
+        layers: layers of the pipeline's busiest rank.
+        has_embedding, has_head: 1 if this rank has the embedding, the head.
+        steady: ranks at work in the middle of a step, weighted by their work relative to the busiest stage.
+        bubble_share: share of a full bubble that the schedule leaves.
+        sends: messages that the step waits for.
     """
 
     layers: Array
@@ -36,18 +40,18 @@ class HostContention:
     sends: Array
 
     def rows(self, chosen: NDArray[np.bool_]) -> HostContention:
-        """The chosen rows."""
+        """Return the chosen rows."""
         return HostContention(**{each.name: getattr(self, each.name)[chosen] for each in fields(self)})
 
 
 def contention_of(job: Job, columns: Columns) -> HostContention:
-    """The crowd of every row; rows whose pipelines are alike are looked at once."""
+    """Return the contention of every row. Rows with equal pipelines are computed once."""
     key = np.stack([columns.pp, columns.virtual_stages, columns.schedule.astype(np.int64)])
     kinds, index = np.unique(key, axis=1, return_inverse=True)
     found = np.array([_kind(job, *map(int, kind)) for kind in kinds.T])[index.reshape(-1)]
     count = len(columns)
     one, third = np.ones(count), np.full(count, 1 / 3)
-    # Of a bubble of one pass; forward, gradients of inputs and of weights take a third each.
+    # Bubble of one pass, in which forward, input gradients and weight gradients take a third each.
     share = bubble_s(columns, third, 2 * third, third, one)
     return HostContention(
         layers=found[:, 0],
@@ -60,7 +64,10 @@ def contention_of(job: Job, columns: Columns) -> HostContention:
 
 
 def ranks_of(job: Job, columns: Columns) -> list[tuple[NDArray[np.bool_], Array, Array, Array]]:
-    """For every rank of the longest pipeline: which rows have it, its layers, and 1 where it has embedding and head."""
+    """Return (mask of rows with this rank, layers, 1 for the embedding, 1 for the head) for each rank.
+
+    Ranks are the ones of the longest pipeline.
+    """
     longest = int(columns.pp.max()) if len(columns) else 0
     key = np.stack([columns.pp, columns.virtual_stages, columns.schedule.astype(np.int64)])
     kinds, index = np.unique(key, axis=1, return_inverse=True)
@@ -74,7 +81,7 @@ def ranks_of(job: Job, columns: Columns) -> list[tuple[NDArray[np.bool_], Array,
 
 
 def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[list[int], int, int]:
-    """Layers of each rank of a pipeline, and the ranks that hold embedding and head."""
+    """Return the layers of each rank of a pipeline, and the ranks with embedding and head."""
     shape = job.shape
     num_stages = pp * virtual_stages if pp > 1 else 1
     if shape.layers < num_stages:  # no rule allows it: numbers are needed, and nobody reads them
@@ -86,7 +93,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
 
 
 def _kind(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[float, float, float, float]:
-    """Layers of the busiest rank, whether it has the embedding and the head, and the ranks' mean work over its own."""
+    """Return the busiest rank's layers, 1 for embedding and head on it, and the ranks' mean work relative to it."""
     layers, first, last = _divided(job, pp, virtual_stages, schedule)
     layer, head = job.shape.layer_weights, job.shape.head_weights
     work = [count * layer + head * (rank == last) for rank, count in enumerate(layers)]
@@ -94,50 +101,52 @@ def _kind(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[float,
     return float(layers[busiest]), float(first == busiest), float(last == busiest), sum(work) / pp / work[busiest]
 
 
-# Seconds of one layer, of the embedding and of the head on one rank of a measured host, from laws of its
-# primitives.
+# Seconds of one layer, of the embedding and of the head on one rank of a measured host, from laws of its primitives.
 
-#: Of a rank's queries, how many meet what a piece of another rank's keys is, in the mean.
+#: Mean share of a rank's queries that attend to the keys of another rank.
 _MET = 0.75
-#: Bytes of a value that travels between ranks.
+#: Bytes of a value in communication between ranks.
 VALUE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class ContendedLaws:
-    """Laws with the crowd in which they are asked: ranks at work at the same time, by row."""
+    """Laws with the contention under which they apply: the number of active ranks, by row."""
 
     laws: Laws
     active: Array
     dtype: str
 
     def of(self, op: str, *size: Any) -> Array:
-        """Seconds of compute."""
+        """Return the seconds of a compute operation."""
         return self.laws.seconds(op, *size, active=self.active, dtype=self.dtype)
 
     def passes(self, op: str, tokens: Any, width: Any) -> Array:
-        """Seconds of an element-wise operation, forward and backward."""
+        """Return the seconds of an element-wise operation, forward and backward."""
         return np.stack([self.of(f"{op}_f", tokens, width), self.of(f"{op}_b", tokens, width)])
 
     def linear(self, m: Any, n: Any, k: Any) -> Array:
-        """Seconds of a product: forward, towards the input, towards the weight."""
+        """Return the seconds of a matmul: forward, input gradient, weight gradient."""
         return np.stack([self.of(op, m, n, k) for op in ("linear_f", "linear_dx", "linear_dw")])
 
     def transfer_s(self, op: str, num_bytes: Any, group: Any, stride: Any = 1) -> Array:
-        """Seconds of a collective over groups of so many ranks, by row."""
+        """Return the seconds of a collective over groups of `group` ranks, by row."""
         return self._by_group(
             lambda part, size, step, crowd: self.laws.transfer_s(op, part, group=size, active=crowd, stride=step),
             num_bytes, group, stride,
         )  # fmt: skip
 
     def waiting(self, compute_s: Any, group: Any) -> Array:
-        """Seconds that groups of so many ranks wait for each other at a meeting after so much compute, by row."""
+        """Return the seconds that groups of `group` ranks wait at a synchronization, by row.
+
+        `compute_s` is the compute since the last one.
+        """
         return self._by_group(
             lambda part, size, _, crowd: self.laws.waiting(part, group=size, active=crowd), compute_s, group, 1
         )
 
     def _by_group(self, ask: Callable[[Array, int, int, int], Array], amount: Any, group: Any, stride: Any) -> Array:
-        """What `ask` says of the amounts of each kind of group: (amounts, ranks, stride, ranks at work)."""
+        """Return the results of `ask` for each kind of group, called with (amounts, ranks, stride, active ranks)."""
         rows = np.broadcast_arrays(np.asarray(amount, float), np.asarray(group), np.asarray(stride), self.active)
         amount, group, stride, active = rows
         result = np.zeros(amount.shape)
@@ -149,19 +158,19 @@ class ContendedLaws:
 
 
 def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
-    """Return the costs of every row with all ranks at work.
+    """Return the costs of every row with all ranks active.
 
     Args:
         job: model, sequence and batch.
-        columns: plans of one number format.
-        laws: of the host's primitives.
+        columns: plans with one number format.
+        laws: laws of the host's primitives.
     """
     [(dtype, _)] = dtype_of(columns)
     return layer_costs(job, columns, laws, columns.world_size.astype(float), dtype)
 
 
 def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> LayerCosts:
-    """Costs of every row, with `active` ranks at work."""
+    """Return the costs of every row with `active` ranks."""
     clock = ContendedLaws(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
     shape = job.shape
     t, c = columns.tp.astype(float), columns.cp.astype(float)
@@ -207,7 +216,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
 
 
 def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
-    """The rows of each number format that was measured: fp32, and bf16 for all narrower ones."""
+    """Return the rows of each measured number format: fp32, and bf16 for all narrower ones."""
     narrow = ~(columns.in_fp32 | (columns.precision == PRECISIONS.index("fp64")))
     return [(name, rows) for name, rows in (("fp32", ~narrow), ("bf16", narrow)) if rows.any()]
 
@@ -240,8 +249,11 @@ def _products(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q
 def _incompatible_setting(
     job: Job, adapter: AdapterSize, clock: ContendedLaws, tokens: Array, t: Array
 ) -> tuple[Array, Array]:
-    """Seconds of an adapter's products of a mean layer (forward, towards the input, towards the weights), with the sum
-    that joins theirs to the layer's; and of unpacking a packed base once: forward does, and backward again."""
+    """Return the seconds of an adapter's matmuls in a mean layer, and of unpacking a packed base once.
+
+    The former (forward, input gradient, weight gradient) include the addition to the layer's outputs. Forward and
+    backward each unpack the base.
+    """
     if not adapter.products:
         return np.zeros((3, len(tokens))), np.zeros(len(tokens))
     side, rank = adapter.width / 2 / adapter.products, float(adapter.rank)  # tensor parallelism cuts one of the two
@@ -254,7 +266,7 @@ def _incompatible_setting(
 
 
 def _embed(job: Job, clock: ContendedLaws, tokens: Array, t: Array) -> Array:
-    """Seconds of the embedding, forward and backward; a frozen table is read, and has no gradient."""
+    """Return the seconds of the embedding, forward and backward. A frozen table is only read."""
     h = float(job.shape.hidden)
     if job.adapter is not None or (job.trained is not None and not job.trained.embedding):
         return clock.of("copy", tokens, h)
@@ -262,13 +274,18 @@ def _embed(job: Job, clock: ContendedLaws, tokens: Array, t: Array) -> Array:
 
 
 def _attention(job: Job, columns: Columns, clock: ContendedLaws, q: Array, kv: Array) -> Array:
-    """Forward and backward. Ring and gather take the keys in pieces without a mask; ulysses whole sequences."""
+    """Return the seconds of attention (forward, backward).
+
+    Ring and gather process the keys in blocks, without a mask for the keys of other ranks. Ulysses processes full
+    sequences.
+    """
     shape, s = job.shape, float(job.seq_len)
     c = columns.cp.astype(float)
     ulysses = columns.cp_mode == CP_MODES.index("ulysses")
     heads = q / shape.head_dim / np.where(ulysses, c, 1.0)
     rows = np.where(ulysses, s, s / c)
-    # A causal call over its own rows counts its square; pieces beside it see rectangles, twice as much each.
+    # A causal call over its own rows counts as a square. Blocks of other ranks are rectangles without a mask, with
+    # twice the work.
     cut = (c > 1) & ~ulysses
     pieces = np.where(cut, c + 0.5 * (c - 1), 1.0)  # what a rank meets of each other one is one rectangle or two
     width = float(shape.head_dim)
@@ -278,7 +295,7 @@ def _attention(job: Job, columns: Columns, clock: ContendedLaws, q: Array, kv: A
             for op in ("attention_f", "attention_b")
         ]
     )
-    # Outputs of pieces are weighed and added to what was seen before, gradients of each to those of the others.
+    # Outputs of blocks are scaled and accumulated. Gradients of each block are accumulated too.
     tokens = columns.microbatch * rows
     add_q, add_kv = clock.of("add_to", tokens, q), clock.of("add_to", tokens, kv)
     packed = clock.of("copy", tokens, q + 2 * kv)
@@ -287,13 +304,13 @@ def _attention(job: Job, columns: Columns, clock: ContendedLaws, q: Array, kv: A
 
 
 def _passes(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Array, kv: Array) -> Array:
-    """Element-wise kernels of a mean layer: forward, backward."""
+    """Return the seconds of a mean layer's element-wise kernels (forward, backward)."""
     shape, t = job.shape, columns.tp.astype(float)
     h = float(shape.hidden)
     outside = tokens / np.where(columns.sp, t, 1.0)
     add = clock.of("add", outside, h)
     total = 2 * clock.passes("layer_norm" if shape.layer_norm else "norm", outside, h)
-    # Forward: two residual sums. Backward: where the stream forked, and where several products read one input.
+    # Forward: two residual sums. Backward: sums at the forks of the stream, and where several matmuls share one input.
     whole = np.where(columns.tp > 1, 0.0, clock.of("add", tokens, h))  # cut layers add inside their products
     total = total + np.stack([2 * add, 2 * add + (3 if shape.gated else 2) * whole])
     if not shape.learned_positions:
@@ -307,7 +324,7 @@ def _passes(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: 
 
 
 def _host(clock: ContendedLaws) -> Array:
-    """Seconds by which a whole layer takes longer than the calls of its parts: modules, views, autograd's nodes."""
+    """Return the seconds of a full layer beyond the calls of its parts: modules, views, autograd nodes."""
     t, d, f, heads = map(float, TINY)
     parts = 4 * clock.linear(t, d, d) + 2 * clock.linear(t, f, d) + clock.linear(t, d, f)
     attention = np.stack([clock.of(op, 1.0, heads, t, d / heads) for op in ("attention_f", "attention_b")])
@@ -318,7 +335,7 @@ def _host(clock: ContendedLaws) -> Array:
 
 
 def _head(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> tuple[Array, Array, Array]:
-    """Products, passes (final norm, loss) and communication of the head, forward and backward."""
+    """Return the seconds of the head, forward and backward: matmuls, other kernels (norm, loss), communication."""
     shape, t = job.shape, columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
     learnt = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
@@ -343,12 +360,12 @@ def _embed_tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -
 
 
 def _tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
-    """Collectives of a layer over tp: forward, backward. Under sp inputs are gathered again in backward."""
+    """Return the seconds of a layer's collectives over tp (forward, backward). Sp gathers inputs again in backward."""
     wide = tokens * job.shape.hidden * VALUE
     whole = 2 * clock.transfer_s("all_reduce", wide, columns.tp)
     gather = clock.transfer_s("all_gather", wide, columns.tp)
     scatter = clock.transfer_s("reduce_scatter", wide, columns.tp)
-    # Several sequences: the ranks' parts are put together and taken apart by copies.
+    # With several sequences, the ranks' parts are joined and split by copies.
     moved = np.where(
         (columns.microbatch > 1) & (columns.tp > 1), clock.of("copy", tokens, float(job.shape.hidden)), 0.0
     )
@@ -357,7 +374,7 @@ def _tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Arra
 
 
 def _cp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Array, kv: Array) -> Array:
-    """Traffic of a layer over cp: forward, backward."""
+    """Return the seconds of a layer's communication over cp (forward, backward)."""
     c = columns.cp
     stride = columns.tp
     both = 2 * tokens * kv * VALUE
@@ -373,7 +390,7 @@ def _cp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Arra
 
 
 def _ep(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
-    """Tokens to their experts and back, in a mean layer."""
+    """Return the seconds to send tokens to their experts and back, in a mean layer."""
     shape = job.shape
     if not shape.moe_layers:
         return np.zeros(len(columns))
@@ -381,19 +398,26 @@ def _ep(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Arra
     return 2 * clock.transfer_s("all_to_all", size, columns.ep) * shape.moe_layers / shape.layers
 
 
-# What ranks of a host wait for each other, besides what a collective takes.
+# Time that ranks of a host wait for each other, in addition to the time of the collectives.
 
-#: How often the ranks of ZeRO 3 meet for one layer's parameters and gradients, by `reshard`.
+#: Synchronizations of ZeRO 3 ranks per layer for its parameters and gradients, by `reshard`.
 _GATHERS = {"after_forward": 3, "after_backward": 2, "after_step": 2}
 
 
 def waiting_s(
     job: Job, columns: Columns, clock: ContendedLaws, layers: Array, compute_s: Array, pieces: Array
 ) -> dict[str, Array]:
-    """Seconds of a step by the term that they lengthen.
+    """Return the waiting seconds of a step by the term that they extend.
 
-    layers: of the busiest rank. compute_s: of a whole step. pieces: in which gradients travel below ZeRO 3. Between two
-    meetings of whatever axis lies as much compute as between any other two: an approximation.
+    The compute between synchronizations of all axes is assumed to be equal, which is an approximation.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        clock: laws with contention.
+        layers: layers of the busiest rank.
+        compute_s: compute of a full step.
+        pieces: number of buckets in which gradients are communicated below ZeRO 3.
     """
     often = _sync_terms(job, columns, layers, pieces)
     between = np.sum([np.where(size > 1, times, 0.0) for size, times in often.values()], axis=0)
@@ -402,7 +426,7 @@ def waiting_s(
 
 
 def _sync_terms(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[NDArray[np.int64], Array]]:
-    """By term: the ranks that meet, and how often in a step."""
+    """Return, by term, the ranks that synchronize and how often they do it per step."""
     full = columns.recompute == RECOMPUTES.index("full")
     selective = columns.recompute == RECOMPUTES.index("selective")
     passes = columns.num_micro.astype(float)
@@ -411,14 +435,14 @@ def _sync_terms(job: Job, columns: Columns, layers: Array, pieces: Array) -> dic
     by_unit = columns.zero == 3
     gathers = np.select([columns.reshard == RESHARDS.index(name) for name in _GATHERS], list(_GATHERS.values()))
     once = columns.reduces_once
-    # Attention and feed-forward, each forward and backward; of what is made again the first of two sums.
+    # Attention and feed-forward, each in forward and backward. Recompute repeats the first of two reductions.
     tp = every * (4 + columns.recompute_share * (full | selective))
     cp = every * (2 + columns.recompute_share * full)
     ep = every * 4 * job.shape.moe_layers / job.shape.layers
     units = gathers * np.where(once, layers, every)
-    # Replicas that train by themselves wait for each other at rare meetings, and each step for its five numbers.
+    # Replicas under local SGD wait for each other at outer steps, and in each step for its five numbers.
     pieces = np.where((columns.sync > 0) & (shard == 1), pieces / columns.sync_every, pieces)
-    # And once for the norm of all gradients.
+    # One more for the norm of all gradients.
     data = 1 + np.where(by_unit, units, pieces)
     return {
         "tp": (columns.tp, tp),

@@ -1,14 +1,14 @@
-"""Bytes of live tensors on a rank of a host, by class: what the project's decoders keep when every kernel runs alone.
+"""Bytes of live tensors on a rank of a host, by class, as Weft's decoders save them with unfused kernels.
 
-Counted in values of a token, as autograd of single kernels keeps them in fp32:
+Values per token, as autograd of single kernels saves them in fp32:
 
-    norm        its input, the normalised input, what leaves it, and one number       3 h + 1
+    norm        its input, the normalised input, its output, and one number           3 h + 1
     attention   q, k, v and output, and one number for each head                      2 q + 2 kv + heads
     SwiGLU      gate, up, silu and product                                            4 f
-    loss        log-softmax, and the gradients of it and of the logits                3 V, whole only for the moment
+    loss        log-softmax, and the gradients of it and of the logits                3 V, in full only at the loss
 
-Three moments are looked at: the loss, and backward of the last and of the first layer. There is no allocator whose
-reserve would count.
+The peak is at one of three moments: the loss, backward of the last layer, or backward of the first layer. The CPU
+allocator has no reserve to count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def host_memory(job: Job, columns: Columns) -> dict[str, Array]:
 
 
 def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array, head: Array) -> dict[str, Array]:
-    """Bytes by class on one rank of the pipeline."""
+    """Return the bytes by class on one rank of the pipeline."""
     shape = job.shape
     t = columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
@@ -73,12 +73,13 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     norm = (3 * h + 1) / outside
     turns = 0.0 if shape.learned_positions else 2.0 * shape.head_dim
     ends = tokens * (head * norm + turns)
-    # The loss.
+    # At the loss.
     cut = is_loss_fused(columns, tokens, vocab)
     parts = fused_loss_bytes(columns, tokens, vocab, h, width, frozen=adapter is not None) / width
     logits = head * np.where(cut, parts, tokens * 3 * vocab)
-    # Backward of the last layer: the head's gradients of a cut loss, and what the layer makes again; the last norm has
-    # let go. Backward of the first layer: the others have let go what they kept, and left gradients.
+    # Backward of the last layer: the head's gradients of a chunked loss, and the layer's recomputed activations. The
+    # last norm is already released. Backward of the first layer: the other layers have released their activations and
+    # left gradients.
     ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
     working = tokens * (h + (2 if shape.gated else 1) * ffn) - tokens * head * norm
     if adapter is not None and adapter.packed:
@@ -100,7 +101,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     in_backward = np.where(is_first, first, last)
     states["gradients"] = gradients + np.where(is_first, made_late, 0.0)
     states["buffers"] = _gathered(columns, params, unit, head * table, is_late) * width
-    # Codes of the unit that is being gathered: where the loss is made that is the head.
+    # Encoded weights of the unit that is being gathered, which is the head at the loss.
     codes = wire_columns.weight_bytes(columns, np.where(is_late, unit, head * table), 0.0)
     states["buffers"] = states["buffers"] + np.where((columns.zero == 3) & (columns.gather > 0), codes, 0.0)
     return {
@@ -111,7 +112,10 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
 
 
 def _trained(job: Job, columns: Columns, layers: Array, held: tuple[Array, Array], ends: tuple[Array, Array]) -> Array:
-    """Parameters that a rank trains. held: those of its layers and at the ends; ends: 1 where it has them."""
+    """Return the parameters that a rank trains.
+
+    `held` is (parameters of its layers, parameters at the ends). `ends` is (1 for the embedding, 1 for the head).
+    """
     part = job.trained
     if job.adapter is not None:
         return job.adapter.params_of_rank(layers, columns.tp.astype(float))
@@ -123,7 +127,7 @@ def _trained(job: Job, columns: Columns, layers: Array, held: tuple[Array, Array
 def _frozen_bytes(
     adapter: AdapterSize | None, columns: Columns, held: tuple[Array, Array, Array], width: Array
 ) -> Array:
-    """Bytes of weights that are not trained. held: a rank's, all of those in its layers, its layers."""
+    """Return the bytes of frozen weights. `held` is (frozen weights of the rank, weights of its layers, its layers)."""
     params, inside, layers = held
     found = params * width
     if adapter is not None and adapter.packed:
@@ -134,12 +138,13 @@ def _frozen_bytes(
 
 
 def _pending_values(columns: Columns, layers: Array, units: tuple[Array, Array], head: Array) -> tuple[Array, Array]:
-    """Values of gradients on their way while backward is in the last layer and in the first.
+    """Return the gradient values in communication during backward of the last layer and of the first layer.
 
-    units: parameters of a layer, and those of them that are trained. head: of the head that are trained.
+    Gradients of a single pass are sent from autograd's tensors, several buckets at a time. ZeRO 3 has the gradients of
+    one unit. If it keeps gathered weights until then, it also has that unit's weights.
 
-    Those of a single pass travel from where autograd put them, some buckets at once. ZeRO 3 has those of a unit, and,
-    where it keeps what it gathered until then, that unit's weights.
+    `units` is (parameters of a layer, trained parameters of a layer). `head` is the number of trained parameters of the
+    head.
     """
     one_pass = columns.num_micro == 1
     weights, unit = units
@@ -150,12 +155,12 @@ def _pending_values(columns: Columns, layers: Array, units: tuple[Array, Array],
     by_unit = (columns.zero == 3) & one_pass
     keeps = by_unit & ~lets_go
     first = np.where(by_bucket, made, np.where(by_unit, unit, 0.0))
-    # What was kept is let go unit by unit, and is more than all else: the first layer is never fullest then.
+    # Gathered weights are released unit by unit and exceed everything else, so that the first layer is never the peak.
     return np.where(keeps, weights + unit, 0.0), np.where(keeps, -np.inf, first)
 
 
 def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
-    """Values of a token that a layer keeps: all of them, and what the plan's recompute leaves."""
+    """Return the values per token that a layer saves, without and with the plan's recompute policy."""
     shape = job.shape
     t = columns.tp.astype(float)
     h = float(shape.hidden)
@@ -163,7 +168,7 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     outside = np.where(columns.sp, t, 1.0)
     norm = (2 * h + 2) if shape.layer_norm else (3 * h + 1)
     attention = 2 * q + 2 * kv + heads
-    # Ulysses keeps the output both as attention gives it and as it is exchanged.
+    # Ulysses saves the output of attention before and after the exchange.
     swapped = (columns.cp > 1) & (columns.cp_mode == CP_MODES.index("ulysses"))
     attention = attention + np.where(swapped, q, 0.0)
     moe = shape.moe_share
@@ -180,7 +185,10 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
 
 
 def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str, Array]:
-    """Bytes of parameters and optimizer states. params: those that the rank trains, before ZeRO divides them."""
+    """Return the bytes of parameters and optimizer states.
+
+    `params` is the number of the rank's trained parameters before ZeRO's division.
+    """
     moments = (job.stack.main_bytes - 4.0) / 4.0  # as a share of fp32's for each parameter: 2, or 1 in bf16
     moments = 1.0 if job.optimizer == "sgd" else moments  # Muon's matrices have one, embedding and head two: not less
     group = (columns.dp_shard * columns.cp).astype(float)
@@ -198,9 +206,9 @@ def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str
 
 
 def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late: NDArray[np.bool_]) -> Array:
-    """Parameters that ZeRO 3 has gathered.
+    """Return the parameters that ZeRO 3 has gathered.
 
-    It has let all units but the head go when the loss is made; in backward two are here. Other ways of `reshard` keep
+    At the loss it has released all units except the head. In backward it has two. With other values of `reshard` it has
     all of them.
     """
     lets_go = columns.reshard == RESHARDS.index("after_forward")
@@ -210,13 +218,14 @@ def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late
 
 
 def _gradients(columns: Columns, params: Array, width: Array, begun: Array) -> tuple[Array, Array]:
-    """Bytes of gradients that the engine keeps and that autograd has made; and those that are there late alone.
+    """Return the bytes of gradients in the engine and in autograd's tensors, and the bytes that exist only late.
 
-    Those of a single pass travel from where autograd put them, so a stage keeps its part alone; those of several add
-    up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, and `begun` of them are there;
-    beside them is what the engine keeps, where there is more than one data rank. ZeRO 3 that reduces once in a step
-    has them whole until then. On a single data rank those of a single pass stay as and where autograd made them,
-    until the next step.
+    Gradients of a single pass are sent from autograd's tensors, so that a stage stores only its part. Gradients of
+    several passes are accumulated in full, except under ZeRO 3. In a pipeline they are accumulated in autograd's
+    tensors, of which a share `begun` exists. With more than one data rank, the engine's buffer is added.
+
+    ZeRO 3 that reduces once per step has full gradients until then. On a single data rank, gradients of a single pass
+    stay in autograd's tensors until the next step.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1

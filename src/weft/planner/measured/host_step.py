@@ -1,4 +1,4 @@
-"""Seconds of gradients, parameters and the optimizer's step on a measured host, by ZeRO stage."""
+"""Seconds of a step on a measured host: passes, pipeline, gradients, parameters and the optimizer."""
 
 from __future__ import annotations
 
@@ -27,24 +27,31 @@ from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
-#: Rows and columns of the matrices that low rank is thought of, as `spec/wires.py` does.
+#: Rows and columns of the matrices that low-rank compression is modelled for, as in `config/wire_formats.py`.
 _SIDE = 1024.0
-#: Values that an optimizer with one mean reads and writes (weight, gradient, mean), over those of AdamW with two.
+#: Values that an optimizer with one moment reads and writes (weight, gradient, moment), relative to AdamW with two.
 _OF_ONE_MEAN = 5 / 7
 
 
 def data_parallel_s(
     job: Job, columns: Columns, clock: ContendedLaws, crowd: HostContention
 ) -> tuple[Array, Array, Array]:
-    """Of a step: what travels over the data-parallel axes, with its copies; and sums, norm, scaling and update.
+    """Return the data-parallel seconds of a step.
 
-    Last, in how many pieces gradients travel under ZeRO 0 to 2.
+    The results are: communication over the data-parallel axes with its copies; accumulation, norm, scaling and update;
+    and the number of buckets in which gradients are communicated under ZeRO 0 to 2.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        clock: laws with contention.
+        crowd: contention of the rows.
     """
     held = _params(job, columns, crowd)
     dense, ends = _trained(job, columns, crowd, held)
     params = dense + ends
     shard = (columns.dp_shard * columns.cp).astype(float)
-    # cp ranks add up gradients too: without sharding they are replicas.
+    # cp ranks reduce gradients too: without sharding they are replicas.
     group = np.where(columns.zero > 0, shard, 1.0)
     replicas = columns.dp_replicate * np.where(columns.zero > 0, 1.0, shard)
     stride = columns.tp
@@ -52,12 +59,12 @@ def data_parallel_s(
     pieces = np.maximum(1.0, np.ceil(params / (bucket_bytes("cpu") // 4)))
     sent = wire_columns.wire_bytes(columns, params, VALUE)
     reduce = pieces * clock.transfer_s("reduce_scatter", sent / pieces, group, stride)
-    # At zero=0 the ranks of dp_shard are replicas too, and one collective serves both.
+    # At zero=0 the ranks of dp_shard are replicas too, and one collective reduces over both axes.
     alone = (columns.zero == 0) & (columns.compress == 0) & (columns.sync == 0)
     beside = wire_columns.replica_bytes(columns, params / group, VALUE)
     apart = np.where(alone, replicas, columns.dp_replicate)
-    # A fragment of replicas that meet rarely is a call of its own, at least. It travels in the open as all does on a
-    # host: the cores that would hide it are those that move it.
+    # A fragment of local SGD is at least one call. It is exposed, as all communication on a host: the cores that would
+    # hide it are the ones that move it.
     calls = np.maximum(pieces, columns.sync_fragments)
     across = calls * clock.transfer_s("all_reduce", beside / calls, apart, stride * group)
     reduce = reduce + across / columns.sync_every
@@ -66,7 +73,7 @@ def data_parallel_s(
     reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
     whole = wire_columns.weight_bytes(columns, params, VALUE)
     gather = pieces * clock.transfer_s("all_gather", whole / pieces, group, stride)
-    # Each rank encodes the differences of its part, and decodes those of all.
+    # Each rank encodes the differences of its part, and decodes all parts.
     width = float(job.shape.hidden)
     coded = clock.of("copy", params * (1 + 1 / group) / width, width)
     flat = reduce + gather + np.where((columns.gather > 0) & (group > 1), coded, 0.0)
@@ -78,9 +85,10 @@ def data_parallel_s(
 
 
 def _update_s(job: Job, clock: ContendedLaws, own: Array, layers: Array) -> Array:
-    """Seconds of the optimizer's update of `own` parameters; layers: those whose matrices a rank orthogonalises.
+    """Return the seconds of the optimizer's update of `own` parameters, with Muon matrices of `layers` layers.
 
-    AdamW was measured. SGD and Muon keep one mean less, so they read and write 5 values a parameter in place of 7.
+    AdamW was measured. SGD and Muon have one moment less, so that they read and write 5 values per parameter instead of
+    7.
     """
     found = clock.of("adamw", own) * (1.0 if job.optimizer == "adamw" else _OF_ONE_MEAN)
     for *sizes, times in job.turning_products:
@@ -89,7 +97,7 @@ def _update_s(job: Job, clock: ContendedLaws, own: Array, layers: Array) -> Arra
 
 
 def _params(job: Job, columns: Columns, crowd: HostContention) -> tuple[Array, Array]:
-    """Parameters of the busiest rank: of its layers, and of embedding and head."""
+    """Return the busiest rank's parameters (layers, embedding and head)."""
     inside = rank_shares(job, columns, crowd.layers, False, False)
     table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
     both = crowd.has_embedding + crowd.has_head
@@ -99,7 +107,7 @@ def _params(job: Job, columns: Columns, crowd: HostContention) -> tuple[Array, A
 
 
 def _trained(job: Job, columns: Columns, crowd: HostContention, held: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Which of them are trained: all, an adapter's, or those whose group has no lr=0."""
+    """Return the trained parameters: all, an adapter's, or the ones whose group does not have lr=0."""
     part = job.trained
     if part is not None:
         return held[0] * part.layers, held[1] * part.of_ends(crowd.has_embedding, crowd.has_head)
@@ -109,7 +117,7 @@ def _trained(job: Job, columns: Columns, crowd: HostContention, held: tuple[Arra
 
 
 def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: float) -> Array:
-    """Gradients into what travels and back: a copy each, where a wire encodes them and somebody is there to send to."""
+    """Return the seconds to encode and decode gradients, one copy each, if a wire format encodes them."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     plain = columns.reduce == 0  # `compress` alone encodes: what meets rarely, and of replicas each rank's part
     every = np.where(plain, columns.sync_every, 1)
@@ -118,7 +126,7 @@ def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: floa
     rank = wire_columns.low_rank(columns)
     if not rank.any():
         return values
-    # Of low rank: M Q and M^T P, P Q^T, and what is left of M. Over replicas each rank has its part of the sums.
+    # Low rank: M Q, M^T P, P Q^T, and the residual of M. Over replicas each rank has its part of the sums.
     divided = (columns.dp_replicate > 1) & (columns.zero > 0)
     rows = params / np.where(divided, columns.dp_shard * columns.cp, 1) / _SIDE
     thin = np.maximum(rank, 1.0)
@@ -129,9 +137,10 @@ def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: floa
 def _sharded(
     job: Job, columns: Columns, clock: ContendedLaws, held: tuple[Array, Array], trained: tuple[Array, Array], m: Array
 ) -> Array:
-    """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass.
+    """Return the seconds of ZeRO 3.
 
-    held: parameters of the layers and of the ends. trained: those that have gradients.
+    Units are gathered for forward and for backward, and gradients scattered, in every pass. `held` is (parameters of
+    the layers, parameters of the ends). `trained` is the same for trained parameters.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     stride = columns.tp
@@ -142,12 +151,13 @@ def _sharded(
     layers = float(job.shape.layers) / columns.pp
     for params, learnt, units, in_layers in zip(held, trained, (layers, 2.0), (True, False), strict=True):
         each = wire_columns.weight_bytes(columns, params / units, VALUE, in_layers=in_layers)
-        # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
+        # A gather copies into one buffer and from it to the parameters. A reduce-scatter copies gradients into one
+        # buffer.
         moved = clock.of("copy", params / units / h, h)
         gather = clock.transfer_s("all_gather", each, group, stride) + moved
-        # Of what is gathered as codes each rank encodes its part and decodes all.
+        # If encoded weights are gathered, each rank encodes its part and decodes all parts.
         gather = gather + np.where(columns.gather > 0, clock.of("copy", params / units * (1 + 1 / group) / h, h), 0.0)
-        # Backward gathers from second shards as they are, where there are some.
+        # Backward gathers from secondary shards without encoding, if there are any.
         near = (
             clock.transfer_s("all_gather", params / units * VALUE, np.maximum(1.0, columns.reshard_within), stride)
             + moved
@@ -161,7 +171,7 @@ def _sharded(
         reduce = reduce + np.where(columns.sync > 0, 0.0, across)
         total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
         encoding = _encoding(columns, clock, learnt / units, h)
-        # Once in a meeting of replicas that meet rarely, whatever `reduce` does in each microbatch.
+        # Once per outer step of local SGD, whatever `reduce` does in each microbatch.
         rarely = (columns.sync > 0) & (columns.reduce == 0)
         total = total + np.where(rarely, units * encoding, 0.0)
         reduce = reduce + np.where(rarely, 0.0, encoding)
@@ -171,7 +181,7 @@ def _sharded(
 
 # Step time of plans whose ranks share the cores of one measured host.
 
-#: The terms that this model fills; the others of a step are zero on a host.
+#: Terms that this model computes. The other terms of a step are zero on a host.
 FILLED = (
     "gemm",
     "attention",
@@ -188,18 +198,24 @@ FILLED = (
 
 
 def host_parts(job: Job, columns: Columns, laws: Laws) -> Parts:
-    """Return seconds by term and bytes by class of every row, as `cost.device_parts` has them for devices.
+    """Return seconds by term and bytes by class of every row, in the format of `cost.step.device_parts`.
 
     Args:
         job: model, sequence and batch.
         columns: the plans.
-        laws: of the host's primitives.
+        laws: laws of the host's primitives.
     """
     return host_terms(job, columns, laws), host_memory(job, columns)
 
 
 def host_terms(job: Job, columns: Columns, laws: Laws) -> dict[str, Array]:
-    """Seconds of a step by term, FILLED, for every row."""
+    """Return the seconds of a step by term (FILLED), for every row.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        laws: laws of the host's primitives.
+    """
     terms = {name: np.zeros(len(columns)) for name in FILLED}
     for dtype, rows in dtype_of(columns):
         part = columns[rows]
@@ -221,7 +237,7 @@ class PassTerms:
 
     @property
     def compute(self) -> Array:
-        """Without what travels, but for that of what is made again."""
+        """Seconds of compute, without communication except for recomputed communication."""
         return np.sum([self.terms[name] for name in ("gemm", "attention", "memory_bound", "recompute")], axis=0)
 
 
@@ -242,7 +258,7 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: HostConten
 
 
 def _pass(job: Job, columns: Columns, crowd: HostContention, laws: Laws, active: Array, dtype: str) -> PassTerms:
-    """One microbatch on the busiest rank, forward and backward, with what recompute does again."""
+    """Return the seconds of one microbatch on the busiest rank, forward and backward, including recompute."""
     layers, costs = crowd.layers, layer_costs(job, columns, laws, active, dtype)
     repeated = budget_s(job, columns, costs)
     for name, seconds in replay_s(job, columns, costs).items():
@@ -262,10 +278,10 @@ def _pass(job: Job, columns: Columns, crowd: HostContention, laws: Laws, active:
 def _pipeline(
     job: Job, columns: Columns, laws: Laws, dtype: str, crowd: HostContention, full: Array
 ) -> tuple[Array, Array]:
-    """Seconds that filling and draining cost beyond the busiest rank's own passes, and those of messages.
+    """Return the seconds of filling and draining beyond the busiest rank's passes, and the seconds of messages.
 
-    While `stages` of them are at work, a pass takes what the laws say for so many ranks at once. Each number of stages
-    below all is met twice, once filling and once draining; in half of these slots the busiest rank waits.
+    While some stages are active, a pass takes the time of the laws for this number of active ranks. Each number of
+    stages below all occurs twice, once in filling and once in draining. In half of these slots the busiest rank waits.
     """
     p, m = columns.pp.astype(float), columns.num_micro.astype(float)
     share = crowd.bubble_share
@@ -275,7 +291,7 @@ def _pipeline(
         active = np.maximum(1.0, met * crowd.steady / p)
         each = _pass(job, columns, crowd, laws, active, dtype).total
         slots = slots + np.where(stages < p, 2 * each, 0.0)
-    # (p - 1) passes of the busiest rank lie within filling and draining, at the pace of those.
+    # (p - 1) passes of the busiest rank fall into filling and draining, at their speed.
     bubble = share * (slots - (p - 1) * full)
     clock = ContendedLaws(laws, crowd.steady, dtype)
     tokens = columns.microbatch * (job.seq_len / columns.cp)

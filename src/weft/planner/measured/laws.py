@@ -1,16 +1,18 @@
-"""Laws of a machine's primitives, fitted to samples: what a call costs, what its values cost, what its operations do.
+"""Laws of a machine's primitives, fitted to samples: cost per call, per value and per operation.
 
-A law is a sum of terms with coefficients that are not negative: what cannot be (a faster call for more work) is not
-fitted. Coefficients come from a profile's samples of one operation alone, by relative least squares.
+A law is a sum of terms with non-negative coefficients, so that more work never takes less time. Coefficients are fitted
+to a profile's samples of one operation, by relative least squares.
 
-    products      1, m n k, m n, m k, n k       the terms of area are what reading and writing add, and short edges
+    products      1, m n k, m n, m k, n k       area terms for reading, writing and short edges
     attention     1, rows width, rows keys width
     passes        1, tokens, tokens width
     embedding     1, tokens width, table
     optimizer     1, parameters
     transfers     1, bytes
-    collectives   1, sqrt(bytes), bytes         a start, a ramp, a rate
-    meeting       1, sqrt(products), products   a start, and what ranks wait for each other after so much work
+    collectives   1, sqrt(bytes), bytes         latency, ramp, rate
+    meeting       1, sqrt(products), products   latency, and waiting of ranks after this much work
+
+Corrections from runs are factors on the terms of a step.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ from weft.units import counted
 Array = NDArray[np.float64]
 
 _PRODUCTS = ("linear_f", "linear_dx", "linear_dw")
-#: The product between two collectives: about a millisecond of a core.
+#: The matmul between two collectives: about a millisecond of a core.
 BETWEEN = (256, 512, 256)
-#: The layer that is timed whole: tokens, width, feed-forward width, heads. See calibrate/compute.py.
+#: The layer that is timed in full: tokens, width, feed-forward width, heads. See calibrate/compute.py.
 TINY = (16, 64, 128, 4)
-#: What the optimizer does and what is copied is in fp32 under every plan.
+#: Operations of the optimizer and copies, which are in fp32 under every plan.
 _ALWAYS_FP32 = ("adamw", "clip", "host_adamw", "to_host", "to_device")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
 
 
 def _terms(op: str) -> Callable[..., list[Any]]:
-    """The terms of an operation's law as a function of its size."""
+    """Return the terms of an operation's law as a function of its size."""
     if op in _PRODUCTS:
         return _product
     if op in ("attention_f", "attention_b"):
@@ -82,21 +84,25 @@ def _passes(t: Any, d: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Coefficients of the terms of one operation. error: relative, of the samples around it (root mean square)."""
+    """Coefficients of the terms of one operation.
+
+    Attributes:
+        error: relative root mean square error of the fit.
+    """
 
     op: str
     coefficients: tuple[float, ...]
     error: float
 
     def seconds(self, *size: Any) -> Array:
-        """Seconds of a call at each size."""
+        """Return the seconds of a call at each size."""
         size = tuple(np.asarray(each, dtype=np.float64) for each in size)
         terms = zip(self.coefficients, _terms(self.op)(*size), strict=True)
         return np.asarray(sum(coefficient * term for coefficient, term in terms), dtype=np.float64)
 
 
 def fit_law(op: str, samples: Sequence[Measurement]) -> Law:
-    """The law that fits the samples best."""
+    """Fit a law to samples."""
     rows = np.array([_terms(op)(*map(float, sample.size)) for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
     coefficients = _not_negative(rows / seconds[:, None])
@@ -105,7 +111,7 @@ def fit_law(op: str, samples: Sequence[Measurement]) -> Law:
 
 
 def _not_negative(rows: Array) -> Array:
-    """Least squares of rows @ x = 1 with x >= 0, exactly: of all sets of terms the best whose solution is positive."""
+    """Solve least squares of rows @ x = 1 with x >= 0 exactly: the best positive solution over all subsets of terms."""
     count = rows.shape[1]
     scale = np.abs(rows).max(axis=0)
     best, least = np.zeros(count), np.inf
@@ -122,7 +128,12 @@ def _not_negative(rows: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Laws:
-    """All laws of a profile. by_key: (op, dtype, group, stride, ranks) -> law. counts: ranks at which was measured."""
+    """All laws of a profile.
+
+    Attributes:
+        by_key: law by (op, dtype, group, stride, ranks).
+        counts: measured numbers of active ranks.
+    """
 
     by_key: Mapping[tuple[str, str, int, int, int], Law]
     counts: tuple[int, ...]
@@ -133,7 +144,7 @@ class Laws:
         """Fit the laws of a profile.
 
         Raises:
-            ConfigError: for one that lacks compute.
+            ConfigError: for a profile without compute measurements.
         """
         found: defaultdict[tuple[str, str, int, int, int], list[Measurement]] = defaultdict(list)
         for sample in profile.samples:
@@ -146,18 +157,19 @@ class Laws:
         return cls(laws, counts, profile)
 
     def seconds(self, op: str, *size: Any, active: Any, dtype: str = "fp32") -> Array:
-        """Return the seconds of a call of compute on each of `active` ranks that make it at the same time.
+        """Return the seconds of a compute call that `active` ranks make at the same time.
 
-        Between the counts that were measured in a straight line; beyond the largest, ranks share what it has.
+        Values between measured numbers of ranks are interpolated linearly. Beyond the largest number, ranks share its
+        throughput.
 
         Args:
-            op: a primitive that was measured.
-            *size: numbers or arrays, as its law takes them.
-            active: ranks at work.
-            dtype: a number format; some primitives know fp32 alone.
+            op: a measured primitive.
+            *size: numbers or arrays, as the law of the primitive takes them.
+            active: number of active ranks.
+            dtype: number format; some primitives have only fp32.
 
         Raises:
-            ConfigError: for a number format that was not measured with so many ranks, where fp32 was.
+            ConfigError: for a number format that was not measured with this number of ranks, if fp32 was.
         """
         active = np.asarray(active, dtype=np.float64)
         dtype = "fp32" if op in _ALWAYS_FP32 else dtype
@@ -168,7 +180,7 @@ class Laws:
         return _between(counts, each, active)
 
     def _not_measured(self, op: str, dtype: str, counts: Sequence[int], active: Array) -> ConfigError:
-        """What the profile lacks, and how to measure it."""
+        """Return an error about the missing measurement, and how to make it."""
         most = math.ceil(active.max(initial=1.0))
         here = min((count for count in self.counts if count >= most), default=self.counts[-1])
         only = f" (only with {', '.join(map(str, counts))})" if counts else ""
@@ -179,18 +191,18 @@ class Laws:
     def transfer_s(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
         """Return the seconds of a collective over `group` ranks while `active` ranks in all do the same.
 
-        A group or crowd that was not measured is taken as the next larger one, and beyond the largest in proportion
-        to its ranks.
+        For an unmeasured group or number of active ranks, the nearest measurement is used, scaled up in proportion to
+        its ranks.
 
         Args:
             op: the collective.
-            num_bytes: of its buffer.
+            num_bytes: bytes of its buffer.
             group: ranks of one group; 1 takes no time.
-            active: ranks of all groups at work.
+            active: ranks of all active groups.
             stride: ranks from one member of a group to the next.
 
         Raises:
-            ConfigError: where nothing was measured between ranks.
+            ConfigError: if no communication between ranks was measured.
         """
         if group <= 1:
             return np.zeros_like(np.asarray(num_bytes, dtype=np.float64))
@@ -201,15 +213,15 @@ class Laws:
         return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
 
     def waiting(self, compute_s: Any, *, group: int, active: int) -> Array:
-        """Return the seconds that `group` ranks wait for each other at a meeting after so much compute.
+        """Return the seconds that `group` ranks wait for each other at a synchronization after some compute.
 
-        Besides what a collective after one product takes. 0 where that was not measured, as in older profiles. A group
-        or crowd that was not measured is taken as in `travel`: too little, where ranks begin to share cores.
+        The time of a collective after one matmul is not included. The result is 0 if this was not measured, as in older
+        profiles. Unmeasured groups are handled as in `transfer_s`, which is too low if ranks begin to share cores.
 
         Args:
-            compute_s: since the last meeting.
+            compute_s: seconds of compute since the last synchronization.
             group: ranks of one group.
-            active: ranks of all groups at work.
+            active: ranks of all active groups.
         """
         compute_s = np.asarray(compute_s, dtype=np.float64)
         near = self._nearest("meeting", group, active, 1) if group > 1 else None
@@ -229,7 +241,7 @@ class Laws:
 
 
 def _between(counts: Sequence[int], each: Sequence[Array], active: Array) -> Array:
-    """Values at `active` from those at `counts`."""
+    """Interpolate the values at `counts` to `active`."""
     shape = np.broadcast_shapes(*(one.shape for one in each), active.shape)
     values: Array = np.stack([np.broadcast_to(one, shape) for one in each])
     active = np.broadcast_to(active, shape)
@@ -241,12 +253,12 @@ def _between(counts: Sequence[int], each: Sequence[Array], active: Array) -> Arr
     return result
 
 
-# What runs teach a profile: for each part of a step one factor, measured over predicted, held back by doubt.
+# Corrections from runs: one factor for each part of a step, measured over predicted, shrunk towards 1.
 
-#: What a run leaves in its folder: expected and measured seconds of its steps.
+#: File in a run's folder with expected and measured seconds of its steps.
 RUN_FILE = "measured.json"
 
-#: Part -> the terms of a step in it.
+#: Terms of each part of a step.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "compute": ("gemm", "attention", "memory_bound", "host", "recompute", "frozen"),
     "over tp": ("tp",),
@@ -256,13 +268,13 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "stages": ("pp_p2p", "bubble"),
     "optimizer": ("optimizer",),
 }
-#: Parts that get no factor.
+#: Parts without a factor.
 _FOLLOWS = ("stages",)
-#: How many runs' worth of doubt there is that a part is predicted right.
+#: Weight of the prior that a part is predicted correctly, in runs.
 _DOUBT = 1.0
-#: A ratio beyond this is no lesson but another thing: a part that the estimate does not know, or a disturbed run.
+#: A ratio beyond this has another cause: a part that the estimate does not model, or a disturbed run.
 _MOST = 4.0
-#: A part below this share of a step teaches nothing: it is measured and predicted as noise.
+#: A part below this share of a step is ignored, since its times are noise.
 _LEAST_SHARE = 0.02
 
 
@@ -273,7 +285,7 @@ def parts_of(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def part_of_kind(kind: str) -> str:
-    """The part that a kind of a run's time book belongs to: axes that are joined count as what they are joined for."""
+    """Return the part of a kind in a run's time profile. Joined axes count by the purpose of the group."""
     if not kind.startswith("over "):
         return kind
     axes = kind.removeprefix("over ")
@@ -283,7 +295,7 @@ def part_of_kind(kind: str) -> str:
 
 
 def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a step by part, from a time book's by kind."""
+    """Return the seconds of a step by part, from seconds by kind."""
     found: dict[str, float] = {}
     for kind, seconds in kinds.items():
         part = part_of_kind(kind)
@@ -292,7 +304,7 @@ def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Measured over predicted of each part that both know and that is worth looking at. Both: seconds of one step."""
+    """Return measured over predicted seconds of one step, for each significant part that has both."""
     whole = sum(measured.values())
     found: list[tuple[str, float]] = []
     for name in PARTS:
@@ -304,7 +316,7 @@ def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tup
 
 
 def part_factors(lessons: Sequence[Lesson]) -> dict[str, float]:
-    """Factor of each part that runs taught something about."""
+    """Return the factor of each part that has corrections from runs."""
     logs: dict[str, list[float]] = {}
     for lesson in lessons:
         for name, ratio in lesson.ratios:
@@ -313,13 +325,13 @@ def part_factors(lessons: Sequence[Lesson]) -> dict[str, float]:
 
 
 def factors(profile: Profile) -> dict[str, float]:
-    """Factor of each term."""
+    """Return the factor of each term."""
     found = part_factors(profile.learned)
     return {term: found[part] for part, inside in PARTS.items() if part in found for term in inside}
 
 
 def lesson_words(profile: Profile) -> str:
-    """Return 'compute x 1.08, over tp x 0.93 (learned from 2 runs)'; nothing where nothing was learned."""
+    """Return 'compute x 1.08, over tp x 0.93 (learned from 2 runs)', or "" without corrections."""
     found = part_factors(profile.learned)
     if not found:
         return ""
@@ -329,7 +341,11 @@ def lesson_words(profile: Profile) -> str:
 
 
 def lesson_of(run: Path) -> Lesson:
-    """What a finished run teaches. Raises ConfigError for a folder without `measured.json`, or one without estimate."""
+    """Return the corrections from a finished run.
+
+    Raises:
+        ConfigError: for a folder without `measured.json`, or a run without an estimate.
+    """
     path = run / RUN_FILE
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -351,7 +367,7 @@ def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
             f"learn={run}: the run has no estimate to compare with ({table['unknown']}). Calibrate, then train again."
         )
     taught = expected.get("factors", {})
-    # Against what the laws alone say: what was learned before must not be learned twice.
+    # Relative to the laws without corrections, so that a correction is not learned twice.
     plain = {term: seconds / taught.get(term, 1.0) for term, seconds in expected["terms"].items()}
     return Lesson(
         run=str(run.resolve()),
@@ -363,10 +379,10 @@ def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
 
 
 def learn(run: Path, profile: Profile) -> Profile:
-    """Return the profile with what a run teaches.
+    """Return the profile with the corrections from a run.
 
     Raises:
-        ConfigError: for a run of another kind of device, or one without estimate and measured times.
+        ConfigError: for a run on another kind of device, or one without estimate and measured times.
     """
     lesson = lesson_of(run)
     kind = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["device"]

@@ -1,4 +1,4 @@
-"""Which transport each call of an axis takes by measurement, and how long that takes there."""
+"""Measured links between ranks: the fastest transport for each call of an axis, and its time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from weft.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoices:
-    """What was measured of axes of one layout, so that it can be told to other ranks as JSON.
+    """Measured transports for axes of one layout, in a form that can be sent to other ranks as JSON.
 
-    best: operation -> (bytes from which on, transport), in rising order of bytes. laws: operation -> transport ->
-    coefficients of 1, sqrt(bytes), bytes, in seconds. gains: for people, where a way is not the fixed one.
+    Attributes:
+        best: (minimum bytes, transport) by operation, in rising order of bytes.
+        laws: coefficients of 1, sqrt(bytes), bytes, in seconds, by operation and transport.
+        gains: descriptions of the cases in which another transport than the fixed one is used.
     """
 
     best: Mapping[str, Sequence[tuple[int, str]]]
@@ -34,8 +36,8 @@ class RouteChoices:
 
         Args:
             op: the operation.
-            num_bytes: of the whole buffer, of which shards are parts.
-            fixed: the transport of what was not measured.
+            num_bytes: bytes of the full buffer.
+            fixed: the transport of unmeasured operations.
         """
         found = fixed
         for least, transport in self.best.get(op, ()):
@@ -43,31 +45,37 @@ class RouteChoices:
         return found
 
     def seconds(self, op: str, num_bytes: int, transport: str) -> float:
-        """Return what a call takes by measurement; 0 where that was not measured.
+        """Return the measured seconds of a call; 0 if it was not measured.
 
         Args:
             op: the operation.
-            num_bytes: of the whole buffer.
-            transport: that carries it.
+            num_bytes: bytes of the full buffer.
+            transport: the transport.
         """
         law = self.laws.get(op, {}).get(transport)
         return law[0] + law[1] * math.sqrt(num_bytes) + law[2] * num_bytes if law else 0.0
 
 
-# The links between ranks on one host and on several, as `weft calibrate --hosts` measured them, in a JSON file.
+# Links between ranks on one host and on several, as measured by `weft calibrate --hosts`, in a JSON file.
 
 VERSION = 1
-#: A way leaves the fixed rule's only where it took less than this share of its time: less is chance.
+#: Another transport than the fixed one is chosen only if it takes less than this share of the time. Smaller gains are
+#: noise.
 BETTER = 0.9
-#: So many times the largest size that was measured a choice reaches.
+#: A choice applies up to this many times the largest measured size.
 _REACH = 4
-#: What is chosen by measurement; all else goes the fixed way.
+#: Operations with a measured choice. All others use the fixed transport.
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """Seconds of one call over one transport. hosts, ranks: that its group spans, and of it on each."""
+    """Seconds of one call over one transport.
+
+    Attributes:
+        hosts: hosts of its group.
+        ranks: ranks of the group on each host.
+    """
 
     op: str
     transport: str
@@ -80,7 +88,12 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """All that was measured of the links. hosts, ranks: that took part, and on each."""
+    """All measurements of the links.
+
+    Attributes:
+        hosts: participating hosts.
+        ranks: participating ranks on each host.
+    """
 
     machine: Machine
     hosts: int
@@ -91,22 +104,22 @@ class LinkProfile:
 
     @staticmethod
     def default_path() -> Path:
-        """Return the file that is read where none is named."""
+        """Return the default file."""
         return env.cache_dir() / "links.json"
 
     @property
     def layouts(self) -> tuple[tuple[int, int], ...]:
-        """Hosts and ranks of each, of the axes that were measured."""
+        """(hosts, ranks on each host) of the measured axes."""
         return tuple(sorted({(sample.hosts, sample.ranks) for sample in self.samples}))
 
     def route_choices(self, hosts: int, ranks: int, fixed: str, usable: Sequence[str]) -> RouteChoices | None:
-        """Return what to take for an axis over so many hosts with so many ranks on each; None where not measured.
+        """Return the transports for an axis over `hosts` hosts with `ranks` ranks on each, or None if not measured.
 
         Args:
-            hosts: that the axis spans.
-            ranks: of the axis on each host.
-            fixed: the transport that the fixed rule gives. Another has to take less than 0.9 of its time.
-            usable: transports that the axis can take, `fixed` among them.
+            hosts: hosts of the axis.
+            ranks: ranks of the axis on each host.
+            fixed: the transport of the fixed rule. Another one must take less than 0.9 of its time.
+            usable: transports that the axis can use, including `fixed`.
         """
         of: defaultdict[tuple[str, str], list[LinkSample]] = defaultdict(list)
         for one in self.samples:
@@ -127,7 +140,7 @@ class LinkProfile:
         return RouteChoices(best=best, laws=laws, gains=tuple(gains))
 
     def to_text(self) -> str:
-        """Return the file's text: one sample a line."""
+        """Return the file's text, with one sample per line."""
         head = {
             "weft_links": VERSION,
             "machine": asdict(self.machine),
@@ -140,13 +153,13 @@ class LinkProfile:
         return f'{json.dumps(head, indent=1)[:-2]},\n "samples": [\n  {body}\n ]\n}}\n'
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all.
+        """Write the file atomically.
 
         Args:
-            path: of the file; its folder is made.
+            path: the file; its folder is created.
 
         Raises:
-            ConfigError: where it cannot be written.
+            ConfigError: if it cannot be written.
         """
         write_atomic(path, self.to_text())
 
@@ -155,10 +168,10 @@ class LinkProfile:
         """Read a profile.
 
         Args:
-            path: of the file.
+            path: the file.
 
         Raises:
-            ConfigError: names the file and the first mistake.
+            ConfigError: names the file and the first error.
         """
         remedy = "Measure the links again with: weft calibrate --hosts"
         try:
@@ -192,10 +205,10 @@ class LinkProfile:
 
 
 def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[int, str, float]]:
-    """(bytes from which on, transport, the least share of the fixed one's time), where the transport changes.
+    """Return (minimum bytes, transport, smallest share of the fixed one's time) for each change of the transport.
 
-    Between two sizes that were measured the border lies at their geometric mean. Far beyond the largest of them the
-    fixed way is taken: what was measured says nothing of that.
+    The limit between two measured sizes is their geometric mean. Far beyond the largest measured size, the fixed
+    transport is used, since no measurement applies.
     """
     seconds = {way: {one.size: one.seconds for one in samples} for way, samples in ways.items()}
     found: list[tuple[int, str, float]] = []
@@ -213,7 +226,10 @@ def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[in
 
 
 def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
-    """Where another way than the fixed one is taken: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)"."""
+    """Describe the uses of other transports than the fixed one.
+
+    Example: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)".
+    """
     told: list[str] = []
     for (least, way, share), after in zip(found, [*found[1:], None], strict=True):
         if way != fixed:
@@ -224,6 +240,6 @@ def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: st
 
 
 def _law(op: str, samples: Sequence[LinkSample]) -> tuple[float, ...]:
-    """Coefficients of 1, sqrt(bytes), bytes. A broadcast has the terms of any collective."""
+    """Return the coefficients of 1, sqrt(bytes), bytes. A broadcast has the terms of any collective."""
     name = "all_reduce" if op == "broadcast" else op
     return fit_law(name, [Measurement(op=name, size=(one.size,), seconds=one.seconds) for one in samples]).coefficients

@@ -1,12 +1,12 @@
-"""The profile of a machine: what `weft calibrate` measured, as a JSON file that people can read.
+"""Profile of a machine: the measurements of `weft calibrate`, as a readable JSON file.
 
     {"weft_profile": 1, "machine": {...}, "hash": "...", "made": "2026-01-31T12:00:00", "took_s": 61.0,
      "samples": [{"op": "linear_f", "dtype": "fp32", "ranks": 2, "group": 1, "size": [512, 768, 256], "seconds": ...,
                   "spread": 0.03}, ...],
      "learned": []}
 
-Times are in seconds, sizes in values or bytes as the operation's line in docs/how-to/calibrate.md says. `hash` is of
-`machine`: a profile speaks of one machine in one state of its software.
+Times are in seconds, sizes in values or bytes as described for the operation in docs/how-to/calibrate.md. `hash` is the
+hash of `machine`: a profile is valid for one machine with one version of its software.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where and with what was measured: what a profile is good for.
+    """Machine and software of a measurement, for which a profile is valid.
 
-    kind: "cpu" or "cuda". device: its name. count: devices of the node (1 for a CPU). cores: that ranks may use.
-    threads: of one rank. memory_bytes: of the machine, or of one GPU. transports: which carry collectives between
-    ranks, such as "shared memory".
+    Attributes:
+        kind: "cpu" or "cuda".
+        device: name of the device.
+        count: devices of the node (1 for a CPU).
+        cores: cores that ranks may use.
+        threads: threads of one rank.
+        memory_bytes: memory of the machine, or of one GPU.
+        transports: transports of collectives between ranks, such as "shared memory".
     """
 
     kind: str
@@ -45,29 +50,33 @@ class Machine:
 
     @property
     def hash(self) -> str:
-        """Twelve characters that stand for all of it but memory, whose last digits change from start to start."""
+        """Twelve hex characters of a hash of all fields except memory, whose last digits change with every boot."""
         import hashlib  # slow to load, and most plans need no profile
 
         told = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
     def differences(self, other: Machine) -> list[str]:
-        """Return what is different, such as 'torch 2.12.0, here 2.13.0'."""
+        """Return the differences as text, such as 'torch 2.12.0, here 2.13.0'."""
         names = [each.name for each in fields(self) if each.name != "memory_bytes"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [f"{name} {_shown(mine)}, here {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs]
 
 
-#: One operation of each chapter of a calibration that depends on the number format.
+#: One operation of each calibration chapter that depends on the number format.
 _COMPUTE = ("linear_f", "attention_f", "norm_f")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One measurement. ranks: that did the same at the same time. group: ranks of the collective, 1 for compute.
+    """One measurement.
 
-    stride: from one rank of the group to the next. seconds: of one call on one rank. spread: of the windows around
-    their median, relative.
+    Attributes:
+        seconds: time of one call on one rank.
+        ranks: ranks that made the same call at the same time.
+        group: ranks of the collective, 1 for compute.
+        stride: ranks from one member of the group to the next.
+        spread: relative spread of the timing windows around their median.
     """
 
     op: str
@@ -82,7 +91,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What a run taught: measured over predicted seconds, by part of the step. plan and model: of the run."""
+    """Correction from a run: measured over predicted seconds, by part of the step.
+
+    Attributes:
+        plan, model: plan and model of the run.
+    """
 
     run: str
     plan: str
@@ -93,7 +106,11 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All that is known of one machine by measuring it. path: where it was read from, for messages."""
+    """All measurements of one machine.
+
+    Attributes:
+        path: the file that it was read from, for error messages.
+    """
 
     machine: Machine
     samples: tuple[Measurement, ...]
@@ -104,11 +121,11 @@ class Profile:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Numbers of ranks at which was measured."""
+        """Measured numbers of active ranks."""
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
     def formats(self, num_ranks: int) -> frozenset[str]:
-        """Return the number formats of compute that was measured with so many ranks at work, or the most there are."""
+        """Return the number formats in which compute was measured with `num_ranks` active ranks, or with the most."""
         seen = {(sample.op, sample.dtype, sample.ranks) for sample in self.samples if sample.op in _COMPUTE}
         needed = min(num_ranks, max((ranks for _, _, ranks in seen), default=1))
         reached = {(op, dtype) for op, dtype, ranks in seen if ranks >= needed}
@@ -117,11 +134,11 @@ class Profile:
         )
 
     def __hash__(self) -> int:
-        # Of little: tables are kept by profile and asked for often, and there are hundreds of samples.
+        # Hash of few fields: tables are cached by profile and requested often, and there are hundreds of samples.
         return hash((self.machine, self.made, len(self.samples), self.learned))
 
     def to_text(self) -> str:
-        """Return the file's text: one sample a line."""
+        """Return the file's text, with one sample per line."""
         head = {
             "weft_profile": VERSION,
             "machine": asdict(self.machine),
@@ -136,24 +153,24 @@ class Profile:
         return lines + "\n}\n"
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            ConfigError: where it cannot be written.
+            ConfigError: if it cannot be written.
         """
         write_atomic(path, self.to_text())
 
     def with_lesson(self, lesson: Lesson) -> Profile:
-        """Return the profile with one more run in it; an older lesson of the same run goes."""
+        """Return the profile with one more correction, which replaces an older one of the same run."""
         kept = tuple(each for each in self.learned if each.run != lesson.run)
         return replace(self, learned=(*kept, lesson))
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Raises:
-        ConfigError: where it cannot be written.
+        ConfigError: if it cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -168,7 +185,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def default_path() -> Path:
-    """Return where this machine's profile lies when nobody says."""
+    """Return the default path of this machine's profile."""
     return env.cache_dir() / "profile.json"
 
 
@@ -176,7 +193,7 @@ def load_profile(path: Path | str) -> Profile:
     """Read a profile.
 
     Raises:
-        ConfigError: names the file and the first mistake.
+        ConfigError: names the file and the first error.
     """
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -221,7 +238,12 @@ def _read(read: Any, path: str) -> Profile:
 
 
 def read_row(kind: type[_Row], read: Any) -> _Row:
-    """Return one record of a dataclass, with tuples in the place of JSON's lists. Raises TypeError or ValueError."""
+    """Return one record of a dataclass, with JSON's lists converted to tuples.
+
+    Raises:
+        ValueError: for an unknown key or a value of the wrong type.
+        TypeError: for a missing key.
+    """
     names = [each.name for each in fields(cast(Any, kind))]
     if not isinstance(read, dict):
         raise ValueError(f"{kind.__name__.lower()}: unknown key {read!r}")

@@ -1,7 +1,7 @@
-"""Constants of the cost model for GPUs from a profile: what was measured takes the place of what tables say.
+"""Constants of the cost model from a profile: measured values replace the tables' values.
 
-Each constant is solved for in the formula that uses it (kernels.py and collective_cost.py in planner/cost/), from the
-samples that it decides most. Constants that no sample decides stay as the tables have them.
+For GPUs, each constant is solved from the formula that uses it (`planner/cost/machine.py`), with the samples that it
+affects most. Constants without such samples keep the tables' values.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from weft.planner.cost.machine import Tables, flash_s
 from weft.planner.measured.laws import Laws, factors, fit_law
 from weft.planner.measured.machine_profile import Machine, Measurement, Profile, default_path, load_profile
 
-#: Bytes that a fused AdamW step moves for a parameter in fp32: four numbers read, three written.
+#: Bytes that a fused AdamW step moves per fp32 parameter: four values read, three written.
 _ADAM_BYTES = 28.0
 
 
 def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[str, float]:
-    """Constants of `tables` that the profile decides. device: the one that was measured."""
+    """Return the constants of `tables` that the profile determines, for the measured device.
+
+    Args:
+        profile: the measurements.
+        device: the measured device.
+        tables: constants without the profile.
+    """
     found: dict[str, float] = {}
     peak = device.peak_flops("bf16") or device.peak_flops("fp16")
     products = [*_of(profile, "linear_f", "bf16")]
@@ -48,7 +54,10 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[s
 
 
 def _host(profile: Profile) -> dict[str, float]:
-    """Rate between a device and the host, and of the host's optimizer, with all devices at work: they share both."""
+    """Return the rates between device and host, and of the host's optimizer.
+
+    They are measured with all devices active, since these share both.
+    """
     found: dict[str, float] = {}
     moved = _most_contended(profile, "to_host", "to_device")
     if moved:
@@ -61,7 +70,7 @@ def _host(profile: Profile) -> dict[str, float]:
 
 
 def _most_contended(profile: Profile, *ops: str) -> list[Measurement]:
-    """Samples of these operations with most ranks at work."""
+    """Return the samples of these operations with the most active ranks."""
     found = [sample for sample in profile.samples if sample.op in ops]
     most = max((sample.ranks for sample in found), default=0)
     return [sample for sample in found if sample.ranks == most]
@@ -87,7 +96,7 @@ def _attention(profile: Profile, tables: Tables, peak: float) -> dict[str, float
 
 
 def _links(profile: Profile, device: DeviceSpec) -> dict[str, float]:
-    """Rate and start of collectives over all devices of the node."""
+    """Return rate and latency of collectives over all devices of the node."""
     groups = [sample.group for sample in profile.samples if sample.op == "all_gather"]
     if not groups or not device.scale_up_bytes_per_s:
         return {}
@@ -100,14 +109,14 @@ def _links(profile: Profile, device: DeviceSpec) -> dict[str, float]:
     return {"link_eff": rate / device.scale_up_bytes_per_s, "link_alpha_s": max(start, 1e-6)}
 
 
-# This host as a profile names it, without torch: to see whether a profile still speaks of it.
+# This host as a profile describes it, without torch, to check if a profile is still valid.
 
-#: "here", "local", "4xhere": this machine, with so many ranks.
+#: "here", "local", "4xhere": this machine, with an optional number of ranks.
 _HERE = re.compile(r"(?:([0-9]{1,4})x)?(?:here|local)")
 
 
 def this_host() -> Machine:
-    """What ranks on this machine's processor are."""
+    """Return the description of ranks on this machine's processor."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     import psutil
 
@@ -124,12 +133,16 @@ def this_host() -> Machine:
 
 
 def is_this_machine(text: str) -> bool:
-    """Whether a cluster's text means this machine."""
+    """Return True if a cluster's text means this machine."""
     return _HERE.fullmatch(text.strip().lower()) is not None
 
 
 def local_profile(path: Path | None = None) -> Profile:
-    """This machine's profile. Raises ConfigError where there is none, or where it is of another machine or software."""
+    """Read this machine's profile.
+
+    Raises:
+        ConfigError: if there is no profile, or it is for another machine or software.
+    """
     path = path or default_path()
     if not path.exists():
         rule = f"this machine has not been measured: there is no {path}"
@@ -143,7 +156,10 @@ def local_profile(path: Path | None = None) -> Profile:
 
 
 def stale(profile: Profile) -> list[str]:
-    """What of this machine is not as the profile has it; of GPUs, what can be seen without torch."""
+    """Return the differences of this machine from the profile.
+
+    For GPUs, only properties available without torch are compared.
+    """
     host = this_host()
     if profile.machine.kind == "cpu":
         return profile.machine.differences(host)
@@ -152,7 +168,15 @@ def stale(profile: Profile) -> list[str]:
 
 
 def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
-    """The machine of a profile as a cluster of one node. text: "here", or "4xhere" for so many ranks."""
+    """Return a profile's machine as a cluster of one node.
+
+    Args:
+        profile: the measurements.
+        text: "here", or "4xhere" for a number of ranks.
+
+    Raises:
+        ConfigError: for a number of ranks that the machine does not support.
+    """
     match = _HERE.fullmatch(text.strip().lower())
     machine = profile.machine
     wanted = int(match[1]) if match and match[1] else machine.count if machine.kind == "cuda" else machine.cores
@@ -169,7 +193,7 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
 
 
 def _cpu(profile: Profile, num_ranks: int) -> DeviceSpec:
-    """One rank's share of a processor. Peaks are the fastest products that were measured, shared by the ranks."""
+    """Return one rank's share of a processor. Peaks are the fastest measured matmuls, divided by the ranks."""
     machine = profile.machine
     peaks: dict[str, float] = {}
     formats = profile.formats(num_ranks)
@@ -213,12 +237,12 @@ def _torch_version() -> str:
 
 
 def _shares_memory() -> bool:
-    """Whether ranks of this host pass pieces through shared memory: the transport's own condition."""
+    """Return True if ranks of this host communicate through shared memory, by the transport's condition."""
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
 def _processor() -> str:
-    """The processor's name, as Linux tells it, else the platform's word for it."""
+    """Return the processor's name from Linux, or from `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -232,37 +256,41 @@ def _processor() -> str:
     return f"{name} ({detail})" if detail else name
 
 
-# The constants of a host: those of a device, and the laws of its primitives.
+# Constants of a host: a device's constants and the laws of its primitives.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTables(Tables):
-    """The constants of a CPU host whose ranks share its cores. laws: of its primitives, of which estimates are made."""
+    """Constants of a CPU host whose ranks share its cores.
+
+    Attributes:
+        laws: laws of its primitives, from which estimates are computed.
+    """
 
     laws: Laws
 
     @classmethod
     def with_laws(cls, tables: Tables, laws: Laws) -> HostTables:
-        """Return the constants of a host, with its laws."""
+        """Return a host's constants with its laws."""
         return cls(**{each.name: getattr(tables, each.name) for each in fields(tables)}, laws=laws)
 
 
-# Where a profile enters the planner: the constants of a machine that was measured.
+# Constants of a measured machine for the planner.
 
-#: What decides terms of traffic: measured here only where as many ranks were at work.
+#: Constants of communication terms. They count as measured here only if as many ranks were active.
 _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
 
 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
-    """Return the cost model's constants for a machine that was measured; for a host also the laws of its primitives.
+    """Return the cost model's constants for a measured machine. For a host they include the laws of its primitives.
 
     Args:
-        profile: what was measured.
-        cluster: what is asked about.
-        tier: of the constants that were not measured.
+        profile: the measurements.
+        cluster: the cluster to plan for.
+        tier: source of unmeasured constants.
 
     Raises:
-        ConfigError: for several hosts, and for a profile of a host that lacks compute.
+        ConfigError: for several hosts, and for a host's profile without compute measurements.
     """
     tables = Tables.of(cluster.device, tier)
     if profile.machine.kind == "cuda":

@@ -1,4 +1,4 @@
-"""Two plans beside each other: time term by term, memory class by class."""
+"""Comparison of two plans: time by term, memory by class."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Comparison:
 
     @property
     def time_rows(self) -> list[tuple[str, float, float]]:
-        """(term, left, right) in seconds, the largest difference first; what is alike is left out."""
+        """(term, left, right) in seconds, largest difference first, without equal terms."""
         return differences(self.left.terms, self.right.terms)
 
     @property
     def memory_rows(self) -> list[tuple[str, float, float]]:
-        """(class, left, right) in bytes."""
+        """(class, left, right) in bytes, largest difference first, without equal classes."""
         return differences(self.left.memory, self.right.memory)
 
     def lines(self) -> list[str]:
@@ -52,12 +52,12 @@ def compare(left: str, right: str, question: Question) -> Comparison:
     """Compare two plans, given as text.
 
     Args:
-        left: A.
-        right: B.
-        question: what they are compared for.
+        left: plan A.
+        right: plan B.
+        question: the question for which they are compared.
 
     Raises:
-        PlanError: where one is no plan or breaks a rule.
+        PlanError: if a text is not a plan or breaks a rule.
     """
     plans = [read_plan(text, question) for text in (left, right)]
     problems = [

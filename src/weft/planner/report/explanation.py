@@ -1,7 +1,7 @@
-"""What an estimate rests on: which share of a step's time comes from constants measured where, and how far to trust it.
+"""Explanation of an estimate: sources of its constants, confidence, step time and memory as text.
 
-Every term is laid to the one constant that decides most of it. The bands are learnt from errors on published runs, each
-predicted without its source (`planner/foresight`).
+Every term is attributed to the constant that decides most of it. The bands are fitted to errors on published runs, each
+predicted without its source (`planner/uncertainty.py`).
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ DECIDED_BY = {
     "offload": "host_rate",
     "straggler": "straggler",
 }
-#: Where constants come from, as people read it.
+#: Sources of constants as display text.
 RUNGS = {
     "here": "measurements of this machine",
     "table": "measurements of this device type",
     "common": "constants common to all devices",
     "datasheet": "the data sheet alone",
 }
-#: Share of cases of the band that is told.
+#: Share of cases that the displayed band contains.
 TOLD = 0.8
 
 
 def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]:
-    """Return the share of the step's time by where its constants come from; the shares add up to 1."""
+    """Return the share of the step's time by the source of its constants. The shares sum to 1."""
     shares = dict.fromkeys(RUNGS, 0.0)
     for name, seconds in terms.items():
         constant = DECIDED_BY.get(name)
@@ -68,13 +68,13 @@ def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]
 
 
 def band_of(one: Candidate, level: float = TOLD) -> Band | None:
-    """Return the band of a candidate's step time, as factors; None where nothing like it was ever measured.
+    """Return the band of a candidate's step time, as factors, or None if no similar run was measured.
 
-    Nor has it one where its host was measured: the error of that is another.
+    A measured host also has no band, since its errors have a different distribution.
 
     Args:
         one: the candidate.
-        level: share of cases that lie in it.
+        level: share of cases in the band.
     """
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
         return None
@@ -83,14 +83,14 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
 
 
 def context(one: Candidate) -> ErrorContext:
-    """Return what the error of a candidate depends on."""
+    """Return the error context of a candidate."""
     question, plan = one.question, one.plan
     found = error_context(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
     return replace(found, graphs=plan.graphs)
 
 
 def band_words(one: Candidate) -> list[str]:
-    """Say how far to trust the step time: a band where there were runs to learn from, and what was never measured."""
+    """Describe the confidence in the step time: a band if there are similar runs, and unmeasured properties."""
     shares = time_by_rung(one.terms, one.question.tables)
     basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
@@ -114,9 +114,9 @@ def band_words(one: Candidate) -> list[str]:
     return lines
 
 
-# Where the time and the memory of a plan go, as text: a waterfall of the step and bars of memory.
+# Time and memory of a plan as text: a waterfall of the step and bars of memory.
 
-#: What each term of a step is, for people.
+#: Display text of each term of a step.
 TERM_WORDS = {
     "gemm": "matrix products",
     "attention": "attention",
@@ -136,17 +136,17 @@ TERM_WORDS = {
     "frozen": "forward passes without gradients",
 }
 _WIDTH = 32
-#: Where kernels wait for the host for at least this share of a step, the answer says what CUDA graphs would change.
+#: Share of a step in which kernels wait for the host, from which on the effect of CUDA graphs is reported.
 _WAITS = 0.05
 
 
 def explain(one: Candidate, hour_price: float | None = None) -> str:
-    """Tell the whole story of one candidate. hour_price: dollars of one device for one hour."""
+    """Describe one candidate in full. `hour_price` is in dollars per device hour."""
     return "\n".join([*headline(one, hour_price), "", *waterfall(one), "", *memory_bars(one)])
 
 
 def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
-    """Plan, step time, throughput, utilisation, price, energy."""
+    """Return the lines for plan, step time, throughput, utilization, price and energy."""
     job, cluster = one.question.job, one.question.cluster
     tokens, unit = job.tokens, one.question.unit
     cost = one.cost(hour_price)
@@ -172,7 +172,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
 
 
 def _learned(question: Question) -> list[str]:
-    """Which profile is in it, and what runs taught that."""
+    """Return lines about the profile in use and the corrections learned from runs."""
     profile = question.profile
     if profile is None:
         return []
@@ -181,8 +181,10 @@ def _learned(question: Question) -> list[str]:
 
 
 def _with_graphs(one: Candidate) -> list[str]:
-    """What the plan would take with CUDA graphs, where kernels wait for the host. The search tries none: no GPU has yet
-    shown that they gain anything."""
+    """Return a line on the effect of CUDA graphs, if kernels wait for the host.
+
+    The search does not try graphs, because no measurement on a GPU has shown a gain yet.
+    """
     if one.plan.graphs or one.terms.get("host", 0.0) < _WAITS * one.step_s:
         return []
     plan = one.plan.replace(graphs=True)
@@ -199,7 +201,7 @@ def _with_graphs(one: Candidate) -> list[str]:
 
 
 def waterfall(one: Candidate) -> list[str]:
-    """The parts of the step, one after another, as a falling bar."""
+    """Return the parts of the step as lines with consecutive bars."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
     lines = [f"step    {format_seconds(one.step_s)}"]
     done = 0.0
@@ -212,7 +214,7 @@ def waterfall(one: Candidate) -> list[str]:
 
 
 def memory_bars(one: Candidate) -> list[str]:
-    """Memory of the fullest rank by class, against what the device has."""
+    """Return the memory of the fullest rank by class, relative to the device's memory, as lines."""
     most = one.usable_bytes
     lines = [
         f"memory  {format_bytes(one.total_bytes)} ({format_bytes(one.allocated_bytes)} in tensors) of "
@@ -234,7 +236,7 @@ def fit_words(probability: float) -> str:
 
 
 def differences(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """(name, before, after) of what differs by more than a thousandth of the whole, the largest change first."""
+    """Return (name, before, after) for differences above a thousandth of the total, largest change first."""
     whole = max(sum(before.values()), sum(after.values()), 1e-12)
     rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in _names(before, after)]
     return sorted((row for row in rows if abs(row[2] - row[1]) > whole / 1000), key=lambda row: -abs(row[2] - row[1]))
@@ -252,20 +254,20 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-# `weft.search`: the best plans as candidates that explain themselves.
+# `weft.search`: the best plans as candidates with `explain`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained(Candidate):
-    """A candidate that says where its time and memory go."""
+    """Candidate that explains its time and memory."""
 
     @classmethod
     def of(cls, one: Candidate) -> Explained:
-        """The same candidate."""
+        """Return the same candidate with `explain`."""
         return cls(**{each.name: getattr(one, each.name) for each in fields(one)})
 
     def explain(self, hour_price: float | None = None) -> str:
-        """Where time and memory go, as text. hour_price: dollars of one device for one hour."""
+        """Describe the candidate's time and memory as text. `hour_price` is in dollars per device hour."""
         return explain(self, hour_price)
 
 
@@ -282,16 +284,16 @@ def search(
     """Return the best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
 
     Args:
-        model: a size, a path to a Hugging Face config folder or to a config of Weft, a spec, or weft.trace(...).
+        model: a size, a path to a Hugging Face config folder or to a Weft config, a specification, or weft.trace(...).
         cluster: "2x8xh100", a .toml file, or a ClusterSpec.
-        seq_len: tokens of a sequence; None: the config's, else a usual one.
-        global_batch: sequences of a step; None: the config's, else a usual one.
+        seq_len: tokens of a sequence; None uses the config's or a default.
+        global_batch: sequences of a step; None uses the config's or a default.
         fixed: decided fields as plan text, such as "tp=8 precision=bf16", or by name.
-        built_only: only plans that the runtime runs today.
+        built_only: search only plans that the runtime supports.
         **options: as in `Question`.
 
     Raises:
-        ModelError, ConfigError, PlanError: for what cannot be read.
+        ModelError, ConfigError, PlanError: for input that cannot be read.
     """
     question = Question.of(
         model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options

@@ -1,4 +1,4 @@
-"""A whole training run in days and dollars: its tokens, what failures and saving take, energy, the loss to expect."""
+"""Full training run in days and dollars: tokens, failures, checkpoints, energy and expected loss."""
 
 from __future__ import annotations
 
@@ -23,26 +23,30 @@ _DAY = 86_400.0
 #: 2407.21783).
 _DEVICE_HOURS = 50_700.0
 _RESTART_S = 600.0
-#: The shortest interval that is proposed: one checkpoint lies on storage before the next is taken. And the least that
-#: training stands for one: ranks wait for each other.
+#: The shortest proposed interval, so that one checkpoint is on storage before the next. The shortest stall for a
+#: checkpoint, since ranks wait for each other.
 _LEAST_SAVE_S, _LEAST_STALL_S = 300.0, 1.0
-#: Below this share a run makes no headway.
+#: Goodput below which a run makes no progress.
 _LEAST_GOODPUT = 1e-4
-#: Bytes a second from a device to its host where nothing is known: PCIe 4 as copies reach it.
+#: Bytes per second from a device to its host if the rate is unknown: PCIe 4 as copies achieve it.
 _COPY_RATE = 20e9
-#: Loss of a dense decoder of N parameters after D tokens: E + A / N^a + B / D^b (arXiv 2404.10102, which fits the data
-#: of arXiv 2203.15556 again; its standard errors: E 0.03, a and b 0.02).
+#: Loss of a dense decoder of N parameters after D tokens: E + A / N^a + B / D^b (arXiv 2404.10102, a new fit to the
+#: data of arXiv 2203.15556; standard errors: E 0.03, a and b 0.02).
 _E, _A, _B, _ALPHA, _BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """What is said of a run. One of tokens, loss and budget (dollars) says where it ends.
+    """Parameters of a run. One of tokens, loss and budget (dollars) defines its end.
 
-    device_hours: between failures of one device. restart_s: from a failure to the next step.
-    save_s: seconds between checkpoints, None for the best interval. stall_s: of training for one, None for a copy of
-    the states to the host. grid: grams of CO2 for a kWh, None where unknown. store_rate: bytes/s that all ranks
-    together write to the disks or the object store of checkpoints; None: as fast as they are wanted.
+    Attributes:
+        device_hours: hours between failures of one device.
+        restart_s: seconds from a failure to the next step.
+        save_s: seconds between checkpoints; None uses the best interval.
+        stall_s: seconds that training waits for a checkpoint; None uses a copy of the states to the host.
+        grid: grams of CO2 per kWh, or None.
+        store_rate: bytes/s that all ranks together write to checkpoint storage; None for no limit.
+        price: dollars per device hour, or None.
     """
 
     tokens: float | None = None
@@ -59,10 +63,15 @@ class RunTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullRun:
-    """A run with one plan. goodput: share of the time in which steps that last are made. seconds: with everything.
+    """Run with one plan.
 
-    failure_s: between failures of any device. write_s: in which the store takes one checkpoint. dollars, kwh: None
-    where no price or power is known. loss: None for what the law does not know.
+    Attributes:
+        seconds: total duration.
+        goodput: share of the time in which lasting steps are computed.
+        failure_s: seconds between failures of any device.
+        write_s: seconds to write one checkpoint to storage.
+        dollars, kwh: None if price or power are unknown.
+        loss: None if the scaling law does not apply.
     """
 
     terms: RunTerms
@@ -86,11 +95,11 @@ class FullRun:
 
     @property
     def co2_kg(self) -> float | None:
-        """Kilograms of CO2 for the energy; None where the grid or the power is unknown."""
+        """Kilograms of CO2 for the energy, or None if grid or power are unknown."""
         return None if self.kwh is None or self.terms.grid is None else self.kwh * self.terms.grid / 1e3
 
     def lines(self) -> list[str]:
-        """Return the story of the run as text."""
+        """Return a description of the run as text."""
         job, count = self.candidate.question.job, self.candidate.question.cluster.num_devices
         band = self.band
         words = "" if band is None else f" ({self.days * band.low:.3g} to {self.days * band.high:.3g} in 80% of cases)"
@@ -121,7 +130,7 @@ class FullRun:
         return lines
 
     def table(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
+        """Return the values for JSON."""
         return {
             "tokens": self.tokens, "days": self.days, "goodput": self.goodput, "dollars": self.dollars,
             "kwh": self.kwh, "co2_kg": self.co2_kg, "loss": self.loss, "save_s": self.save_s, "stall_s": self.stall_s,
@@ -132,7 +141,7 @@ class FullRun:
 
 
 def expected_loss(question: Question, tokens: float) -> float | None:
-    """Return the loss after so many tokens; None for what the law does not know: it knows dense decoders."""
+    """Return the loss after `tokens` tokens, or None for models that are not dense decoders."""
     shape = question.job.shape
     if question.model.traced is not None or question.job.adapter is not None or shape.num_experts:
         return None
@@ -140,15 +149,15 @@ def expected_loss(question: Question, tokens: float) -> float | None:
 
 
 def full_run(one: Candidate, terms: RunTerms) -> FullRun:
-    """Say what a run with one plan takes.
+    """Compute duration, cost and loss of a run with one plan.
 
     Args:
         one: the plan.
-        terms: of the run.
+        terms: parameters of the run.
 
     Raises:
-        ConfigError: where the terms do not say where the run ends, a loss is out of reach, or checkpoints are wanted
-            faster than the store takes them.
+        ConfigError: if the parameters do not define the run's end, a loss cannot be reached, or checkpoints are
+            requested faster than the storage allows.
     """
     question = one.question
     failure_s = terms.device_hours * 3600 / question.cluster.num_devices
@@ -197,23 +206,23 @@ def _no_headway(terms: RunTerms, num_devices: int, failure_s: float) -> ConfigEr
 
 
 def goodput(failure_s: float, save_s: float, stall_s: float, restart_s: float) -> float:
-    """Return the share of time that becomes lasting steps where failures come at random.
+    """Return the share of time that becomes lasting steps, with random failures.
 
-    This is the full model of Daly's "A higher order estimate of the optimum checkpoint interval" (2006): restarts and
-    checkpoints fail too.
+    This is the full model of Daly's "A higher order estimate of the optimum checkpoint interval" (2006), in which
+    restarts and checkpoints fail too.
 
     Args:
-        failure_s: mean time between failures.
-        save_s: of training between two checkpoints.
-        stall_s: in which training stands for one.
-        restart_s: from a failure to the next step.
+        failure_s: mean seconds between failures.
+        save_s: seconds of training between two checkpoints.
+        stall_s: seconds that training waits for a checkpoint.
+        restart_s: seconds from a failure to the next step.
     """
     work = min(700.0, (save_s + stall_s) / failure_s)
     return save_s / (failure_s * math.exp(min(700.0, restart_s / failure_s)) * math.expm1(work))
 
 
 def _best_interval(stall_s: float, failure_s: float, step_s: float) -> float:
-    """Young's interval, the square root of 2 x stall x time between failures; some minutes at least, a day at most."""
+    """Return Young's interval, the square root of 2 x stall x time between failures, from 5 minutes to a day."""
     return min(_DAY, max(step_s, _LEAST_SAVE_S, math.sqrt(2 * stall_s * failure_s)))
 
 
@@ -223,8 +232,10 @@ def _copy_s(one: Candidate) -> float:
 
 
 def _write_s(question: Question, terms: RunTerms) -> float | None:
-    """Seconds in which the store takes the weights and states that are trained. One checkpoint lies there before the
-    next is taken."""
+    """Return the seconds to write trained weights and states to storage.
+
+    One checkpoint must be on storage before the next is taken.
+    """
     if terms.store_rate is None:
         return None
     job = question.job
@@ -253,11 +264,11 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
     """Read "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
 
     Args:
-        text: as it is typed.
-        price: dollars of one device for one hour.
+        text: the user's text.
+        price: dollars per device hour.
 
     Raises:
-        ConfigError: for an unknown word or a value that says nothing.
+        ConfigError: for an unknown name or an invalid value.
     """
     found, ends = RunTerms(price=price), 0
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -284,14 +295,14 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
 def full_runs(
     model: Any, clusters: str, text: str, price: float | None = None, **options: Any
 ) -> list[tuple[Answer[Candidate], FullRun | None]]:
-    """Answer a run on each of some clusters, the cheapest first; what fits nowhere has no run.
+    """Compute a run on each of some clusters, cheapest first. The run is None if no plan fits.
 
     Args:
-        model: as `Question.of` takes it.
-        clusters: with commas, such as "a.toml,8xh100".
-        text: of the run.
-        price: dollars of one device for one hour.
-        **options: of `Question.of`.
+        model: as for `Question.of`.
+        clusters: comma-separated clusters, such as "a.toml,8xh100".
+        text: parameters of the run.
+        price: dollars per device hour.
+        **options: options of `Question.of`.
     """
     terms = read_run(text, price)
     if not clusters.strip(" ,"):
@@ -304,7 +315,7 @@ def full_runs(
 
 
 def _order(one: tuple[Answer[Candidate], FullRun | None]) -> tuple[bool, float, float]:
-    """The most tokens for the money, else the least money, else the least time."""
+    """Return the sort key: most tokens per dollar, then least time."""
     run = one[1]
     if run is None:
         return True, 0.0, 0.0
@@ -333,7 +344,7 @@ def _error(field: str, message: str) -> ConfigError:
 
 
 def _grams(text: str) -> float:
-    """Grams of CO2 for a kWh: a number, or that of a region by its name."""
+    """Return the grams of CO2 per kWh from a number or the name of a region."""
     named = _grids().get(text.lower())
     return float(text.removesuffix("g")) if named is None else named
 

@@ -1,4 +1,4 @@
-"""Pictures as lists of shapes, and those as SVG text: enough for bars, curves and timelines, without a library."""
+"""Pictures as lists of shapes, written as SVG: bars, curves and timelines, without a plotting library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
 from weft.planner.search.ranks import timed_schedule
 from weft.units import format_bytes, format_count, format_seconds
 
-#: Colours that differ in lightness too, for those who see them otherwise and for print.
+#: Colours that also differ in lightness, for colour-blind readers and for print.
 PALETTE = (
     "#2a6fbb", "#e09f3e", "#4c9a6a", "#d1495b", "#7a5195", "#58b5c9", "#9c755f", "#b8b84a", "#7f7f7f", "#f28ea8",
     "#2f4b7c", "#a05d2c", "#86bcb6", "#c0c0c0", "#d37295", "#3b7d4f",
@@ -29,7 +29,7 @@ INK, FAINT = "#222222", "#bbbbbb"
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """A filled rectangle. title: shown where the pointer rests."""
+    """Filled rectangle. `title` is its tooltip."""
 
     x: float
     y: float
@@ -41,7 +41,7 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Polyline:
-    """A polyline through points (x, y)."""
+    """Polyline through points (x, y)."""
 
     points: tuple[tuple[float, float], ...]
     stroke: str = INK
@@ -50,7 +50,7 @@ class Polyline:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A filled circle."""
+    """Filled circle."""
 
     x: float
     y: float
@@ -61,7 +61,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One line of text. anchor: "start", "middle" or "end" of the text lies at x."""
+    """One line of text. `anchor` is the part of the text at x: "start", "middle" or "end"."""
 
     x: float
     y: float
@@ -76,24 +76,24 @@ Shape = Rect | Polyline | Dot | Text
 
 @dataclass(slots=True)
 class Drawing:
-    """Shapes on a white sheet; x goes right, y goes down."""
+    """Shapes on a white background. x increases to the right, y downwards."""
 
     width: float
     height: float
     shapes: list[Shape] = field(default_factory=list[Shape])
 
     def add(self, *shapes: Shape) -> None:
-        """Put shapes on top."""
+        """Add shapes on top."""
         self.shapes.extend(shapes)
 
     def legend(self, names: Sequence[tuple[str, str]], x: float, y: float, width: float) -> float:
-        """Draw names with their colours in lines; gives the y below them.
+        """Draw names with their colours in lines, and return the y below them.
 
         Args:
             names: (name, colour).
             x: left edge.
             y: baseline of the first line.
-            width: of a line.
+            width: width of a line.
         """
         left = x
         for name, colour in names:
@@ -132,22 +132,22 @@ def _titled(tag: str, body: str, title: str) -> str:
     return f"<{tag} {body}><title>{escape(title)}</title></{tag}>" if title else f"<{tag} {body}/>"
 
 
-# What `weft plan` draws: memory against speed, a step as a waterfall, memory rank by rank.
+# Pictures of `weft plan`: memory against speed, a step as a waterfall, memory by rank.
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
-#: Room for a figure to the right of a bar that is full.
+#: Space for a number to the right of a full bar.
 _BESIDE = 110.0
-#: Words of a plan that name a point.
+#: Fields of a plan that label a point.
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero")
-#: Letters of a plan in a line of small text, and the height of such a line.
+#: Characters of a plan in a line of small text, and the height of such a line.
 _LETTERS, _LINE = 150, 15.0
-#: What has one meaning has one colour, in every picture and of every plan.
+#: Each term and class has the same colour in every picture.
 TERM_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(TERM_WORDS)}
 CLASS_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(CLASSES)}
 
 
 def pareto(found: Answer[Candidate]) -> Drawing:
-    """Draw the memory of the fullest rank against tokens a second: every kept plan a dot, the border a line."""
+    """Draw the memory of the fullest rank against tokens per second: plans as dots, the Pareto front as a line."""
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
     question = found.question
     title = f"{question.model.name} on {question.cluster}: memory against speed"
@@ -181,7 +181,7 @@ def _label(
     places: Sequence[tuple[float, float]],
     best: tuple[float, float],
 ) -> None:
-    """Name points of the border where there is room: by their axes, which say most of a plan."""
+    """Add labels with axes to points of the Pareto front if there is space."""
     taken = [best]
     for one, (x, y) in zip(plans, places, strict=True):
         if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):
@@ -222,7 +222,7 @@ def _round_up(value: float) -> float:
 
 
 def waterfall(one: Candidate) -> Drawing:
-    """Draw the parts of a step, each beginning where the one before ends."""
+    """Draw the parts of a step, each starting at the end of the one before."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
     left, height = 280.0, 24.0
     drawing = Drawing(left + 580 + _BESIDE + 20, 0.0)
@@ -243,7 +243,7 @@ def waterfall(one: Candidate) -> Drawing:
 
 
 def _head(drawing: Drawing, title: str, one: Candidate) -> float:
-    """Title and plan, in as many lines as it takes; the y below them."""
+    """Draw title and plan, in as many lines as needed, and return the y below them."""
     drawing.add(Text(20, 26, title, 16))
     lines = textwrap.wrap(str(one.plan), _LETTERS)
     for number, line in enumerate(lines):
@@ -252,9 +252,11 @@ def _head(drawing: Drawing, title: str, one: Candidate) -> float:
 
 
 def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing:
-    """Draw the bytes by class on every rank of the pipeline; one bar where all ranks hold alike.
+    """Draw the bytes by class on every rank of the pipeline.
 
-    ranks: bytes by class, rank by rank.
+    Args:
+        one: the plan.
+        ranks: bytes by class, rank by rank; one entry if all ranks are equal.
     """
     most = max(one.usable_bytes, max(sum(each.values()) for each in ranks))
     row = 26.0 if len(ranks) <= 32 else 12.0
@@ -280,20 +282,20 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     return drawing
 
 
-# A pipeline as a picture: one row for each rank, one bar for each step, as SVG text.
+# Picture of a pipeline: one row for each rank, one bar for each step, as SVG text.
 
-#: Fill of each kind; of a rank's first and of its later stages.
+#: Colours of each kind, for a rank's first stage and for its later stages.
 _COLOURS = {"F": ("#7fa9d6", PALETTE[0]), "B": ("#94c4a6", PALETTE[2]), "W": ("#ecc48b", PALETTE[1])}
 _COLOURS["BW"] = _COLOURS["B"]
 _WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradient of the weights", "BW": "backward"}
 _ROW, _GAP, _TIMELINE_LEFT, _TIMELINE_TOP = 26, 6, 64, 40
 _TIMELINE_WIDTH = 1200
-#: Narrower bars have no number on them.
+#: Narrower bars have no number.
 _LEAST_LABEL = 13
 
 
 class Bar(NamedTuple):
-    """One bar: from start_s to end_s, with a short label on it and a sentence that shows under the pointer."""
+    """Bar from start_s to end_s, with a short label and a sentence as tooltip."""
 
     start_s: float
     end_s: float
@@ -335,7 +337,7 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> list[Bar]:
-    """One bar, or two that share the time of a pair in proportion."""
+    """Return one bar, or two for a pair, which divide its time equally."""
     if isinstance(step, Pair):
         middle = start + (end - start) / 2
         return [
@@ -362,8 +364,8 @@ def draw_bars(
 
     Args:
         rows: (name, bars) from top to bottom.
-        title: above them.
-        legend: (word, colour).
+        title: title above the rows.
+        legend: (label, colour).
         has_axis: write seconds below the rows.
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
@@ -389,7 +391,7 @@ def draw_bars(
 
 
 def _axis(length: float, scale: float, top: int) -> list[str]:
-    """Seconds from the begin of the step, at five places, each with a thin line through the rows."""
+    """Return five labels with seconds from the start of the step, each with a thin line through the rows."""
     lines: list[str] = []
     for part in range(5):
         x = _TIMELINE_LEFT + length * scale * part / 4
@@ -414,12 +416,12 @@ def _generator_offset(bar: Bar, scale: float, top: int) -> str:
 
 
 def fits(label: str, share: float) -> bool:
-    """Return whether a label has room on a bar that takes this share of the longest row."""
+    """Return True if a label fits on a bar with this share of the longest row."""
     return share * (_TIMELINE_WIDTH - _TIMELINE_LEFT - 10) >= max(_LEAST_LABEL, 7 * len(label) + 2)
 
 
 def _legend(legend: Sequence[tuple[str, str]], baseline: int) -> tuple[list[str], int]:
-    """The words in rows that are no wider than the picture, and the picture's height with them."""
+    """Return the labels in rows that fit the picture's width, and the picture's height with them."""
     lines: list[str] = []
     left = _TIMELINE_LEFT
     for word, colour in legend:
@@ -431,13 +433,13 @@ def _legend(legend: Sequence[tuple[str, str]], baseline: int) -> tuple[list[str]
     return lines, baseline + 12
 
 
-# The whole answer as one HTML page that needs nothing else: no script, no file beside it, no network.
+# The full answer as one self-contained HTML page: no script, no other file, no network.
 
-#: Plans that are listed, and reasons why others are out.
+#: Listed plans, and listed reasons against others.
 _LAYOUTS, _REASONS = 10, 12
-#: Terms that make up most of a difference.
+#: Listed terms of a difference.
 _MOST_TERMS = 3
-#: Letters up to which a figure is not broken into lines.
+#: Maximum number of characters of a table cell without line breaks.
 _SHORT = 16
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222222; background: #ffffff; max-width: 1240px; margin: 2em auto;
@@ -455,8 +457,8 @@ def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
     """Return the page of an answer that has a best plan.
 
     Args:
-        found: what the search answered.
-        hour_price: dollars of one device for one hour.
+        found: the answer of the search.
+        hour_price: dollars per device hour.
     """
     best, question = found.ranked[0], found.question
     title = f"{question.model.name} on {question.cluster}"
@@ -493,7 +495,7 @@ def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
 
 
 def _joined(lines: Iterable[str]) -> list[str]:
-    """Lines of text with those that go on from the one before."""
+    """Return the lines with continuation lines joined."""
     found: list[str] = []
     for line in lines:
         if line.startswith(" ") and found:
@@ -526,7 +528,7 @@ def _classes(one: Candidate) -> str:
 
 
 def _others(best: Candidate, layouts: Sequence[Candidate]) -> str:
-    """The best plan of each other layout, with the terms that cost it most."""
+    """Return a table of the best plan of each other layout, with the terms that cost it most."""
 
     def why(one: Candidate) -> str:
         rows = differences(best.terms, one.terms)[:_MOST_TERMS]

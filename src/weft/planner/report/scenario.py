@@ -1,4 +1,4 @@
-"""The same question under other conditions: more devices, a faster network, longer sequences."""
+"""What-if questions: the same question with more devices, a faster network or longer sequences."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.question import Question
 from weft.planner.search.refine import estimated
 
-#: Formats that plans are priced in and that the runtime does not multiply in; layouts of which that is done.
+#: Formats that can be estimated although no search chooses them, and the number of layouts to estimate.
 _NARROW, _LAYOUTS = ("fp8", "fp4"), 10
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A changed question, as it was typed, and its answer."""
+    """Changed question, with the user's text, and its answer."""
 
     text: str
     question: Question
@@ -48,7 +48,7 @@ def _device(question: Question, field: str, value: float) -> Question:
 
 
 def _flops(question: Question, value: float) -> Question:
-    """Peak of bf16 in TFLOP/s; the other precisions change alike."""
+    """Set the bf16 peak in TFLOP/s. Other precisions are scaled by the same factor."""
     spec = question.cluster.device
     base = spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0
     factor = value * 1e12 / base
@@ -60,7 +60,7 @@ def _flops(question: Question, value: float) -> Question:
 
 
 def _watts(question: Question, value: float) -> Question:
-    """A power cap, which costs rate. What is drawn above the device's own power is not known, so more is refused."""
+    """Set a power cap, which lowers rates. Values above the device's power are refused: their effect is unknown."""
     spec = question.cluster.device
     if not spec.watts or value > spec.watts:
         rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"
@@ -74,7 +74,7 @@ def _job(question: Question, field: str, value: float) -> Question:
 
 
 def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
-    """Train an adapter of this rank on every product of every layer; all else is frozen."""
+    """Train an adapter of this rank on all linear layers, with all other weights frozen."""
     size = question.model.adapter_of(int(rank), base)
     if not size.width:
         rule = f"{question.model.name} has no linear layer that an adapter fits"
@@ -84,7 +84,7 @@ def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A condition that can be changed: in which unit it is typed, its value now, and how it is set."""
+    """Condition that can be changed: its unit, its current value, and a function that sets it."""
 
     unit: str
     now: Callable[[Question], float]
@@ -138,14 +138,14 @@ LEVERS: dict[str, Lever] = {
 }  # fmt: skip
 
 
-#: Conditions that are one of some words.
+#: Conditions with a fixed set of values.
 _WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8")}
-#: Bytes of a parameter's master and AdamW's two means in these formats.
+#: Bytes per parameter of the master weight and AdamW's two moments in these formats.
 _STATES = {"fp32": 12.0, "bf16": 8.0, "fp8": 6.0}
 
 
 def _worded(question: Question, name: str, value: str) -> Question:
-    """The question with another optimizer, or with AdamW's means in another format."""
+    """Return the question with another optimizer, or with AdamW's moments in another format."""
     if value not in _WORDS[name]:
         rule = f"it is {', '.join(_WORDS[name][:-1])} or {_WORDS[name][-1]}"
         raise _error(name, f"{name}={value}: {rule}. Write e.g. {name}={_WORDS[name][1]}.")
@@ -160,16 +160,19 @@ def _worded(question: Question, name: str, value: str) -> Question:
 
 
 def _recorded(question: Question, value: str) -> Question:
-    """The question with plans that launch their steps as CUDA graphs, which no search tries of its own accord."""
+    """Return the question with `graphs` fixed. Without this, no search tries plans with CUDA graphs."""
     if value not in ("on", "off"):
         raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
     return replace(question, fixed={**question.fixed, "graphs": value == "on"})
 
 
 def change(question: Question, text: str) -> Question:
-    """The question under "gpus=16,nic=2x": each word sets a lever to a number, or to a multiple of what it is.
+    """Change the question by a text such as "gpus=16,nic=2x", which sets conditions to a value or to a multiple.
 
-    `cluster=4x8xh200` or `device=h200` changes the machines. Raises ConfigError.
+    `cluster=4x8xh200` or `device=h200` changes the cluster.
+
+    Raises:
+        ConfigError: for an unknown condition or an invalid value.
     """
     for word in text.split(","):
         name, equals, value = (part.strip() for part in word.partition("="))
@@ -220,7 +223,7 @@ def what_if(text: str, question: Question) -> Scenario:
     """Answer the question under a change.
 
     Raises:
-        ConfigError: where the change cannot be read.
+        ConfigError: if the change cannot be read.
     """
     words = [word.strip() for word in text.split(",")]
     narrow = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "precision"]
@@ -231,9 +234,9 @@ def what_if(text: str, question: Question) -> Scenario:
 
 
 def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
-    """The best plans as if their products were made in fp8 or fp4, which no search chooses.
+    """Return the best plans with matmuls in fp8 or fp4, which no search chooses.
 
-    Plans are those that are best in half precision; the masters, and what is not a product, stay as they are.
+    The plans are the best ones in half precision. Masters and all other operations stay unchanged.
     """
     question = found.question
     has = [name for name in _NARROW if question.cluster.device.peak_flops(name)]

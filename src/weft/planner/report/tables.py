@@ -1,4 +1,4 @@
-"""Answers as plain tables for JSON: the same figures that are printed, in base units."""
+"""Answers as plain tables for JSON, with the printed values in base units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.planner.uncertainty import unmeasured
 
 
 def question_table(question: Question) -> dict[str, Any]:
-    """What was asked."""
+    """Return the question as a table."""
     return {
         "model": question.model.name,
         "num_params": question.job.shape.num_params,
@@ -31,7 +31,7 @@ def question_table(question: Question) -> dict[str, Any]:
 
 
 def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str, Any]:
-    """One plan with its figures: seconds, bytes, dollars and kWh of one step."""
+    """Return one plan with its values: seconds, bytes, dollars and kWh of one step."""
     cost = one.cost(hour_price)
     shares = time_by_rung(one.terms, one.question.tables)
     missing = unmeasured(context(one), one.question.cluster.device.name)
@@ -62,7 +62,13 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
 
 
 def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None = None) -> dict[str, Any]:
-    """The ranked plans, the border of memory against speed, and the reasons for all others."""
+    """Return the ranked plans, the Pareto front of memory and speed, and the reasons against all others.
+
+    Args:
+        found: the answer.
+        limit: maximum number of ranked plans.
+        hour_price: dollars per device hour.
+    """
     return {
         "question": question_table(found.question),
         "num_plans": found.num_plans,
@@ -81,7 +87,7 @@ def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None 
 
 
 def why_not_table(found: WhyNot) -> dict[str, Any]:
-    """The verdict on a plan."""
+    """Return the verdict on a plan as a table."""
     return {
         "plan": str(found.plan),
         "kind": found.kind,
@@ -94,7 +100,7 @@ def why_not_table(found: WhyNot) -> dict[str, Any]:
 
 
 def comparison_table(found: Comparison) -> dict[str, Any]:
-    """Two plans and their differences."""
+    """Return two plans and their differences."""
     return {
         "a": candidate_table(found.left),
         "b": candidate_table(found.right),
@@ -104,7 +110,7 @@ def comparison_table(found: Comparison) -> dict[str, Any]:
 
 
 def scenario_table(found: Scenario) -> dict[str, Any]:
-    """A changed question and its best plan."""
+    """Return a changed question and its best plan."""
     best = found.answer.best
     return {
         "what_if": found.text,

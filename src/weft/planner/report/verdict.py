@@ -1,6 +1,7 @@
-"""Memory of a plan in closed form: activations of decoders by token, and what each change of a plan takes away.
+"""Remedies for plans that do not fit, nearest questions with an answer, and verdicts on a user's plan.
 
-Estimates, good to about a fifth where the model is one of the known families: enough to rank remedies.
+The memory estimates of remedies are closed forms. They are accurate to about a fifth for supported families, which is
+enough to rank remedies.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from weft.planner.space.shape import Shape
 from weft.units import format_bytes, format_seconds
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 2, "tf32": 4}
-#: Share of the activations of blocks that selective and full recompute leave, for models of unknown shape.
+#: Share of the activations of blocks that recompute policies keep, for models of unknown shape.
 _LEFT = {"none": 1.0, "attention": 1.0, "selective": 0.55, "full": 0.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Bytes on one rank, by class, at the moment that counts.
+    """Bytes on one rank, by class, at the peak.
 
-    optimizer: states and master weights, also where they are yet to be made. activations: and temporaries.
-    num_rows, num_tokens: of one microbatch; 0 where unknown. num_blocks: repeated blocks of the model.
+    Attributes:
+        optimizer: states and master weights, even if they do not exist yet.
+        activations: activations and temporaries.
+        num_rows, num_tokens: rows and tokens of one microbatch; 0 if unknown.
+        num_blocks: repeated blocks of the model.
     """
 
     parameters: int = 0
@@ -50,7 +54,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRemedy:
-    """One change of a plan. saved_bytes: about so much less on each rank. enough: that is what was lacking, or more."""
+    """One change of a plan that saves memory.
+
+    Attributes:
+        saved_bytes: approximate savings on each rank.
+        enough: True if it saves all of the missing bytes.
+    """
 
     plan: Plan
     change: str
@@ -59,9 +68,15 @@ class MemoryRemedy:
 
 
 def activation_bytes(shape: DecoderSpec, num_tokens: int, precision: str, recompute: str) -> int:
-    """Bytes that one microbatch of a decoder keeps at the end of forward, logits and their loss in fp32 included.
+    """Return the bytes that one microbatch of a decoder stores at the end of forward, including fp32 logits and loss.
 
-    Under recompute one layer more is whole while its backward runs. A budget may keep everything.
+    With recompute, one layer is stored in full during its backward. A budget may keep everything.
+
+    Args:
+        shape: shape of the decoder.
+        num_tokens: tokens of the microbatch.
+        precision: precision of the plan.
+        recompute: recompute policy of the plan.
     """
     width = _WIDTHS[precision]
     job = Job(shape=Shape.of_decoder(shape), seq_len=num_tokens, global_batch=1)
@@ -80,12 +95,18 @@ def remedies(
     shape: DecoderSpec | None = None,
     can_offload: bool = True,
 ) -> list[MemoryRemedy]:
-    """The three smallest changes of a plan that save `missing_bytes`, the one that disturbs training least first.
+    """Return the three smallest changes of a plan that save `missing_bytes`, least disruptive first.
 
-    Those that save enough come first, in the order of how much they change: nothing but the number of passes, then
-    who holds what, then what is computed twice, then number formats, the host, and last more devices. Changes that
-    a rule refuses are left out. missing_bytes: 0 where unknown. can_offload: False on a CPU, whose memory is the
-    host's, so that offload saves nothing.
+    Changes that save enough are sorted before others, by how much they change: only the number of passes, sharding,
+    recompute, number formats, offloading, and finally more devices. Changes that a rule refuses are excluded.
+
+    Args:
+        plan: the plan.
+        usage: memory under the plan.
+        missing_bytes: bytes to save; 0 if unknown.
+        facts: facts for plan rules.
+        shape: shape of the model if it is a decoder.
+        can_offload: False on a CPU, where offloading saves nothing.
     """
     found: list[MemoryRemedy] = []
     for fields in _changes(plan, usage, missing_bytes, shape):
@@ -103,7 +124,7 @@ def remedies(
 
 
 def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
-    """Candidates, the least disturbing first; each the smallest of its kind that is enough, or its largest."""
+    """Return changes, least disruptive first. Each is the smallest of its kind that suffices, or the largest."""
     ranks = plan.dp_size
     changes: list[dict[str, object]] = [*_more_passes(plan, usage, missing, shape)]
     sharded: dict[str, object] = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
@@ -135,13 +156,13 @@ def _more_passes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | No
 
 
 def _saved(plan: Plan, other: Plan, usage: Usage, shape: DecoderSpec | None) -> int:
-    """Bytes that a rank holds less under the other plan."""
+    """Return the bytes that the other plan saves on a rank."""
     before, after = _total(plan, plan, usage, shape), _total(plan, other, usage, shape)
     return int(before - after)
 
 
 def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) -> float:
-    """Bytes under `plan`, from what was counted under `measured`."""
+    """Return the bytes under `plan`, derived from the usage under `measured`."""
     parameters = usage.parameters * _share(plan, 3) / _share(measured, 3)
     if plan.zero == 3 and measured.zero < 3:
         parameters += 2 * usage.parameters / (usage.num_blocks + 2)  # two units are gathered at a time
@@ -157,7 +178,7 @@ def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) 
 
 
 def _share(plan: Plan, stage: int) -> float:
-    """What part of a class of states one rank holds; it is sharded from this ZeRO stage on."""
+    """Return a rank's share of a class of states that is sharded from this ZeRO stage on."""
     return 1 / plan.dp_shard if plan.zero >= stage else 1.0
 
 
@@ -172,20 +193,20 @@ def _activations(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | 
 
 
 def _left(plan: Plan, usage: Usage) -> float:
-    """Share of the activations that recompute leaves; the block under way is whole."""
+    """Return the share of the activations that recompute keeps, with the current block in full."""
     kept = _LEFT.get(plan.recompute, 0.5)
     return kept + (1 - kept) / usage.num_blocks
 
 
 def _words(plan: Plan, other: Plan) -> str:
-    """The fields that differ, as they are typed."""
+    """Return the differing fields as plan text."""
     old, new = (set(value.format().split()) for value in (plan, other))
     return " ".join(sorted(new - old, key=other.format().split().index)) or str(other)
 
 
-# Where nothing fits: the smallest changes of the question to which the answer is yes.
+# If no plan fits: the smallest changes of the question that have an answer.
 
-#: A look at a few plans is enough to say whether anything fits.
+#: Number of plans that is enough to find out if anything fits.
 _FEW_PLANS = 60_000
 _MOST_DEVICES = 4096
 
@@ -218,7 +239,7 @@ def _changed(question: Question, texts: Iterable[str]) -> Iterator[tuple[str, Qu
 
 
 def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
-    """The decided fields but for one of them, then but for all."""
+    """Yield questions without one of the decided fields, then without all."""
     names = list(question.fixed)
     for left_out in [*([name] for name in names), *([names] if len(names) > 1 else [])]:
         fixed = {name: value for name, value in question.fixed.items() if name not in left_out}
@@ -227,7 +248,7 @@ def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
-    """The next powers of two; beyond one node, whole nodes of eight."""
+    """Yield questions with the next powers of two of devices, in full nodes of eight beyond one node."""
     cluster = question.cluster
     count = 1
     while count <= cluster.num_devices:
@@ -240,7 +261,7 @@ def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
-    """Known devices of the same maker with more memory, the next one first."""
+    """Yield questions with devices of the same vendor with more memory, in rising order."""
     cluster = question.cluster
     maker = _maker(cluster.device)
     larger = [
@@ -253,7 +274,7 @@ def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _keeps_formats(now: DeviceSpec, other: DeviceSpec) -> bool:
-    """Whether another device multiplies in half precision as today's does: an older one is no way out."""
+    """Return True if another device supports bf16 as the current one does. Older devices are no alternative."""
     return now.peak_flops("bf16") is None or other.peak_flops("bf16") is not None
 
 
@@ -262,7 +283,7 @@ def _maker(device: DeviceSpec) -> str:
 
 
 def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
-    """An adapter in place of all weights, on what is there, beside weights in 4 bits; then with shorter sequences."""
+    """Yield questions with an adapter instead of all weights, on a full or 4-bit base; then with shorter sequences."""
     now = question.job.adapter
     if now is not None and now.base != "stored":
         return
@@ -283,25 +304,25 @@ def _lengths(question: Question) -> Iterator[str]:
 
 
 def _keeps_rules(question: Question) -> bool:
-    """Whether any plan with the decided fields keeps the rules: else other machines would not help."""
+    """Return True if any plan with the decided fields satisfies the rules."""
     return answer(replace(question, most_plans=_FEW_PLANS)).num_estimated > 0
 
 
 _WAYS = (_fewer_words, _adapters, _more_devices, _larger_devices, _shorter_sequences)
 
 
-# Why a plan is not the answer: the first limit that it breaks, in numbers, and the smallest changes that mend it.
+# Reasons against a plan: the first limit that it exceeds, in numbers, and the smallest changes that fix it.
 
-#: Changes that are shown; how many are made one after another, and from how many plans each time.
+#: Listed changes; maximum number of consecutive changes; plans from which each next change starts.
 _MOST, _DEPTH, _BEAM = 6, 8, 12
-#: Plans that are shown where the rules know no way to mend one.
+#: Listed plans if the rules have no fix.
 _CLOSEST = 3
 _UNSAID = "the plan names no precision, so it is one in fp32. Add precision={} for one in half precision."
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the plan that makes it fit, or legal: as it is typed, and what comes of it."""
+    """Change of the plan that makes it fit, or legal, as plan text, and the resulting candidate."""
 
     words: str
     after: Candidate
@@ -309,10 +330,12 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
-    """The verdict on one plan.
+    """Verdict on one plan.
 
-    kind: "rule" (it breaks one), "memory" (it does not fit), "slower" (than the best) or "best".
-    sentence: the first limit that is broken, with numbers. remedies: the smallest changes first.
+    Attributes:
+        kind: "rule" (it breaks one), "memory" (it does not fit), "slower" (than the best) or "best".
+        sentence: the first limit that it exceeds, with numbers.
+        remedies: smallest changes first.
     """
 
     kind: str
@@ -346,15 +369,15 @@ def _outcome(one: Candidate, base: float | None) -> str:
 
 
 def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
-    """Judge a plan that the user typed.
+    """Judge a user's plan.
 
     Args:
         text: the plan.
-        question: what is asked.
+        question: the question.
         found: the answer to the same question.
 
     Raises:
-        PlanError: where the text is no plan.
+        PlanError: if the text is not a plan.
     """
     plan = read_plan(text, question)
     meant = _meant(text, plan, question)
@@ -388,9 +411,9 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
 
 
 def _meant(text: str, plan: Plan, question: Question) -> Plan:
-    """The plan with what people take for granted: without a precision it is one in fp32, and they mean half precision.
+    """Return the plan that the user probably meant: in half precision if the text does not set the precision.
 
-    Where nothing is left out, the plan itself.
+    If the text sets it, return the plan itself.
     """
     named = {word.partition("=")[0] for word in text.split()}
     half = "bf16" if question.cluster.device.peak_flops("bf16") else "fp16"
@@ -404,7 +427,11 @@ def _with_details(found: WhyNot, more: tuple[str, ...]) -> WhyNot:
 
 
 def read_plan(text: str, question: Question) -> Plan:
-    """A plan from its text; `*` takes the devices that the other axes leave. Raises PlanError."""
+    """Read a plan from its text. `*` uses the devices that the other axes leave.
+
+    Raises:
+        PlanError: if the text is not a plan.
+    """
     words, problems = split_plan(text)
     if problems:
         raise PlanError(problems)
@@ -416,7 +443,7 @@ def _against_rules(
 ) -> WhyNot:
     mended = _mended(meant, question)
     if mended is not None:
-        # What keeps the rules and does not fit mends nothing: then go on from there to what does.
+        # A plan that satisfies the rules but does not fit fixes nothing. In that case continue to plans that fit.
         ends = _ends(estimated([mended], question)[0], question)
     else:  # no rule knows a way out: of the plans that were found, those that say most of what this one says
         ends = sorted(found.ranked, key=lambda one: len(_all_changes(plan, one.plan).split()))[:_CLOSEST]
@@ -434,19 +461,19 @@ def _against_rules(
 
 
 def _ends(one: Candidate, question: Question) -> list[Candidate]:
-    """The candidate itself where it fits; else what the smallest changes make of it that do."""
+    """Return the candidate if it fits; otherwise, the results of the smallest changes that make it fit."""
     return [one] if one.fits >= question.fits else [each.after for each in fitting_changes(one, question)]
 
 
 def _all_changes(before: Plan, after: Plan) -> str:
-    """The words of a plan that differ from those of one that breaks a rule."""
+    """Return the plan text of the fields that differ from a plan that breaks a rule."""
     changed = [name for name in plan_fields() if getattr(after, name) != getattr(before, name)]
     words = {part.partition("=")[0]: part for part in str(after).split()}
     return " ".join(words.get(name, f"without {name}") for name in changed)
 
 
 def _mended(plan: Plan, question: Question) -> Plan | None:
-    """The plan after every broken rule's own fix, one after another; None where that does not end well."""
+    """Return the plan after the fixes of all broken rules, one by one, or None if they lead to no legal plan."""
     for _ in range(8):
         broken = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
         if not broken:
@@ -494,10 +521,10 @@ def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Cand
 
 
 def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
-    """The smallest changes that make a plan fit: as few fields as possible, then as fast as possible.
+    """Find the smallest changes that make a plan fit: as few fields as possible, then as fast as possible.
 
-    One change is tried everywhere, in small steps; where none is enough, another one from the plans that then need
-    least memory.
+    Single changes are tried everywhere, in small steps. If none suffices, a second change is tried from the plans that
+    then need the least memory.
     """
     beam, seen = [candidate.plan], {candidate.plan}
     for depth in range(_DEPTH):
@@ -513,12 +540,12 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
 
 
 def _need(one: Candidate) -> float:
-    """What a plan needs over what there is: of the device's memory or of its host's, whichever is scarcer."""
+    """Return the needed share of the available memory, on the device or on its host, whichever is larger."""
     return max(one.total_bytes / one.usable_bytes, one.host_bytes / one.host_limit)
 
 
 def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
-    """One remedy for each set of fields that changes."""
+    """Return one remedy for each set of changed fields."""
     found: dict[tuple[str, ...], Remedy] = {}
     for one in sorted(fitting, key=lambda one: one.step_s):
         words = changed_words(before.plan, one.plan)
@@ -528,7 +555,7 @@ def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
 
 
 def _faster(candidate: Candidate, question: Question) -> list[Remedy]:
-    """Single changes that fit and are faster, the fastest first."""
+    """Return single changes that fit and are faster, fastest first."""
     nearby = [one for one in estimated(neighbours(candidate.plan, question), question) if one.fits >= question.fits]
     better = sorted((one for one in nearby if one.step_s < candidate.step_s * 0.999), key=lambda one: one.step_s)
     return [Remedy(changed_words(candidate.plan, one.plan), one) for one in better[:_MOST]]

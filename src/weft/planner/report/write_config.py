@@ -1,4 +1,4 @@
-"""A config of Weft for a chosen plan: what `weft plan --out` writes and `weft train` runs."""
+"""Weft config for a chosen plan: written by `weft plan --out`, used by `weft train`."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from weft.errors import ConfigError, ModelError
 from weft.planner.search.candidate import Candidate
 from weft.units import format_bytes, format_count, format_seconds
 
-#: Fields of the model's section that say its shape.
+#: Fields of the model section that define its shape.
 _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len",
                  "tied", "rope_theta", "norm_eps")  # fmt: skip
 
-#: How a line of the file begins that names something to fill in, or to look at.
+#: Prefix of lines with values that the user must fill in or check.
 FILL_IN = "# fill in: "
-#: The fewest entries of a tokenizer that is trained.
+#: Minimum number of entries of a trained tokenizer.
 _LEAST_VOCAB = 300
-#: Parameters from which adapters are trained more slowly.
+#: Parameters from which adapters use a lower learning rate.
 _LARGE = 3e10
 
 
 def config_text(one: Candidate) -> str:
-    """Return the config as TOML, with the figures that were expected as a comment.
+    """Return the config as TOML, with the estimated values as a comment.
 
     Raises:
         ModelError: for a model that `weft train` cannot build.
-        ConfigError: where a rule refuses the config.
+        ConfigError: if a rule refuses the config.
     """
     from weft.config.config_rules import config_problems
     from weft.config.files import format_config
@@ -59,7 +59,7 @@ def config_text(one: Candidate) -> str:
 
 
 def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
-    """Change the defaults, which suit a small model on built-in text; what a person must still look at."""
+    """Change the defaults, which suit a small model on built-in text. Return the values that the user must check."""
     model, adapter = one.question.model, one.question.job.adapter
     tables["optimizer"]["lr"] = rate = learning_rate(model.shape.num_params, is_adapter=adapter is not None)
     why = "usual for adapters of models of this size" if adapter else "for training from random weights, by size"
@@ -86,7 +86,7 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
 
 
 def _steps_note(train: dict[str, Any], one: Candidate) -> str:
-    """How much a run of the default's steps reads, beside what a model of this size is usually shown."""
+    """Return a note on the tokens of a default run, compared with the usual number for a model of this size."""
     steps, question = train["steps"], one.question
     read = format_count(steps * question.job.tokens).replace(" ", "")
     trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
@@ -94,14 +94,14 @@ def _steps_note(train: dict[str, Any], one: Candidate) -> str:
 
 
 def learning_rate(num_params: float, *, is_adapter: bool) -> float:
-    """Return a peak learning rate of AdamW that suits a model's size, two digits of it.
+    """Return a peak AdamW learning rate for a model's size, rounded to two digits.
 
-    From random weights: 3e-4 at 8 B parameters, falling with the cube root of the size. That gives what Llama 3 used
-    (arXiv 2407.21783, table 3: 3e-4 at 8 B, 1.5e-4 at 70 B, 8e-5 at 405 B); Weft's default, 1e-3, is the most. For
-    adapters: what QLoRA used (arXiv 2305.14314): 2e-4, and 1e-4 from 33 B on.
+    For random weights it is 3e-4 at 8 B parameters and falls with the cube root of the size. This matches Llama 3
+    (arXiv 2407.21783, table 3: 3e-4 at 8 B, 1.5e-4 at 70 B, 8e-5 at 405 B). The maximum is Weft's default, 1e-3. For
+    adapters it follows QLoRA (arXiv 2305.14314): 2e-4, and 1e-4 from 33 B on.
 
     Args:
-        num_params: of the whole model.
+        num_params: parameters of the full model.
         is_adapter: only an adapter is trained.
     """
     if is_adapter:
@@ -134,5 +134,5 @@ def _model_table(one: Candidate) -> dict[str, object]:
 
 
 def _nearest_size(spec: DecoderSpec) -> str:
-    """A named size of the same family, from which the config differs in every field that is given."""
+    """Return a named size of the same family, from which the config differs in every given field."""
     return next(name for name in model_names() if decoder_spec(name).family == spec.family)

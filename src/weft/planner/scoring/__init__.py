@@ -1,1 +1,1 @@
-"""Predictions compared with published runs."""
+"""Comparison of predictions with published runs."""

@@ -1,6 +1,6 @@
-"""Rates and sizes as people write them: "8x50GB/s", "400 Gb/s per GPU", "3.2 Tbps", "80 GB", "128k", "4M tokens".
+"""Parsing of table cells: rates, sizes and lengths ("8x50GB/s", "400 Gb/s per GPU", "80 GB", "128k", "4M tokens").
 
-A small b is a bit and a large B a byte, so the letters' case decides. What is written without a unit of time is a size.
+A lower-case b is a bit and an upper-case B is a byte, so that case matters. A value without a unit of time is a size.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _RATE = re.compile(
     r"(?P<unit>[bB]its?|[bB]ytes?|[bB]|[bB]i)(?P<time>/\s?s(?:ec)?\b|ps\b|it/s)?",
 )
 _SIZE = re.compile(rf"(?P<value>{_NUMBER})[\s-]?(?P<scale>[kmgtp])(?P<binary>i?)(?:b|\b)", re.IGNORECASE)
-#: A part of a text that speaks of one thing ends at these.
+#: Separators between parts of a text about different things.
 _BREAKS = re.compile(r"[;,()+]|\band\b|\bwith\b")
-#: What the words of a part are about, the first that is found.
+#: Subject of a part by patterns. The first match wins.
 _ABOUT = (
     ("memory", r"\bhbm|\bdram\b|\bgddr|\bvram\b|memory"),
     ("links", r"nvlink|nvswitch|\bxgmi\b|infinity fabric|\bici\b|scale[- ]up|\bnvl\d+"),
@@ -38,14 +38,20 @@ _ABOUT = (
 )
 _EACH = re.compile(r"(?:per|each|/|a)\s?(?:gpu|device|accelerator|chip|rank)\b|gpu (?:nic|adapter)", re.IGNORECASE)
 _NODE = re.compile(r"(?:per|each|/|a)\s?(?:node|machine|server|host|vm)\b|node[- ]node|between nodes", re.IGNORECASE)
-#: No single adapter of a node is faster, in bytes/s: a larger figure is all of the node's.
+#: Maximum bytes/s of a single adapter. A larger value is the total of a node.
 _FASTEST_ADAPTER = 100e9
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One rate of a text: bytes/s of all that it counts. about: memory, links, disk, host, network, or "" (not said).
-    per: "device", "node" or "" (not said). count: as in 8x; 0 where there is none."""
+    """One rate of a text.
+
+    Attributes:
+        bytes_per_s: bytes/s of all counted links.
+        about: memory, links, disk, host, network, or "" (unspecified).
+        per: "device", "node" or "" (unspecified).
+        count: count as in 8x; 0 without one.
+    """
 
     bytes_per_s: float
     about: str
@@ -54,7 +60,7 @@ class Rate:
 
 
 def rates(text: str) -> Iterator[Rate]:
-    """Yield every rate of a text, in its order, in the case in which its author wrote it."""
+    """Yield every rate of a text in order. The text must keep its original case."""
     for part in _BREAKS.split(text):
         lower = part.lower()
         about = next((name for name, words in _ABOUT if re.search(words, lower)), "")
@@ -72,10 +78,10 @@ def rates(text: str) -> Iterator[Rate]:
 
 
 def network_bytes_per_s(text: str, devices_per_node: int) -> float | None:
-    """Bytes a second that the network gives one device, where a text says so; None where it does not.
+    """Return the network bytes/s of one device from a text, or None.
 
-    A rate that is counted ("8x50GB/s") or for a node is divided by the devices; one for a device is not. A bare rate of
-    a network is one adapter's, and each device has one, unless no adapter is as fast.
+    A rate with a count ("8x50GB/s") or for a node is divided by the devices. A rate for a device is not. A network rate
+    without both belongs to one adapter, and each device has one, unless no adapter is that fast.
     """
     for each in rates(text):
         if each.about not in ("network", "") or (each.about == "" and not (each.per or each.count)):
@@ -89,12 +95,15 @@ def network_bytes_per_s(text: str, devices_per_node: int) -> float | None:
 
 
 def memory_bytes_per_s(text: str) -> float | None:
-    """Bytes a second of a device's memory, where a text says so; None where it does not."""
+    """Return the bytes/s of a device's memory from a text, or None."""
     return next((each.bytes_per_s for each in rates(text) if each.about == "memory"), None)
 
 
 def gibibytes(text: str) -> float | None:
-    """The first size of a text in GiB: "47.6 GB" is decimal, "47.6GiB" binary, a bare number is GiB; None for none."""
+    """Return the first size of a text in GiB, or None.
+
+    "47.6 GB" is decimal, "47.6GiB" is binary, and a plain number is GiB.
+    """
     bare = re.fullmatch(_NUMBER, text.strip())
     if bare:
         return float(text.replace(",", ""))
@@ -103,16 +112,16 @@ def gibibytes(text: str) -> float | None:
 
 
 def device_gib(name: str) -> int | None:
-    """The memory in a device's name: vendors write GB and mean GiB ("a100-80gb", "H100 80G", "H200 141GiB")."""
+    """Return the memory in a device's name. Vendors write GB and mean GiB ("a100-80gb", "H100 80G", "H200 141GiB")."""
     match = re.search(r"(?<![\d.])(\d+)\s?g(?:i?b)?(?![a-z])", name.lower())
     return int(match[1]) if match else None
 
 
 def tokens(text: str) -> float | None:
-    """A length: "8192", "8,192", "8k" and "128K" (1024 each), "131k" (131,072), "1M"; None for what is none.
+    """Return a length, or None: "8192", "8,192", "8k" and "128K" (1024 each), "131k" (131,072), "1M".
 
-    k stands for 1024 after a multiple of 8 or a power of two, else for thousands, cut or rounded, of the nearest
-    length that models are trained with: a multiple of 1024, of 4096 from 16k on.
+    k means 1024 after a multiple of 8 or a power of two. Otherwise it means thousands, truncated or rounded, of the
+    nearest usual length: a multiple of 1024, or of 4096 from 16k on.
     """
     match = re.fullmatch(rf"({_NUMBER})\s?([kKmM]?)(?:\s?(?:tokens|tok))?", text.strip())
     if match is None:
@@ -128,7 +137,7 @@ def tokens(text: str) -> float | None:
 
 
 def sequences(text: str, seq_len: float) -> float | None:
-    """A batch: "1024", "1,024", "1024 sequences", or in tokens ("4M tokens", "16M"); None for what is none."""
+    """Return a batch in sequences, or None: "1024", "1,024", "1024 sequences", or in tokens ("4M tokens", "16M")."""
     plain = re.fullmatch(rf"({_NUMBER})\s?(?:sequences|seqs?|samples)?", text.strip())
     if plain:
         return float(plain[1].replace(",", ""))
@@ -142,13 +151,17 @@ def _value(number: str, scale: str, binary: str) -> float:
     return float(number.replace(",", "")) * factor
 
 
-# Numbers from the cells of a row. What is not a number, or one that cannot be, refuses the row.
+# Numbers from the cells of a row. A row with an invalid number is refused.
 
 Row = Mapping[str, str]
 
 
 def number(row: Row, key: str) -> float | None:
-    """A positive number or 0; None where the cell is empty or missing. Raises ConfigError."""
+    """Return a non-negative number, or None if the cell is empty or missing.
+
+    Raises:
+        ConfigError: for any other text.
+    """
     text = row.get(key, "")
     if not text:
         return None
@@ -162,7 +175,11 @@ def number(row: Row, key: str) -> float | None:
 
 
 def count(row: Row, key: str, default: int) -> int:
-    """A whole number; `default` where the cell is empty or missing. Raises ConfigError."""
+    """Return a non-negative integer, or `default` if the cell is empty or missing.
+
+    Raises:
+        ConfigError: for any other text.
+    """
     value = number(row, key)
     if value is None:
         return default
@@ -172,7 +189,11 @@ def count(row: Row, key: str, default: int) -> int:
 
 
 def size(row: Row, key: str, default: int = 1) -> int:
-    """A whole number of at least 1. Raises ConfigError."""
+    """Return an integer of at least 1, or `default` if the cell is empty or missing.
+
+    Raises:
+        ConfigError: for any other text.
+    """
     value = count(row, key, default)
     if value < 1:
         raise refused(row, f"{key}={value} must be at least 1")
@@ -180,8 +201,10 @@ def size(row: Row, key: str, default: int = 1) -> int:
 
 
 def in_numbers(row: Row) -> Row:
-    """The row with lengths, batches and sizes of memory as plain numbers, however they are written ("8k", "4M tokens",
-    "47.6 GB"); what is none of these stays as it is."""
+    """Return the row with lengths, batches and memory sizes as plain numbers ("8k", "4M tokens", "47.6 GB").
+
+    Cells that cannot be parsed stay unchanged.
+    """
     plain = dict(row)
     length = tokens(row.get("seq_len", ""))
     found = {
@@ -194,19 +217,23 @@ def in_numbers(row: Row) -> Row:
 
 
 def refused(row: Row, reason: str) -> ConfigError:
-    """The error of a row that cannot be predicted."""
+    """Return the error for a row that cannot be predicted."""
     return ConfigError([Problem(row.get("id", ""), reason)])
 
 
-# Devices and networks as published tables name them.
+# Devices and networks by the names in published tables.
 
 _WATTS = re.compile(r"(\d+)\s?w\b")
-#: Rate of memory, in GB/s, that a name's memory type stands for, by device.
+#: Memory rate in GB/s for the memory type in a name, by device.
 _MEMORY_TYPES = {("h100", "hbm2e"): 2400.0}
 
 
 def device_named(name: str) -> DeviceSpec:
-    """The device that a table means by such as "a100-80gb-sxm" or "h100-96gb-hbm2e-500w". Raises ConfigError."""
+    """Return the device for a table's name such as "a100-80gb-sxm" or "h100-96gb-hbm2e-500w".
+
+    Raises:
+        ConfigError: for an unknown device.
+    """
     text = name.strip().lower().replace("_", "-").replace("nvidia-", "").replace("amd-", "")
     spec = _base(text)
     changes: dict[str, object] = {}
@@ -250,10 +277,10 @@ def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> Cluster
     """Return the cluster of a run.
 
     Args:
-        name: of the device.
-        num_devices: of the run.
+        name: name of the device.
+        num_devices: devices of the run.
         per_node: devices of a node.
-        text: notes, as they were written: they may give the rates of network and memory.
+        text: notes in their original case, which may contain rates of network and memory.
 
     Raises:
         ConfigError: for an unknown device.
@@ -269,7 +296,7 @@ def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> Cluster
 
 
 def network_rate(text: str, per_node: int) -> float | None:
-    """Bytes per second and device of the network between nodes, where the text says so or its machine is known."""
+    """Return the bytes/s per device of the network between nodes, from the text or stacks.toml, or None."""
     stated = network_bytes_per_s(text, per_node)
     if stated is not None:
         return stated
@@ -282,12 +309,12 @@ __all__ = ["ConfigError", "cluster_of", "device_named", "network_rate"]
 
 # Shapes of models from rows of a table, and iteration times from the TFLOP/s that some tables print instead.
 
-#: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.
+#: Families whose heads are not hidden / heads wide, or with windowed attention in a part of their layers.
 _HEAD_DIMS = (("qwen3", 128), ("gpt-oss", 64), ("gpt_oss", 64), ("gemma", 256), ("nemotron-h", 128))
 _WINDOWS = (("gpt-oss", 128), ("gpt_oss", 128))
-#: Families with latent attention: hidden width -> ranks of queries and of keys and values, width of positions.
+#: Families with latent attention: hidden width -> ranks of queries and of keys and values, width of rotary positions.
 _LATENT = {7168: (1536, 512, 64), 5120: (1536, 512, 64), 2048: (0, 512, 64)}
-#: Width that every token passes beside its experts, and layers without experts: by word and hidden width.
+#: Width of shared experts, and layers without experts, by family name and hidden width.
 _SHARED = {
     ("deepseek", 7168): (2048, 3),
     ("deepseek", 5120): (3072, 1),
@@ -299,7 +326,7 @@ _GPT_VOCAB = 50_257
 
 
 def shape_of(row: Row) -> Shape:
-    """The shape of a row's model. What the row does not say is as in its family: see the comments."""
+    """Return the shape of a row's model. Missing values are taken from its family."""
     have = {key: size(row, key) for key in _COUNTS if count(row, key, 0)}
     hidden, heads = have["hidden"], have["heads"]
     family = f"{row.get('model_family', '')} {row.get('table', '')}".lower()
@@ -339,7 +366,7 @@ _COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_
 
 
 def _windows(family: str, notes: str, layers: int) -> tuple[int, int]:
-    """The window of attention and how many layers have it: "5:1 with 1024 window", or as in the model's family."""
+    """Return the attention window and its layers, from notes ("5:1 with 1024 window") or the model's family."""
     said = re.search(r"(\d+):(\d+) with (\d+) window", notes)
     if said:
         local, whole, width = (int(each) for each in said.groups())
@@ -355,7 +382,7 @@ def _latent(family: str, notes: str, hidden: int) -> dict[str, int]:
 
 
 def _shared(family: str, hidden: int, layers: int, mixture: bool, ffn: int) -> dict[str, int]:
-    """The feed-forward layer, the shared one beside experts, and how many layers have no experts."""
+    """Return the widths of the feed-forward layer and of the shared experts, and the layers without experts."""
     if not mixture:
         return {"ffn": ffn}
     if "every other layer" in family:
@@ -374,9 +401,13 @@ def _tied(row: Row, gpt: bool) -> bool:
 
 
 def iteration_s(row: Row, shape: Shape, gpus: int, causal: bool = False) -> float | None:
-    """Measured seconds of a step: printed, or from tokens/s, or from TFLOP/s; None where the row has neither.
+    """Return the measured seconds of a step: printed, or from tokens/s, or from TFLOP/s; None if the row has neither.
 
-    causal: the TFLOP/s count the causal half of attention.
+    Args:
+        row: the row.
+        shape: shape of the model.
+        gpus: devices of the run.
+        causal: True if the TFLOP/s count the causal half of attention.
     """
     seconds, rate = number(row, "measured_iter_s"), number(row, "measured_tokens_per_s_per_gpu")
     if seconds:
@@ -398,13 +429,13 @@ def iteration_s(row: Row, shape: Shape, gpus: int, causal: bool = False) -> floa
 
 
 def step_flops(shape: Shape, seq_len: float, tokens: float, with_recompute: bool = False) -> float:
-    """Return the FLOPs of a step as most tables count them: forward three times, attention over the whole square.
+    """Return the FLOPs of a step as most tables count them: three times forward, with the full square of attention.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         seq_len: tokens of a sequence.
-        tokens: of a step.
-        with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
+        tokens: tokens of a step.
+        with_recompute: count layers four times (Narayanan et al. 2021, arXiv 2104.04473, and later papers).
     """
     width = shape.heads * shape.head_dim
     ups = 3 if shape.gated else 2

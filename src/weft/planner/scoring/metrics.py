@@ -1,4 +1,4 @@
-"""Kinds of runs that a score is told apart by: what a planner may know of one kind and not of another."""
+"""Error metrics of predictions by kinds of runs, and error statistics learned from them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from weft.planner.uncertainty import (
     error_context,
 )
 
-#: The kinds, as they are printed.
+#: Kinds of runs in display order.
 FAMILIES = ("dense", "experts", "fp8", "long", "newer device")
 _LONG = 16_384
 
 
 def context(run: PublishedRun) -> ErrorContext:
-    """Return what a run is of, as far as errors depend on it."""
+    """Return the error context of a run."""
     return error_context(run.job, run.cluster, run.precision, run.pp, run.num_devices)
 
 
 def families(run: PublishedRun) -> frozenset[str]:
-    """Return the kinds that a run belongs to: a model is dense or has experts, and may be more besides."""
+    """Return the kinds that a run belongs to. A model is dense or has experts, and may belong to further kinds."""
     one = context(run)
     found = {"experts" if one.experts else "dense"}
     found |= {"fp8"} if one.narrow else set()
@@ -46,12 +46,16 @@ def families(run: PublishedRun) -> frozenset[str]:
     return frozenset(found)
 
 
-# What was predicted of one published run.
+# Predictions of published runs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One run under one tier. memory_gib: by the counter that the run names, else all of the device's memory."""
+    """Prediction of one run under one tier.
+
+    Attributes:
+        memory_gib: memory by the counter that the run names, else all of the device's memory.
+    """
 
     run: PublishedRun
     tier: str
@@ -62,31 +66,34 @@ class Prediction:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured step time, less 1; None where none was measured."""
+        """Relative error of the predicted step time, or None without a measurement."""
         return self.step_s / self.run.measured_s - 1 if self.run.measured_s else None
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured memory, less 1; None where none was measured."""
+        """Relative error of the predicted memory, or None without a measurement."""
         return self.memory_gib / self.run.measured_gib - 1 if self.run.measured_gib else None
 
     @property
     def verdict_is_right(self) -> bool | None:
-        """Whether the run failed for memory just where that was to be expected; None where it is not known."""
+        """True if the out-of-memory verdict matches the run's outcome, or None if the outcome is unspecified."""
         if self.run.out_of_memory is None:
             return None
         return (self.fits_probability < 0.5) == self.run.out_of_memory
 
 
-# Figures over predictions: errors, order, regret, memory, verdicts.
+# Metrics over predictions: errors, order, regret, memory, verdicts.
 
-#: Chance from which on a plan is said to fit.
+#: Probability from which on a plan is reported to fit with certainty.
 SURE = 0.99
 
 
 def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Figures of one tier. Errors of time are over runs that are marked for scoring (all, where none is marked),
-    one value for each configuration; `macro` is the mean over sources of their mean absolute errors."""
+    """Return the metrics of one tier.
+
+    Time errors are over runs that are marked for scoring (all, if none is marked), with one value for each
+    configuration. `macro` is the mean over sources of their mean absolute errors.
+    """
     runs = scored(predictions)
     return {
         "time": time_errors(runs),
@@ -99,7 +106,7 @@ def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def time_errors(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Return the errors of time over configurations; `macro`: the mean over sources of their mean absolute errors."""
+    """Return the time errors over configurations, and as `macro` the mean over sources of mean absolute errors."""
     by_source = _by_source(predictions)
     every = [error for errors in by_source.values() for error in errors]
     macro = _mean(_mean_absolute(errors) for errors in by_source.values())
@@ -114,15 +121,18 @@ def _by_source(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
 
 
 def scored(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return the predictions whose time is scored: of each source the marked runs, or all where it marks none."""
+    """Return the predictions whose time is scored: the marked runs of each source, or all if none is marked."""
     measured = [each for each in predictions if each.error is not None]
     marking = {each.run.source for each in measured if each.run.core}
     return [each for each in measured if each.run.core or each.run.source not in marking]
 
 
 def constant_rate(predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Return the seconds by id of the plainest planner: every device reaches one share of its peak, by device and
-    format, which is the median of the other sources; of all other runs where there is none."""
+    """Return the predicted seconds by run id of a baseline: every device reaches a fixed share of its peak.
+
+    The share is the median over the other sources with the same device and format, or over all other sources if there
+    are no such runs.
+    """
     shares = {each.run.id: _share_of_peak(each) for each in predictions}
     found: dict[str, float] = {}
     for each in predictions:
@@ -139,7 +149,7 @@ def _peak_key(each: Prediction) -> tuple[str, str]:
 
 
 def _share_of_peak(each: Prediction) -> float:
-    """FLOPs of the model over those of the peak in the measured time; recompute is not counted."""
+    """Return the model's FLOPs, without recompute, over the peak's FLOPs in the measured time."""
     run = each.run
     peak = run.cluster.device.peak_flops(run.precision) or run.cluster.device.peak_flops("bf16")
     peak = peak or run.cluster.device.peak_flops("fp16") or 1.0
@@ -179,7 +189,7 @@ def _mean_absolute(errors: Sequence[float]) -> float:
 
 
 def _taus(predictions: Sequence[Prediction]) -> list[float]:
-    """Kendall's tau of predicted and measured tokens per device second in each table of at least 3 runs."""
+    """Return Kendall's tau of predicted and measured tokens per device second for each table of at least 3 runs."""
     tables: dict[tuple[str, str], list[Prediction]] = defaultdict(list)
     for each in predictions:
         tables[each.run.source, each.run.table].append(each)
@@ -196,7 +206,7 @@ def _tau(members: Sequence[Prediction]) -> float | None:
 
 
 def _regret(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Measured time of the plan that would be chosen over the best, less 1, in each sweep of plans of one job."""
+    """Return the relative loss of the plan with the best prediction, in each sweep of plans for one job."""
     sweeps: dict[Any, list[list[Prediction]]] = defaultdict(list)
     for members in _grouped(predictions).values():
         run = members[0].run
@@ -216,7 +226,7 @@ def _regret(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _memory(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Errors of memory by what was counted; "unknown" where the source does not say."""
+    """Return the memory errors by counter, with "unknown" for sources that do not specify it."""
     counters: dict[str, list[float]] = defaultdict(list)
     for each in predictions:
         if each.memory_error is not None:
@@ -225,8 +235,11 @@ def _memory(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _verdicts(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """How often the out-of-memory verdict is right; precision and recall of "falls short". sure: runs that were said to
-    fit with SURE; surely_wrong: those of them that fell short. ran: runs that are known to have run."""
+    """Return accuracy of the out-of-memory verdicts, and precision and recall of "out of memory".
+
+    `sure` counts runs predicted to fit with probability SURE. `surely_wrong` counts the ones that ran out of memory.
+    `ran` counts runs with a measured time.
+    """
     judged = [each for each in predictions if each.verdict_is_right is not None]
     ran = [each for each in predictions if each.run.out_of_memory is None and each.run.measured_s]
     sure = [each for each in [*judged, *ran] if each.fits_probability > SURE]
@@ -250,29 +263,29 @@ def _verdicts(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-# What errors on unseen runs say of the next one: how they grow with the circumstances, and which quantiles hold.
+# Error statistics for the next run from errors on unseen runs: growth with the context, and quantiles.
 
 Array = NDArray[np.float64]
 
-#: A source counts as this many configurations at most.
+#: Maximum weight of a source, in configurations.
 _SOURCE_RUNS = 8.0
-#: What a weight of a doubt costs, in runs; and the values that are tried.
+#: Penalty of an uncertainty term's weight, in runs; and the weights to try.
 _RIDGE = 1.5
 _WEIGHTS = np.arange(0.0, 1.55, 0.1)
 _SWEEPS = 3
-#: An error of memory beyond this is no matter of scale: something else is wrong with the estimate.
+#: A memory error beyond this is not a matter of scale: something else is wrong with the estimate.
 _GROSS = 0.25
-#: The least scale of an estimate of memory, and of one that is wrong altogether.
+#: Minimum scale of memory errors, and the scale of gross errors.
 _LEAST_SPREAD, _GROSS_SPREAD = 0.05, 0.5
-#: Of 155 runs that ran out of memory, so many were estimated to have a fifth of it to spare.
+#: Share of 155 runs that ran out of memory although the estimate left a fifth of it free.
 _LEAST_GROSS = 0.05
-#: Memory that has these names was counted by torch or the driver; else a source does not say by what.
+#: Counters of memory by torch or the driver. For other names, the source does not specify the counter.
 _COUNTERS = ("allocated", "reserved", "total")
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """log(measured / predicted) of one configuration, and what it was of."""
+    """log(measured / predicted) of one configuration, and its error context."""
 
     source: str
     error: float
@@ -280,7 +293,12 @@ class Residual:
 
 
 def time_residuals(predictions: Sequence[Prediction], seconds: Mapping[str, float]) -> list[Residual]:
-    """Return one residual for each configuration: seconds by id, as predicted without the run's source."""
+    """Return one time residual for each configuration.
+
+    Args:
+        predictions: predictions of runs.
+        seconds: seconds by run id, predicted without the run's source.
+    """
     groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
     for each in predictions:
         if each.run.measured_s and each.run.id in seconds:
@@ -293,7 +311,7 @@ def time_residuals(predictions: Sequence[Prediction], seconds: Mapping[str, floa
 
 
 def memory_residuals(predictions: Sequence[Prediction]) -> list[Residual]:
-    """Return the residuals of memory where it is known what was counted, and of which microbatch."""
+    """Return the memory residuals of runs with a specified counter and microbatch."""
     return [
         Residual(each.run.source, math.log(each.run.measured_gib / each.memory_gib), context(each.run))
         for each in predictions
@@ -302,7 +320,7 @@ def memory_residuals(predictions: Sequence[Prediction]) -> list[Residual]:
 
 
 def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experience:
-    """Learn scales and quantiles from residuals."""
+    """Fit scales and quantiles to residuals."""
     doubts = _fit_uncertainty(time, TIME_DOUBTS)
     near = [each for each in memory if abs(each.error) < _GROSS]
     short = [each for each in memory if each.error > _GROSS]  # what needs less than was thought does no harm
@@ -320,8 +338,10 @@ def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experien
 
 
 def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
-    """Return by level how many runs lie in the bands that the other sources give: a mean over sources (`sources`), and
-    over configurations (`runs`)."""
+    """Return, by level, the share of runs inside the bands that are fitted to the other sources.
+
+    `sources` is a mean over sources, `runs` is a mean over configurations.
+    """
     held: dict[float, dict[str, list[bool]]] = {level: defaultdict(list) for level in LEVELS}
     for source in sorted({each.source for each in time}):
         others = [each for each in time if each.source != source]
@@ -345,7 +365,7 @@ def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
 
 
 def experience_text(known: Experience) -> str:
-    """Return an experience as the text of experience.toml."""
+    """Return error statistics as the text of experience.toml."""
     lines = ["# Written by `weft plan --score FILES --experience FILE`: errors on runs whose source took no part."]
     lines += ["[time]", f"runs = {known.runs}", f"sources = {known.sources}", f"spread = {known.time.spread:.4f}"]
     lines += ["[time.doubts]  # logarithms of what each widens the band by"]
@@ -369,7 +389,10 @@ def _share(every: Sequence[Residual], some: Sequence[Residual]) -> float:
 
 
 def _fit_uncertainty(residuals: Sequence[Residual], names: Sequence[str]) -> ErrorModel:
-    """The scale by likelihood, where residuals over it have a double exponential density; doubts only widen."""
+    """Fit the scale by likelihood, with a double exponential density of scaled residuals.
+
+    Uncertainty terms only widen it.
+    """
     sizes = np.array([abs(each.error) for each in residuals]) + 0.005
     facts = np.array([[each.of.uncertainty_terms[name] for name in names] for each in residuals])
     weights = _source_weights(residuals)
@@ -391,8 +414,11 @@ def _fit_uncertainty(residuals: Sequence[Residual], names: Sequence[str]) -> Err
 
 
 def _quantiles(residuals: Sequence[Residual], doubts: ErrorModel) -> dict[float, tuple[float, float]]:
-    """Lower and upper by level. The next run is of a new source, and sources are few: with n of them a tail is cut at
-    1 - (1 - tail)(n + 1)/n, as a quantile of n + 1 (Dunn et al. 2018, arXiv 1809.07441), or at half of it."""
+    """Return the lower and upper quantile by level.
+
+    The next run has a new source, and there are few sources. With n sources, a tail is cut at 1 - (1 - tail)(n + 1)/n,
+    as for a quantile of n + 1 (Dunn et al. 2018, arXiv 1809.07441), or at half of the tail.
+    """
     scaled = np.array([each.error / doubts.scale(each.of) for each in residuals])
     weights, count = _source_weights(residuals), len({each.source for each in residuals})
     order = np.argsort(scaled)

@@ -1,4 +1,4 @@
-"""Published training runs from a CSV file: what was trained, how, and what was measured."""
+"""Published training runs from a CSV file: their jobs, settings and measurements."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from weft.planner.scoring.cells import Row, cluster_of, count, in_numbers, itera
 from weft.planner.scoring.stacks import counts_causal_half, stack_of
 from weft.planner.space.columns import PRECISIONS, Job
 
-#: A row without one of these says too little to predict anything.
+#: Required columns. A row without one of these cannot be predicted.
 NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """One row that can be predicted. Settings that the row does not give are None: see `fill.py`.
+    """One row that can be predicted. Settings that the row does not contain are None; `scores.candidates` tries values.
 
-    source: the id without its number. group: rows that repeat one configuration. recompute: "none", "full",
-    "attention", "selective", "half" (full in every second layer) or "experts" (these and the norms).
-    interleaved: its pipeline has several chunks on each rank, where `virtual_stages` does not say how many.
-    host_optimizer, host_activations: what is kept and done on the host. counter: what the memory counts, "allocated",
-    "reserved", "total" or "" (not known). out_of_memory: the run failed so, or did not; None: not said.
+    Attributes:
+        source: the id without its number.
+        group: rows that repeat one configuration.
+        recompute: "none", "full", "attention", "selective", "half" (full in every second layer) or "experts" (experts
+            and norms).
+        interleaved: the pipeline has several chunks on each rank, if `virtual_stages` does not give their number.
+        host_optimizer, host_activations: kept and computed on the host.
+        counter: meaning of the memory value: "allocated", "reserved", "total" or "" (unspecified).
+        out_of_memory: True if the run failed for this reason; None if unspecified.
     """
 
     id: str
@@ -60,17 +64,17 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A row that says too little, and what it lacks."""
+    """Row that cannot be predicted, and its missing columns."""
 
     id: str
     reason: str
 
 
 def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
-    """Return all rows of a CSV file, and those that say too little.
+    """Return the runs of a CSV file, and the skipped rows.
 
     Raises:
-        ConfigError: where it is no such file.
+        ConfigError: if it is not such a file.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -149,7 +153,7 @@ def _run(name: str, row: Row) -> PublishedRun:
 
 
 def _zero(dp: int) -> int | None:
-    """What a row that says nothing of ZeRO may have: with one data-parallel rank there is none."""
+    """Return the ZeRO stage of a row that does not specify it: 0 with one data-parallel rank, else None."""
     return None if dp > 1 else 0
 
 
@@ -168,7 +172,7 @@ def _precision(row: Row) -> str:
 
 
 def _shard(text: str, dp: int, per_node: int) -> int:
-    """Ranks over which states are sharded, where it is not all of them."""
+    """Return the number of ranks over which states are sharded, if it is not all of them."""
     inside = _noted(text, r"zero1=(\d+)") or _noted(text, r"fsdp(\d+) x tp")
     if inside is None and re.search(r"shard in node|hsdp", text):
         inside = per_node

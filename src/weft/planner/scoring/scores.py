@@ -1,7 +1,7 @@
-"""Settings that a table leaves out, and the columns of a run.
+"""Scores of predictions on published runs: settings that a table omits, stack scalars, refits, and the report.
 
-A setting that is not given is taken as its authors would have chosen it: of the candidates that fit into memory the
-fastest, by the same model; where none fits, the fastest of those that need little more than the least.
+A missing setting is assumed to be the best choice: the fastest candidate that fits into memory, by the same model. If
+no candidate fits, it is the fastest one among those with nearly the least memory.
 """
 
 from __future__ import annotations
@@ -43,16 +43,20 @@ from weft.planner.uncertainty import Experience
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _VIRTUAL = tuple(range(1, 13))
-#: Where no candidate fits, those count that need at most this much more than the least.
+#: If no candidate fits, candidates with at most this ratio to the least memory are considered.
 _NEAR_LEAST = 1.1
-#: What embedding and head may count as, in layers, where stages are filled.
+#: Layers that embedding and head may count as when stages are filled.
 _ENDS = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """One way to recompute. share: of the layers. budget: share of what no recompute keeps, as the cheapest mix of
-    kernels leaves it; inf: none."""
+    """One recompute setting.
+
+    Attributes:
+        share: share of the layers.
+        budget: share of the bytes without recompute, as the cheapest mix of kernels keeps it; inf without a budget.
+    """
 
     name: str
     share: float = 1.0
@@ -62,7 +66,7 @@ class RecomputeChoice:
 _STATED = {"half": RecomputeChoice("full", 0.5), "experts": RecomputeChoice("none", budget=0.4)} | {
     name: RecomputeChoice(name) for name in ("none", "attention", "selective", "full")
 }
-#: From nothing to all, in steps: recipes name single kernels or a number of layers.
+#: From none to full in steps, since recipes recompute single kernels or a number of layers.
 _NOT_STATED = (
     RecomputeChoice("none"),
     *(RecomputeChoice("none", budget=kept) for kept in (0.85, 0.7, 0.55, 0.4)),
@@ -71,7 +75,7 @@ _NOT_STATED = (
 
 
 def candidates(run: PublishedRun) -> Columns:
-    """The plans that the run may have had: one, where its row says everything."""
+    """Return the plans that are consistent with the row; one plan if the row is complete."""
     per_rank = max(1, run.job.global_batch // run.dp)
     layers = run.job.shape.layers
     sizes = (1,) if run.job.shape.moe_layers else _MICROBATCHES  # each token's activations are there top_k times
@@ -117,18 +121,18 @@ def candidates(run: PublishedRun) -> Columns:
 
 
 def _expert_groups(run: PublishedRun) -> tuple[int, ...]:
-    """Sizes of expert parallelism that a run may have had which does not say."""
+    """Return the possible expert-parallel sizes of a run that does not specify it."""
     ranks, experts = run.dp * run.cp * run.tp, run.job.shape.num_experts
     return tuple(e for e in (2**power for power in range(8)) if ranks % e == 0 and experts % e == 0)
 
 
 def _scores(run: PublishedRun) -> tuple[RecomputeChoice, ...]:
-    """Recompute of attention's scores alone, where these are kept."""
+    """Return recompute of attention scores only, if scores are saved."""
     return () if run.job.stack.flash else (RecomputeChoice("attention"),)
 
 
 def predict(run: PublishedRun, tables: Tables) -> tuple[Estimates, int]:
-    """Estimates of a run's candidates, and the row that stands for it."""
+    """Return the estimates of a run's candidates, and the index of the assumed one."""
     columns = candidates(run)
     estimates = estimate(run.job, run.cluster, columns, tables)
     if len(columns) == 1:
@@ -139,22 +143,22 @@ def predict(run: PublishedRun, tables: Tables) -> tuple[Estimates, int]:
     return estimates, int(np.argmin(np.where(fits, estimates.step_s, np.inf)))
 
 
-# One scalar for each software stack, fitted without the table that it is applied to.
+# One scalar for each software stack, fitted without the table to which it is applied.
 
-#: What another source with the same stack counts as a whole, against one table of the same source.
+#: Weight of another source with the same stack, relative to one table of the same source.
 _OTHER_SOURCE = 0.05
-#: What "no scalar" counts, in tables: little evidence moves the scalar little.
+#: Weight of the prior "no scalar", in tables. With little evidence, the scalar stays near 1.
 _PRIOR = 0.3
-#: A table speaks for a scalar of at most this much, as a logarithm: beyond, something else is wrong with it.
+#: Maximum contribution of a table to a scalar, as a logarithm. Beyond it, something else is wrong with the table.
 _MOST = 0.2
 
 
 def stack_scalars(predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Factor on the predicted step time of each run, by its id.
+    """Return a factor on the predicted step time of each run, by its id.
 
-    A table speaks by the median of log(measured / predicted) over its configurations. The scalar of a stack is the
+    A table contributes the median of log(measured / predicted) over its configurations. The scalar of a stack is the
     weighted mean over the other tables of the run's source and over the other sources with its stack (each by the
-    median of its tables), drawn towards 1.
+    median of its tables), shrunk towards 1.
     """
     tables = _tables(predictions)
     factors = {own: _factor(own, tables) for own in {_key(each) for each in predictions}}
@@ -181,7 +185,7 @@ def _key(each: Prediction) -> tuple[str, str, str]:
 
 
 def _tables(predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], float]:
-    """Median log ratio of each table with measured times; runs made for scoring alone where a table has any."""
+    """Return the median log ratio of each table with measured times, over marked runs only if any run is marked."""
     ratios: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     some_core = any(each.run.core for each in predictions)
     for each in predictions:
@@ -192,26 +196,31 @@ def _tables(predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], flo
     }
 
 
-# What is fitted, refitted without a source or a kind of runs: how far off the planner is where it has not been.
+# Refit of the fitted constants without a source or a kind of runs, to measure errors on unseen runs.
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-#: Standard deviations of the logarithms of factors, before any run is seen: of terms, and of the others.
+#: Prior standard deviations of the logarithms of factors: of terms, of makes and formats, of software stacks.
 _TERM_SD, _MAKE_SD, _STACK_SD = 0.075, 0.04, 0.03
-#: Error of one run, as a logarithm; what is further off counts less.
+#: Error of one run, as a logarithm, and the error from which on a run has less weight.
 _NOISE, _ROBUST = 0.1, 0.15
-#: A source counts as this many configurations at most.
+#: Maximum weight of a source, in configurations.
 _SOURCE_RUNS = 6.0
 _STEPS = 8
-#: Of what a factor knows, a source that gives less than this share does not determine it.
+#: Sources that contribute less than this share of the information on a factor are not listed for it.
 _WORTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One fitted number: its value with all sources, and the sources that determine it, by their share of what is
-    known of it, largest first; `prior`: the share of the value that it starts with."""
+    """One fitted factor.
+
+    Attributes:
+        value: its value with all sources.
+        sources: sources that determine it, by their share of the information, largest first.
+        prior: share of the prior.
+    """
 
     name: str
     value: float
@@ -221,8 +230,13 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """Predicted seconds by id of a run. seen: with all sources. source_out: without the run's source. family_out: by
-    kind, without all runs of that kind."""
+    """Predicted seconds by run id.
+
+    Attributes:
+        seen: with all sources.
+        source_out: without the run's source.
+        family_out: by kind, without all runs of the kind.
+    """
 
     seen: dict[str, float]
     source_out: dict[str, float]
@@ -231,10 +245,10 @@ class Refit:
 
 
 def refit(predictions: Sequence[Prediction]) -> Refit:
-    """Fit the factors to the runs with measured times: to all, and to all but each source and each kind.
+    """Fit the factors to the runs with measured times: to all, and to all except each source and each kind.
 
     Args:
-        predictions: of runs that score; one of each run.
+        predictions: predictions of scored runs, one for each run.
     """
     measured = [each for each in predictions if each.run.measured_s]
     if not measured:
@@ -263,7 +277,12 @@ def refit(predictions: Sequence[Prediction]) -> Refit:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """seconds: by run and term. marks: 1 where a factor of a make, a format or software speaks of a run."""
+    """Measured and predicted times of runs for the fit.
+
+    Attributes:
+        seconds: predicted seconds by run and term.
+        marks: 1 if a factor of a make, a format or software applies to a run.
+    """
 
     sources: list[str]
     groups: list[tuple[str, str]]
@@ -302,12 +321,12 @@ class _Data:
         )
 
     def predicted(self, logs: Array) -> Array:
-        """Logarithms of the seconds of each run, with the logarithms of the factors."""
+        """Return the logarithms of the seconds of each run, for given logarithms of the factors."""
         terms = len(TERMS)
         return np.log(self.seconds @ np.exp(logs[:terms])) + self.marks @ logs[terms:]
 
     def _weights(self, rows: Mask) -> Array:
-        """A configuration counts once, however often it was measured, and a source for _SOURCE_RUNS at most."""
+        """Return the weights of runs: 1 per configuration, at most _SOURCE_RUNS per source."""
         repeats = Counter(group for group, row in zip(self.groups, rows, strict=True) if row)
         sizes = Counter(source for source, _ in repeats)
         weights = [
@@ -321,7 +340,7 @@ class _Data:
         return np.concatenate([scaled / scaled.sum(axis=1, keepdims=True), self.marks], axis=1)
 
     def fit(self, rows: Mask) -> Array:
-        """Gauss-Newton steps with a loss that grows with the error, not with its square, where that is large."""
+        """Fit by Gauss-Newton steps with a robust loss, which grows linearly for large errors."""
         logs = np.zeros(len(self.names))
         base = self._weights(rows)
         for _ in range(_STEPS):
@@ -333,7 +352,7 @@ class _Data:
         return logs
 
     def factors(self, logs: Array) -> tuple[Factor, ...]:
-        """Every factor, and whose runs determine it: by each source's part of the information on it."""
+        """Return every factor, with each source's share of the information on it."""
         slopes = self._slopes(logs)
         weights = self._weights(np.ones(len(self.sources), dtype=np.bool_))
         known = slopes**2 * weights[:, None] / _NOISE**2
@@ -349,19 +368,21 @@ class _Data:
         return tuple(found)
 
 
-# Predictions of published runs under three tiers, and everything that is said of their errors.
+# Predictions of published runs under three tiers, and the report on their errors.
 
-#: Tiers of a score: those of the tables, and one scalar per software stack on top.
+#: Tiers of a score: the tables' tiers, and one with a scalar per software stack.
 SCORE_TIERS = (*TIERS, "stack")
-#: All runs, where kinds of runs are told apart.
+#: All runs, as a kind of runs.
 EVERY = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    """Everything that `weft plan --score` says.
+    """Report of `weft plan --score`.
 
-    predictions: one per run and tier. refitted: predictions of the tables with what is fitted, refitted.
+    Attributes:
+        predictions: one per run and tier.
+        refitted: predictions of the tables with refitted constants.
     """
 
     predictions: Sequence[Prediction]
@@ -373,7 +394,7 @@ class ScoreReport:
         return [each for each in self.predictions if each.tier == tier]
 
     def foresight(self) -> dict[str, Any]:
-        """Return the errors on kinds of runs: shipped, refitted to all, without the source, without the kind."""
+        """Return the errors by kind of runs: shipped, refitted to all, without the source, without the kind."""
         tables = scored(self.of_tier(TIERS[-1]))
         return {name: self._observed(_of_family(tables, name), name) for name in (EVERY, *FAMILIES)}
 
@@ -388,16 +409,16 @@ class ScoreReport:
         return found | ({"family_out": time_errors(_with_times(runs, out))} if out else {})
 
     def residuals(self) -> tuple[list[Residual], list[Residual]]:
-        """Return the residuals of time, of runs whose source took no part, and of memory."""
+        """Return the residuals of time, predicted without the run's source, and of memory."""
         tables = self.of_tier(TIERS[-1])
         return time_residuals(scored(tables), self.refitted.source_out), memory_residuals(tables)
 
     def experience(self) -> Experience:
-        """Return what the errors teach: the content of `foresight/experience.toml`."""
+        """Return the error statistics: the content of `planner/experience.toml`."""
         return experience(*self.residuals())
 
     def summary(self) -> dict[str, Any]:
-        """Return the errors by tier, of time, memory and verdicts; and how far off unseen runs are."""
+        """Return the errors of time, memory and verdicts by tier, and the errors on unseen runs."""
         return {
             **{tier: summary(self.of_tier(tier)) for tier in SCORE_TIERS},
             "foresight": self.foresight(),
@@ -407,7 +428,7 @@ class ScoreReport:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values; absent numbers are None."""
+        """Return the report as plain values, with None for missing numbers."""
         return {
             "rows": [_row(each) for each in self.predictions],
             "skipped": [{"id": each.id, "reason": each.reason} for each in self.skipped],
@@ -424,7 +445,7 @@ def score(*paths: Path | str) -> ScoreReport:
     """Predict all runs of CSV files.
 
     Raises:
-        ConfigError: for a file that cannot be read, or a run that it does not describe whole.
+        ConfigError: for a file that cannot be read, or a run that is not fully described.
     """
     runs: list[PublishedRun] = []
     skipped: list[Skipped] = []
@@ -441,7 +462,7 @@ def score(*paths: Path | str) -> ScoreReport:
 
 
 def _once(run: PublishedRun, tier: str, known: dict[tuple[PublishedRun, str], Prediction]) -> Prediction:
-    """A run's prediction; that of one which was measured again, or has been predicted already, is not made again."""
+    """Return a run's prediction. Runs with the same settings are predicted only once."""
     bare = replace(run, id="", table="", group="", core=False, measured_s=None, measured_gib=None, out_of_memory=None)
     found = known.get((bare, tier))
     if found is None:
@@ -458,7 +479,7 @@ def _with_times(predictions: Sequence[Prediction], seconds: Mapping[str, float])
 
 
 def predict_run(run: PublishedRun, tier: str) -> Prediction:
-    """One run by the constants of one tier."""
+    """Predict one run with the constants of one tier."""
     estimates, row = predict(run, Tables.of(run.cluster.device, tier))
     memory = {"allocated": estimates.allocated_bytes, "reserved": estimates.reserved_bytes}
     return Prediction(

@@ -1,4 +1,4 @@
-"""Which software a published run used, by rules over what its row says."""
+"""Software stacks of published runs, by rules on the text of their rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _DEFAULTS = {each.name: each.default for each in dataclasses.fields(Stack)}
 
 @dataclass(frozen=True, slots=True)
 class StackRule:
-    """One rule of stacks.toml. over: the rules that it is more special than."""
+    """One rule of stacks.toml.
+
+    Attributes:
+        over: less specific rules that it overrides.
+    """
 
     name: str
     words: re.Pattern[str]
@@ -30,7 +34,7 @@ class StackRule:
     factors: tuple[tuple[str, float], ...]
 
     def holds(self, text: str, gpu: str) -> bool:
-        """Return whether the rule speaks of a row."""
+        """Return True if the rule applies to a row."""
         if self.unless is not None and self.unless.search(text):
             return False
         return bool(self.words.search(text) and self.gpu.search(gpu))
@@ -44,7 +48,7 @@ def _file() -> dict[str, Any]:
 
 @functools.cache
 def stack_rules() -> tuple[StackRule, ...]:
-    """Return the rules, the more special ones after those that they are more special than."""
+    """Return the rules, with more specific ones after less specific ones."""
     return tuple(
         StackRule(
             name=rule["name"],
@@ -61,7 +65,7 @@ def stack_rules() -> tuple[StackRule, ...]:
 
 
 def counts_causal_half(text: str) -> bool:
-    """Whether a table counts attention's floating-point operations over the causal half alone."""
+    """Return True if a table counts only the causal half of attention's FLOPs."""
     rules = [rule for rule in _file()["flops"] if re.search(rule["words"], text)]
     return bool(rules) and rules[-1]["count"] == "causal"
 
@@ -72,7 +76,7 @@ def _networks() -> tuple[tuple[re.Pattern[str], float], ...]:
 
 
 def known_network(text: str) -> float | None:
-    """Bytes per second of one node's network, where the machine is known."""
+    """Return the bytes/s of one node's network for a machine in stacks.toml, or None."""
     for pattern, gbit in _networks():
         if pattern.search(text):
             return gbit / 8 * 1e9
@@ -80,9 +84,12 @@ def known_network(text: str) -> float | None:
 
 
 def stack_of(text: str, gpu: str, rules: tuple[StackRule, ...] | None = None) -> tuple[Stack, str]:
-    """The stack of a run, and what its "selective" recompute stands for: "attention", "selective" or "half".
+    """Return the stack of a run, and the meaning of its "selective" recompute: "attention", "selective" or "half".
 
-    text: source, table and notes in lower case.
+    Args:
+        text: source, table and notes in lower case.
+        gpu: name of the device.
+        rules: rules to apply; None uses stacks.toml.
     """
     values: dict[str, Any] = dict(_file()["start"])
     factors: dict[str, float] = {}

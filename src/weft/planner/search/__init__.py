@@ -1,1 +1,1 @@
-"""From a question to ranked plans."""
+"""Search: from a question to ranked plans."""

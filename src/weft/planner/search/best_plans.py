@@ -26,24 +26,25 @@ from weft.units import format_bytes
 
 Floats = NDArray[np.float64]
 
-#: Rows that are estimated at a time.
+#: Rows per estimation call.
 _CHUNK = 2**17
-#: Rows that are kept of each chunk: the fastest, and the fastest of each (tp, pp, cp).
+#: Rows retained of each chunk: the fastest, and the fastest of each (tp, pp, cp).
 _KEPT, _KEPT_OF_CELL = 256, 4
-#: A space of so many times the limit is too large even to count what its rules leave.
+#: A space this many times over the limit is too large to count the plans that its rules allow.
 _COUNTED = 8
-#: A space of so many times the limit takes several steps at once; from so many devices on a part of it is asked first.
+#: A space this many times over the limit is narrowed by several steps. With more devices than this, a part of it is
+#: checked before.
 _FAR, _MANY_DEVICES = 2 * _COUNTED, 64
-#: Plans from which the descent starts: of the best cells, on few devices and on many, and of the best ways to run one.
+#: Start plans of the descent: from the best cells (with few devices, with many), and from the best kinds of plans.
 _CELLS, _KINDS = (6, 10), 4
-#: Layouts whose pipelines are run on a clock.
+#: Layouts whose pipelines are simulated.
 _CLOCKED = 12
-#: What a plan has to be over another with the same pipeline to be run on a clock of its own.
+#: A plan is simulated separately if its time is below this share of another plan's with the same pipeline.
 _FASTER = 0.99
 
 
 def answer(question: Question) -> Answer[Candidate]:
-    """Look at the whole space of a question."""
+    """Find the best plans of a question in its full search space."""
     start = time.perf_counter()
     tally = Tally(question.facts)
     space, blocks = _space_in_bounds(question, tally)
@@ -68,7 +69,7 @@ def answer(question: Question) -> Answer[Candidate]:
 
 
 def _joint_parts(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
-    """Parts that are estimated in one go: many blocks are small."""
+    """Yield lists of parts that are estimated in one call, since many blocks are small."""
     found: list[Columns] = []
     for part in parts:
         if found and sum(map(len, found)) + len(part) > _CHUNK:
@@ -80,7 +81,7 @@ def _joint_parts(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
 
 
 def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
-    """The ranking with what descent, annealing and the clock of pipelines find beyond the enumeration."""
+    """Return the ranking with plans from descent, annealing and pipeline simulation."""
     if not ranked:
         return ranked
     cells: dict[tuple[int, int, int], Candidate] = {}
@@ -96,7 +97,10 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 
 def _kinds(ranked: list[Candidate]) -> list[Candidate]:
-    """The best plan of each way to run one: from some of them, two changes lead to what is faster, and one does not."""
+    """Return the best plan of each kind.
+
+    From some of them, two changes lead to a faster plan, but no single change does.
+    """
     found: dict[tuple[object, ...], Candidate] = {}
     for one in ranked:
         found.setdefault((one.plan.compile, one.plan.schedule, one.plan.zero, one.plan.recompute), one)
@@ -104,10 +108,10 @@ def _kinds(ranked: list[Candidate]) -> list[Candidate]:
 
 
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
-    """The ranking after pipelines were run on a clock: what comes first, then the best layouts.
+    """Return the ranking after the simulation of pipelines: the top plan and the best layouts.
 
-    A closed form may be too good for uneven stages, so what then comes first is run too, as far as all of it takes
-    little time.
+    A closed form may be too optimistic for uneven stages. So the plan that is then on top is simulated too, within a
+    limit of work.
     """
     left = MOST_STEPS * (1 + 4 * question.refine_s)
     timed: dict[Plan, Candidate] = {}
@@ -132,12 +136,12 @@ def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 
 def _pipeline(plan: Plan) -> tuple[object, ...]:
-    """What decides how much longer the clock of a pipeline is than the closed form."""
+    """Return the fields that decide the ratio of a pipeline's simulated time to its closed form."""
     return (plan.pp, plan.tp, plan.cp, plan.ep, plan.schedule, plan.microbatches, plan.virtual_stages, plan.split)
 
 
 def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Fastest first. What is alike in four digits goes by the fewer words: every machine then ranks alike."""
+    """Return the plans, fastest first. Ties in four digits are ordered by text, the same on every machine."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
         times[float(f"{one.step_s:.3e}")].append(one)
@@ -148,13 +152,13 @@ def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _words(one: Candidate) -> tuple[int, str]:
-    """Words of a plan, and the plan in words. Most plans are alone with their time: they need none."""
+    """Return the number of terms in a plan's text, and the text. Computed only for ties."""
     text = str(one.plan)
     return len(text.split()), text
 
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[PlanGrid]]:
-    """The whole space, or as much of it as `most_plans` allows."""
+    """Return the full space, or the part of it that `most_plans` allows."""
     space = question.space
     while True:
         tally.refused.clear()
@@ -168,20 +172,22 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Plan
             rows = sum(block.num_kept() for block in blocks)
         if rows <= question.limit or smaller is None:
             return space, blocks
-        # Far off: two steps more, without counting between them.
+        # Far over the limit: two more steps, without counting between them.
         space = _narrower(space, 3 if rows > _FAR * question.limit else 1)
 
 
 def _narrower(space: Space, steps: int) -> Space:
-    """The space made narrower so many times, as far as there is anything left to take."""
+    """Return the space narrowed `steps` times, or as often as possible."""
     for _ in range(steps):
         space = space.narrower() or space
     return space
 
 
 def _is_far_off(space: Space, question: Question, tally: Tally) -> bool:
-    """Whether a part of a space is far over the limit already. Its tables are the smaller ones that narrower spaces
-    have, which take them over."""
+    """Return True if a part of a space is already far over the limit.
+
+    The tables of this part are small. Narrower spaces reuse them.
+    """
     if question.cluster.num_devices < _MANY_DEVICES or (part := space.of_last_meshes()) is None:
         return False
     blocks = enumerate_space(part, question.job, question.cluster, question.pruning_rules, tally)
@@ -191,7 +197,7 @@ def _is_far_off(space: Space, question: Question, tally: Tally) -> bool:
 
 @dataclass(slots=True)
 class _Keep:
-    """What is kept of all plans that were looked at."""
+    """Best plans and statistics of all estimated plans."""
 
     question: Question
     tables: Tables
@@ -203,7 +209,7 @@ class _Keep:
     num_fit: int = 0
 
     def look_at(self, parts: Sequence[Columns]) -> None:
-        """Estimate some plans, keep the best of them, and count the others by what does not fit."""
+        """Estimate some plans, retain the best of them, and count the ones that do not fit."""
         asked, columns = self.question, Columns.concatenate(parts)
         found = estimate_memory(asked.job, asked.cluster, columns, self.tables)
         total = found.total_bytes
@@ -225,7 +231,7 @@ class _Keep:
                 self.kept.append(columns[_promising(columns, memory, seconds, np.arange(start, stop))])
 
     def _refuse(self, columns: Columns, found: Estimates, total: Floats, rows: NDArray[Any]) -> None:
-        """Count plans that do not fit by their largest class of memory. total: bytes of every plan."""
+        """Count plans that do not fit by their largest class of memory. `total` is the bytes of every plan."""
         if not len(rows):
             return
         too_much = found.host_bytes[rows] > found.host_limit
@@ -250,7 +256,7 @@ class _Keep:
             self.least, self.nearest_row = float(needed.min()), columns[rows[[np.argmin(needed)]]]
 
     def _refuse_host(self, columns: Columns, found: Estimates, rows: NDArray[Any]) -> None:
-        """Count plans that keep more in their host's memory than it has."""
+        """Count plans that need more host memory than is available."""
         one = int(rows[np.argmin(found.host_bytes[rows])])
         known = self.refused.setdefault("memory-host", Refused("memory-host", 0, columns.plan(one), ""))
         known.count += len(rows)
@@ -258,14 +264,14 @@ class _Keep:
 
     @property
     def nearest(self) -> Candidate | None:
-        """The plan that needs the least memory of those that do not fit."""
+        """Plan with the least memory among the plans that do not fit."""
         if self.nearest_row is None:
             return None
         timed = estimate(self.question.job, self.question.cluster, self.nearest_row, self.tables)
         return candidates(self.question, self.nearest_row, timed)[0]
 
     def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
-        """The best plans, fastest first, and those of the border of memory against time."""
+        """Return the best plans, fastest first, and the Pareto front of memory and time."""
         if not self.kept:
             return [], []
         columns = Columns.concatenate(self.kept)
@@ -279,7 +285,7 @@ class _Keep:
 
 
 def host_message(needed: float, limit: float) -> str:
-    """Say what a rank keeps in its host's memory, and how much it may."""
+    """Describe the host memory that a rank needs, and its limit."""
     return (
         f"a rank keeps {format_bytes(needed)} in its host's memory; its share that may be pinned is "
         f"{format_bytes(limit)}."
@@ -295,7 +301,7 @@ def _memory_message(question: Question, largest: str, found: Estimates) -> str:
 
 
 def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[Any]) -> NDArray[Any]:
-    """The rows worth keeping: the fastest, the fastest of each layout, and the border of memory against time."""
+    """Return the rows to retain: the fastest, the fastest of each layout, and the Pareto front of memory and time."""
     memory, speed = memory[rows], speed[rows]
     fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(speed, _KEPT)[:_KEPT]]
     cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
@@ -309,14 +315,14 @@ def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[An
 
 
 def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
-    """Rows that no other row beats in both memory and time, from the least memory on."""
+    """Return the Pareto front of memory and time, by rising memory."""
     order = np.lexsort((speed, memory))
     best = np.minimum.accumulate(speed[order])
     return order[np.r_[True, best[1:] < best[:-1]]]
 
 
 def _best_border(found: list[Candidate]) -> list[Candidate]:
-    """The candidates that no other one beats in both memory and time."""
+    """Return the candidates on the Pareto front of memory and time."""
     if not found:
         return []
     memory, speed = (np.array([getattr(one, name) for one in found]) for name in ("total_bytes", "step_s"))
@@ -324,13 +330,12 @@ def _best_border(found: list[Candidate]) -> list[Candidate]:
 
 
 def _order(memory: Floats, speed: Floats) -> NDArray[Any]:
-    """Fastest first; what is equal to four digits goes by memory."""
+    """Return the order by time. Ties in four digits are ordered by memory."""
     rounded = np.asarray(np.round(speed / speed.min(), 4), dtype=np.float64)
     return np.lexsort((memory, rounded))
 
 
 def _rows(found: Estimates, rows: Any) -> Estimates:
-    """Some rows of estimates."""
     index = np.asarray(rows)
     return replace(
         found,

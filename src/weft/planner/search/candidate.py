@@ -1,4 +1,4 @@
-"""Figures of a plan that follow from its step time: tokens a second, MFU in its conventions, energy and price."""
+"""Metrics of a plan from its step time (tokens per second, MFU, energy, price), and the answer of a search."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.space.enumerate import Refused
 from weft.planner.space.shape import Shape, TracedShape
 
-#: Watts of host, fans and switches for each device, and what the building takes beside (power usage effectiveness).
+#: Watts of host, fans and switches for each device, and the overhead of the building (power usage effectiveness).
 HOST_WATTS, BUILDING = 125.0, 1.2
-#: Share of its rated power that a device draws while it waits.
+#: Share of its rated power that an idle device draws.
 _IDLE = 0.3
 
 
 def matmul_params(shape: Shape) -> float:
-    """Parameters that one token is multiplied with: of its top_k experts, without the embedding's table."""
+    """Return the parameters that one token is multiplied with: with its top_k experts, without the embedding."""
     dense = shape.attention_params + shape.mlp_params(shape.ffn)
     mixture = shape.moe_shared_params - shape.norm_params + shape.top_k * shape.expert_params
     return (shape.layers - shape.moe_layers) * dense + shape.moe_layers * mixture + shape.table_params
 
 
 def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
-    """FLOPs of forward and backward for one token, recompute not counted.
+    """Return the FLOPs of forward and backward for one token, without recompute.
 
-    causal: attention counts what a causal mask leaves, half of the square; else the whole square, as PaLM
-    (Chowdhery et al. 2022, appendix B) and Megatron-LM count it.
+    Args:
+        shape: shape of the model.
+        seq_len: tokens of a sequence.
+        causal: count half of attention's square, as a causal mask leaves it. If False, count the full square, as PaLM
+            (Chowdhery et al. 2022, appendix B) and Megatron-LM do.
     """
     if isinstance(shape, TracedShape):
         return model_flops(shape, seq_len, causal=causal)
@@ -51,7 +54,7 @@ def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
 
 
 def _weight_gradients(job: Job) -> float:
-    """FLOPs that the gradients of all weights take for one token."""
+    """Return the FLOPs of all weight gradients for one token."""
     if isinstance(job.shape, TracedShape):
         return float(job.shape.traced.weight_flops(1.0, float(job.seq_len))) / job.seq_len
     return 2.0 * matmul_params(job.shape)
@@ -59,17 +62,25 @@ def _weight_gradients(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one step costs. price: in dollars, None where no price is known. energy: kWh at the meter."""
+    """Cost of one step.
+
+    Attributes:
+        price: dollars, or None if no price is available.
+        energy_kwh: energy in kWh at the meter, or None.
+    """
 
     price: float | None
     energy_kwh: float | None
 
 
 def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: float | None = None) -> Cost:
-    """Price and energy of one step.
+    """Return price and energy of one step.
 
-    busy: share of the step in which devices compute. hour_price: dollars of one device for one hour; None takes the
-    usual price of the device, where there is one.
+    Args:
+        cluster: the cluster.
+        step_s: seconds of the step.
+        busy: share of the step in which devices compute.
+        hour_price: dollars per device hour; None uses the device's usual price, if there is one.
     """
     devices = cluster.num_devices
     price = usual_price(cluster) if hour_price is None else hour_price
@@ -82,7 +93,7 @@ def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: floa
 
 
 def usual_price(cluster: ClusterSpec) -> float | None:
-    """Dollars that one device usually costs for one hour, the mean over several kinds; None where nothing is known."""
+    """Return the usual dollars per device hour, as the mean over device kinds, or None if a price is missing."""
     if cluster.kinds:
         each = [(_prices().get(name.rstrip("*")), count) for name, count in cluster.kinds]
         known = [(price, count) for price, count in each if price is not None]
@@ -97,9 +108,17 @@ def _prices() -> dict[str, float]:
 
 
 def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, precision: str, *, causal: bool) -> float:
-    """Share of the devices' dense peak that the model's own FLOPs take, recompute not counted.
+    """Return the model's FLOP/s, without recompute, as a share of the devices' dense peak.
 
-    The peak is that of the precision. Of fp32 few devices' peaks are known: it counts against TF32's, as tf32 does.
+    The peak depends on the precision. Few fp32 peaks are published, so that fp32 counts against the TF32 peak, as tf32
+    does.
+
+    Args:
+        job: model, sequence and batch.
+        cluster: the cluster.
+        step_s: seconds of a step.
+        precision: precision of the plan.
+        causal: count only the causal half of attention.
     """
     peak = cluster.device.peak_flops(precision)
     if peak is None and precision == "fp32":
@@ -114,21 +133,28 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     return flops * tokens / (step_s * cluster.num_devices * peak)
 
 
-# What the planner answers: ranked candidates with their figures, and why every other plan is not among them.
+# Answer of the planner: ranked candidates with their metrics, and the reasons against all other plans.
 
-#: Terms in which devices do arithmetic; the rest of a step they wait or move data.
+#: Terms in which devices compute. In the rest of a step they wait or move data.
 _BUSY = ("gemm", "attention", "memory_bound", "recompute", "frozen", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One plan and what is expected of it. Times in seconds a step, memory in bytes on the fullest rank.
+    """One plan with its estimate. Times are seconds per step, memory is bytes on the fullest rank.
 
-    terms: parts of the step, which add up to step_s. memory: by class; they add up to total_bytes, which is what the
-    driver's tools show; reserved_bytes is what torch's allocator holds, allocated_bytes what lies in tensors.
-    fits: probability that it fits into usable_bytes. clocked: its pipeline's schedule was run on a clock, stage by
-    stage; else the bubble is a closed form. host_bytes: of a rank in its host's memory, of which it may pin host_limit.
-    microbatch: sequences of a pass on a rank. products: the format in which it multiplies, where not the plan's.
+    Attributes:
+        microbatch: sequences of a pass on a rank.
+        terms: parts of the step; they sum to step_s.
+        memory: bytes by class; they sum to total_bytes.
+        allocated_bytes: bytes in tensors.
+        reserved_bytes: bytes of torch's allocator.
+        total_bytes: all bytes, as the driver's tools show them.
+        fits: probability that it fits into usable_bytes.
+        clocked: True if its pipeline schedule was simulated stage by stage. If False, the bubble is a closed form.
+        host_bytes: host memory of a rank.
+        host_limit: host memory that a rank may pin.
+        products: format of the matmuls if it differs from the plan's.
     """
 
     question: Question
@@ -149,17 +175,17 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return self.question.job.tokens / self.step_s
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over peak, attention counted whole, as Megatron-LM and PaLM do; recompute not counted."""
+        """Model FLOPs utilization with full attention, as in Megatron-LM and PaLM, without recompute."""
         return self._utilisation(causal=False)
 
     @property
     def causal_mfu(self) -> float:
-        """The same with attention counted as far as the causal mask leaves it."""
+        """Model FLOPs utilization with only the causal half of attention."""
         return self._utilisation(causal=True)
 
     def _utilisation(self, *, causal: bool) -> float:
@@ -174,12 +200,12 @@ class Candidate:
         return min(1.0, sum(self.terms.get(name, 0.0) for name in _BUSY) / self.step_s)
 
     def cost(self, hour_price: float | None = None) -> Cost:
-        """Return price and energy of one step; hour_price: dollars of one device for one hour."""
+        """Return price and energy of one step, for a price in dollars per device hour."""
         return step_cost(self.question.cluster, self.step_s, self.busy, hour_price)
 
     @property
     def built(self) -> bool:
-        """Whether the runtime runs this plan today."""
+        """True if the runtime supports this plan."""
         return not check(self.plan, self.question.facts)
 
 
@@ -190,12 +216,18 @@ Other = TypeVar("Other", bound=Candidate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Generic[Found]):
-    """Ranked candidates, fastest first, and the account of all others.
+    """Ranked candidates, fastest first, and a summary of all other plans.
 
-    ranked: the best plans. pareto: from least memory to least time. refused: plans that are out, by reason.
-    num_plans: in the space; num_estimated: those that keep the rules; num_fit: those of them that fit.
-    left_out: how the space was made narrower.
-    nearest: where nothing fits, the plan that comes nearest to fitting. seconds: what the search took.
+    Attributes:
+        ranked: the best plans.
+        pareto: Pareto front, from least memory to least time.
+        refused: plans that are excluded, by reason.
+        num_plans: plans in the space.
+        num_estimated: plans that satisfy the rules.
+        num_fit: plans that also fit into memory.
+        left_out: descriptions of values removed from the space.
+        nearest: if no plan fits, the plan closest to fitting.
+        seconds: duration of the search.
     """
 
     question: Question
@@ -224,7 +256,7 @@ class Answer(Generic[Found]):
         return self.ranked[0] if self.ranked else None
 
     def each(self, change: Callable[[Found], Other]) -> Answer[Other]:
-        """Change every candidate, and return the answer with them."""
+        """Change every candidate, and return the answer with the results."""
         return Answer(
             question=self.question,
             ranked=tuple(map(change, self.ranked)),
@@ -244,7 +276,7 @@ class Answer(Generic[Found]):
 
 
 def layouts(ranked: Iterable[One]) -> list[One]:
-    """The first of each layout in a ranking: layouts differ in an axis of the mesh or in the ZeRO stage."""
+    """Return the first plan of each layout in a ranking. Layouts differ in a mesh axis or in the ZeRO stage."""
     found: dict[tuple[object, ...], One] = {}
     for one in ranked:
         found.setdefault((*one.plan.axis_sizes().values(), one.plan.ep, one.plan.zero), one)
@@ -254,7 +286,14 @@ def layouts(ranked: Iterable[One]) -> list[One]:
 def candidates(
     question: Question, columns: Columns, found: Estimates, plans: Sequence[Plan] | None = None
 ) -> list[Candidate]:
-    """Rows of columns with their estimates, in their order. plans: those of the rows, where they are at hand."""
+    """Return rows of columns with their estimates as candidates, in order.
+
+    Args:
+        question: the question.
+        columns: the rows.
+        found: estimates of the rows.
+        plans: plans of the rows, if already available.
+    """
     sums = {
         name: getattr(found, name).tolist()
         for name in ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "fits_probability", "host_bytes")
@@ -282,9 +321,11 @@ def candidates(
 
 
 class Estimated:
-    """Rows of columns with their estimates; the few that are asked for become candidates.
+    """Rows of columns with their estimates. Only requested rows become candidates.
 
-    step_s: seconds of a step, row by row. fits: the chance that memory suffices.
+    Attributes:
+        step_s: seconds of a step, row by row.
+        fits: probability that memory suffices, row by row.
     """
 
     def __init__(self, question: Question, columns: Columns, found: Estimates):
@@ -294,11 +335,11 @@ class Estimated:
 
     @functools.cached_property
     def _sums(self) -> dict[str, NDArray[np.float64]]:
-        """Of all rows, as `candidates` adds them up: sums of single rows may differ in the last digit."""
+        """Sums over all rows, as `candidates` computes them. Sums of single rows may differ in the last digit."""
         return {name: getattr(self._of[2], name) for name in ("allocated_bytes", "reserved_bytes", "total_bytes")}
 
     def candidate(self, row: int, plan: Plan) -> Candidate:
-        """Return the candidate of a row. plan: its plan."""
+        """Return the candidate of a row with its plan."""
         question, columns, found = self._of
         sums = {name: float(values[row]) for name, values in self._sums.items()}
         return Candidate(
@@ -319,6 +360,6 @@ class Estimated:
 
 
 def _by_row(arrays: Mapping[str, NDArray[np.float64]]) -> list[dict[str, float]]:
-    """The arrays' values by name, row by row. Lists of Python numbers are read many times faster than arrays are."""
+    """Return the arrays' values by name, row by row. Python numbers are read many times faster than array elements."""
     rows = zip(*(values.tolist() for values in arrays.values()), strict=True)
     return [dict(zip(arrays, row, strict=True)) for row in rows]

@@ -1,4 +1,4 @@
-"""What a model's name on the command line stands for: a size, a Hugging Face config, or a config of Weft."""
+"""Models from the command line: a size, a Hugging Face config, or a Weft config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.planner.space.trained_part import AdapterSize, FrozenWork
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
 
-#: Families of Hugging Face whose configs are read, and whether two matrices go up in their feed-forward layers.
+#: Supported Hugging Face families, with True if their feed-forward layers have two up projections.
 _FAMILIES = {
     "llama": True, "mistral": True, "mixtral": True, "qwen2": True, "qwen2_moe": True, "qwen3": True,
     "qwen3_moe": True, "gemma": True, "gemma2": True, "gemma3_text": True,
@@ -32,18 +32,23 @@ _FAMILIES = {
 
 
 class UnknownFamily(ModelError):
-    """A config.json of a family whose layers the planner does not know: tracing finds them."""
+    """Error for a config.json of a family whose layers the planner cannot derive. Tracing the model works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
+    """Model to be planned.
 
-    sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
-    config's, where the model's task counts it; None: the planner does. texts: sequences of a sample. frozen: what a
-    step computes without gradients. task_limits: what the task allows of a plan, beside the model. folder: that a
-    model of Hugging Face was read from. is_transposed: its linear layers keep weights as (inputs, outputs), which
-    cannot be packed in blocks.
+    Attributes:
+        spec: specification for plan rules.
+        config: config of the run, if a config file was given.
+        sample_unit: plural name of the batch's elements, if the model's task defines it.
+        counted_adapter: size of the config's adapter, if the model's task counts it; None if the planner does.
+        texts: sequences of a sample.
+        frozen: computation of a step without gradients.
+        task_limits: the task's limits for plans, in addition to the model's.
+        folder: folder of a Hugging Face model.
+        is_transposed: linear layers store weights as (inputs, outputs), which cannot be packed in blocks.
     """
 
     name: str
@@ -60,12 +65,12 @@ class PlannedModel:
 
     @property
     def traced(self) -> TracedModel | None:
-        """The trace that its shape rests on; None for a known family."""
+        """Trace of the model, or None for a supported family."""
         return self.shape.traced if isinstance(self.shape, TracedShape) else None
 
     @property
     def adapter(self) -> AdapterSize | None:
-        """The adapter that the config asks for; None where all weights are trained."""
+        """Adapter of the config, or None if all weights are trained."""
         if self.config is None or self.counted_adapter is not None or not self.config.adapter.rank:
             return self.counted_adapter
         if self.traced is not None:
@@ -74,23 +79,23 @@ class PlannedModel:
 
     @property
     def reads_sequence(self) -> bool:
-        """Whether its samples are sequences."""
+        """True if its samples are sequences."""
         return self.traced is None or self.traced.reads_sequence
 
     @property
     def limits(self) -> Mapping[str, Limit]:
-        """What its modules and its task allow of a plan."""
+        """Limits for plans from its modules and its task."""
         return {**(dict(self.traced.limits) if self.traced else {}), **self.task_limits}
 
     def adapter_of(self, rank: int, base: str = "stored") -> AdapterSize:
         """Return the size of an adapter on all linear layers that may have one.
 
         Args:
-            rank: of its matrices.
-            base: how frozen linear layers keep their weights: "stored", "int8" or "nf4".
+            rank: rank of its matrices.
+            base: storage of frozen linear layers: "stored", "int8" or "nf4".
 
         Raises:
-            ModelError: for a packed base where the runtime packs none.
+            ModelError: for a packed base that the runtime does not support.
         """
         if self.is_transposed and base != "stored":
             rule = "its layers keep weights as (inputs, outputs), and blocks are of an output's inputs"
@@ -101,13 +106,14 @@ class PlannedModel:
 
 
 def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
-    """Return the model that a text or a spec stands for.
+    """Return the model of a text or a specification.
 
-    source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a config of Weft
-    (.toml); a description that tracing saved (.json); or a spec.
+    Args:
+        source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a Weft config
+            (.toml); a traced model (.json); or a specification.
 
     Raises:
-        ModelError: for a name that is not known, and a spec without a shape.
+        ModelError: for an unknown name, and a specification without a shape.
         ConfigError: for a config that breaks rules.
     """
     if isinstance(source, PlannedModel):
@@ -127,12 +133,12 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
 
 
 def of_decoder(name: str, spec: DecoderSpec, config: RunConfig | None = None) -> PlannedModel:
-    """Return one of Weft's own decoders.
+    """Return one of Weft's decoders as a planned model.
 
     Args:
-        name: for people.
+        name: display name.
         spec: its shape.
-        config: that it came from; None: none.
+        config: the config that defines it, or None.
     """
     return PlannedModel(name=name, shape=Shape.of_decoder(spec), spec=spec, config=config)
 
@@ -236,7 +242,7 @@ def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> S
 
 
 def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
-    """The shape as rules see it: heads, widths and layers."""
+    """Return the shape for plan rules: heads, widths and layers."""
     spec = DecoderSpec(
         family="llama" if shape.gated else "gpt2",
         vocab_size=shape.vocab,
@@ -260,9 +266,9 @@ def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
 
 
 def default_seq_len(model: PlannedModel) -> int:
-    """Tokens of a sequence where nobody says: the config's, else what the model reads, at most 8192.
+    """Return the default tokens of a sequence: the config's, else the model's maximum, up to 8192.
 
-    Of a traced model the example says it: train.seq_len is the decoder's setting.
+    For a traced model, the example defines it, since train.seq_len is a setting of decoders.
     """
     if model.config and model.traced is None:
         return model.config.train.seq_len
@@ -271,10 +277,16 @@ def default_seq_len(model: PlannedModel) -> int:
 
 
 def default_batch(model: PlannedModel, seq_len: int, num_devices: int) -> int:
-    """Sequences of a step where nobody says: the config's, else a usual number of tokens for the model's size.
+    """Return the default sequences of a step: the config's, else a usual number of tokens for the model's size.
 
-    Half a million tokens for small models, up to 16 million for the largest, in a power of two of sequences; enough
-    for one on each device of a small cluster. Of samples that are no sequences, eight for each device, 256 at least.
+    It is half a million tokens for small models, up to 16 million for the largest, in a power of two of sequences, with
+    at least one for each device of a small cluster. Without sequences, it is eight samples for each device, at least
+    256.
+
+    Args:
+        model: the model.
+        seq_len: tokens of a sequence.
+        num_devices: devices of the cluster.
     """
     if model.config:
         return model.config.train.global_batch

@@ -1,7 +1,8 @@
-"""A candidate's pipeline on a clock: its schedule run stage by stage, and a split of layers that evens the ranks.
+"""Pipeline simulation of a candidate, stage by stage, and a layer split that balances the ranks.
 
-The closed forms of the estimate know three kinds of stages; the clock knows every stage. Of many microbatches only as
-many are run as fill the pipeline and settle it; each of the others adds what the longest rank takes for one.
+The closed forms of the estimate distinguish three kinds of stages, the simulation every stage. Of many microbatches,
+only enough to fill the pipeline and reach a steady state are simulated. Each other microbatch adds the time that the
+longest rank takes for one.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from weft.planner.search.candidate import Candidate
 from weft.planner.search.ranks import Passes, best_split, durations, memory_by_rank, passes, schedule_of, stage_layers
 from weft.planner.uncertainty import memory_spread
 
-#: Terms that the longest rank works through for every microbatch.
+#: Terms of work that the longest rank does for every microbatch.
 _WORK = ("gemm", "attention", "memory_bound", "host", "recompute", "tp", "cp", "ep")
-#: Steps of a schedule that are run at most; beyond it the closed form stays.
+#: Maximum number of simulated steps of a schedule. Beyond it the closed form is used.
 MOST_STEPS = 60_000
-#: A split is written into the plan when it gains more than this.
+#: A split is added to the plan if it gains more than this share.
 _WORTH = 0.003
 
 
 def num_steps(one: Candidate) -> int:
-    """About how many steps the clock would run."""
+    """Return the approximate number of steps that the simulation would run."""
     plan = one.plan
     return 3 * plan.pp * plan.virtual_stages * min(plan.microbatches, 2 * plan.pp)
 
 
 def clocked(one: Candidate) -> Candidate:
-    """The candidate with the bubble that its schedule has on a clock, and with a better split where there is one.
+    """Return the candidate with the simulated bubble of its schedule, and with a better split if there is one.
 
-    One without a pipeline, or whose schedule cannot be run, stays as it is.
+    A candidate without a pipeline, or whose schedule cannot be simulated, is returned unchanged.
     """
     if one.plan.pp == 1 or one.clocked or isinstance(one.question.tables, HostTables):
         return one  # ranks that share cores wait for each other in ways that the clock does not know
@@ -88,7 +89,7 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
 
 
 def _makespan(one: Candidate, seconds: Durations) -> tuple[float, float]:
-    """Seconds of all microbatches, and those of one on the longest rank."""
+    """Return the seconds of all microbatches, and of one on the longest rank."""
     plan = one.plan
     schedule = schedule_of(one, 2 * plan.pp)
     makespan = makespan_s(schedule, seconds)
@@ -97,7 +98,7 @@ def _makespan(one: Candidate, seconds: Durations) -> tuple[float, float]:
 
 
 def _longest(one: Candidate, seconds: Durations) -> float:
-    """Seconds of one microbatch on the rank that takes longest."""
+    """Return the seconds of one microbatch on the rank that takes longest."""
     plan = one.plan
     return max(
         sum(_stage_s(seconds, stage) for stage in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank))

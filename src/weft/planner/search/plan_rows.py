@@ -1,4 +1,4 @@
-"""Plans as rows of values, in the order of PLAN_FIELDS: a search makes and judges thousands, and few become a Plan."""
+"""Plans as rows of values, in the order of PLAN_FIELDS. A search creates thousands; few become a Plan."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from weft.planner.space.columns import Job
 #: The values of a plan's fields.
 Row = tuple[Any, ...]
 
-#: The place of each field in a row.
+#: Index of each field in a row.
 PLACES = {name: place for place, name in enumerate(PLAN_FIELDS)}
-#: The row of a plan.
+#: Return the row of a plan.
 row_of: Callable[[Plan], Row] = operator.attrgetter(*PLAN_FIELDS)
 
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
-#: Fields that need axes, with those.
+#: Fields that need axes: (name, axes, default).
 _NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in PLAN_FIELDS.items() if known.needs)
 
 
 def plan_of(row: Row) -> Plan:
-    """The plan of a row, whose values are in their normal form."""
+    """Return the plan of a row with normalized values."""
     return Plan.of_normal(row)
 
 
 def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Row:
-    """The row with the change; what belongs to an axis that is not in use goes back to its default.
+    """Return the row with the change. Fields of axes that are not in use get their default.
 
-    before: values by field, all of them in order. Raises PlanError for a value that its field does not take.
+    Args:
+        before: values of all fields, in order.
+        change: changed values.
+        job: model, sequence and batch.
+
+    Raises:
+        PlanError: for a value that its field does not accept.
     """
     found = {**before, **change}
     unused = {axis for axis in AXES if found[axis] == 1}
@@ -56,7 +62,7 @@ def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Ro
 
 
 def _normal(name: str, value: Any) -> Any:
-    """A value of a field in its normal form. Of lists the types count too: (1, 2) and (True, 2) are equal."""
+    """Return the normalized value of a field. For tuples the element types matter: (1, 2) and (True, 2) are equal."""
     if isinstance(value, tuple):
         items = cast(tuple[Any, ...], value)
         return _normal_once(name, items, *map(type, items))
@@ -69,11 +75,11 @@ def _normal_once(name: str, value: Any, *types: type) -> Any:
 
 
 def values_by_field(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:
-    """The values of all rows, field by field."""
+    """Return the values of all rows, field by field."""
     return dict(zip(PLAN_FIELDS, zip(*rows, strict=True), strict=True))
 
 
 def differing(before: Row, after: Row) -> frozenset[str]:
-    """The fields in which two rows differ."""
+    """Return the fields in which two rows differ."""
     values = zip(PLAN_FIELDS, before, after, strict=True)
     return frozenset([name for name, one, another in values if one is not another and one != another])

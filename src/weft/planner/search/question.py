@@ -1,4 +1,4 @@
-"""What the planner is asked: a model, machines, a batch, and what the user has decided already."""
+"""Input of the planner: a model, a cluster, a batch, and the fields that the user decided."""
 
 from __future__ import annotations
 
@@ -29,21 +29,28 @@ from weft.planner.space.enumerate import Space
 from weft.planner.space.shape import Shape, Stack
 from weft.units import counted
 
-#: Probability of fitting into memory from which on a plan is listed.
+#: Minimum probability of fitting into memory for a listed plan.
 FITS = 0.9
-#: What a command line may say, as an example.
+#: Example values for error messages.
 _USUAL = {"seq-len": 8192, "global-batch": 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked. fixed: plan fields whose values are decided. built_only: plans that the runtime runs today.
+    """Question to the planner.
 
-    tier: "datasheet" or "tables". fits: least probability of fitting into memory. most_plans: a space with more is
-    made narrower before it is looked at, and the answer says how; by default a million, and a sixth
-    of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
-    profile: of a machine that was measured. assumed: what nobody said and was filled in, in words.
-    verdicts: of the rules on plans, remembered. space: all that may be tried.
+    Attributes:
+        fixed: plan fields with decided values.
+        built_only: search only plans that the runtime supports.
+        tier: "datasheet" or "tables".
+        fits: minimum probability of fitting into memory.
+        most_plans: a space with more plans is narrowed before the search, and the answer describes it. The default is a
+            million, and 160,000 for up to 64 devices.
+        refine_s: seconds for annealing after enumeration.
+        profile: profile of a measured machine.
+        assumed: descriptions of defaults that were filled in.
+        verdicts: cached verdicts of plan rules.
+        space: the full search space.
     """
 
     model: PlannedModel
@@ -77,21 +84,21 @@ class Question:
         documents: str | None = None,
         **options: Any,
     ) -> Question:
-        """Return a question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
+        """Return a question from names, as on the command line, with `fixed` as plan text ("tp=8 zero=1").
 
         Args:
-            model: a size, a path, or a spec.
+            model: a size, a path, or a specification.
             cluster: "2x8xh100", a .toml file, or a ClusterSpec.
-            seq_len: tokens of a sequence; None: the config's, else a usual one.
-            global_batch: sequences of a step; None: the config's, else a usual one.
+            seq_len: tokens of a sequence; None uses the config's or a default.
+            global_batch: sequences of a step; None uses the config's or a default.
             fixed: decided fields, as plan text or by name.
-            profile: of a machine that was measured: its file.
-            documents: lengths of what is packed into sequences, as `DocumentMix.parse` takes them; None: each sequence
-                is one document.
+            profile: file with the profile of a measured machine.
+            documents: lengths of packed documents, in the format of `DocumentMix.parse`; None if each sequence is one
+                document.
             **options: further fields of the question.
 
         Raises:
-            ModelError, ConfigError, PlanError: for what cannot be read.
+            ModelError, ConfigError, PlanError: for input that cannot be read.
         """
         planned = read_model(model)
         machines, known = find_machines(cluster, profile)
@@ -122,7 +129,7 @@ class Question:
 
     @property
     def facts(self) -> Facts:
-        """What rules of plans may look at."""
+        """Facts for plan rules."""
         return Facts(
             model=self.model.spec,
             world_size=self.cluster.num_devices,
@@ -134,12 +141,12 @@ class Question:
 
     @property
     def unit(self) -> str:
-        """What throughput counts: "tokens"; what the task calls its samples where the model reads no sequence."""
+        """Unit of throughput: "tokens", or the task's name for samples if the model reads no sequences."""
         return "tokens" if self.model.reads_sequence else self.model.sample_unit
 
     @property
     def work(self) -> str:
-        """What a step reads, in words."""
+        """Description of the data that a step reads."""
         if not self.model.reads_sequence:
             return f"{self.job.global_batch} {self.unit} a step"
         job, name = self.job, self.model.sample_unit
@@ -150,7 +157,7 @@ class Question:
 
     @property
     def limit(self) -> int:
-        """Plans that are looked at."""
+        """Maximum number of plans to estimate."""
         return self.most_plans or (160_000 if self.cluster.num_devices <= 64 else 1_000_000)
 
     @property
@@ -160,19 +167,19 @@ class Question:
 
     @property
     def pruning_rules(self) -> list[Rule]:
-        """Those of them that a plan of the enumeration can break: it has the usual order unless another is decided."""
+        """Rules that an enumerated plan can break. It has the default order unless another one is decided."""
         never = () if self.model.limits else LIMIT_RULES
         never = (*never, *(() if "order" in self.fixed else ORDER_RULES))
         return [rule for rule in self.rules if not any(rule is each for each in never)]
 
     @property
     def tables(self) -> Tables:
-        """The cost model's constants for the device."""
+        """Constants of the cost model for the device."""
         return _tables(self.profile, self.cluster, self.tier)
 
 
 def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
-    """What of the question no plan changes. Of Weft's own decoders, groups with lr=0 are frozen."""
+    """Return the job, which no plan changes. For Weft's decoders, groups with lr=0 are frozen."""
     job = Job(
         shape=planned.shape,
         seq_len=seq_len,
@@ -190,7 +197,11 @@ def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
 
 
 def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile | None) -> Job:
-    """The job with sequences of such documents. Raises ConfigError for a text, or a question that it does not fit."""
+    """Return the job with sequences of packed documents.
+
+    Raises:
+        ConfigError: for an invalid text, or a model or profile that does not support it.
+    """
     if text is None:
         return job
     if not planned.reads_sequence:
@@ -204,7 +215,7 @@ def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile 
 
 
 def _stack(planned: PlannedModel) -> Stack:
-    """Weft's software, with the states and the scales of float8 that the config asks for."""
+    """Return Weft's software stack, with the config's optimizer state format and float8 scales."""
     config = planned.config
     states = "fp32" if config is None else config.optimizer.states
     by_row = config is None or config.train.fp8_recipe == "rowwise"
@@ -221,9 +232,10 @@ def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
 
 
 def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:
-    """The machines, and the profile that says more of them: a text may be "here", "4xhere" or a profile's file.
+    """Return the cluster and its profile. A text may be "here", "4xhere" or a profile's file.
 
-    Raises ConfigError for a profile of another device than the cluster's.
+    Raises:
+        ConfigError: for a profile of another device than the cluster's.
     """
     path = Path(profile) if profile is not None else None
     if isinstance(cluster, str) and profile_tables.is_this_machine(cluster):
@@ -244,15 +256,22 @@ def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None)
 
 
 def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
-    """Machines from a shorthand ("2x8xh100") or a .toml file. Raises ConfigError."""
+    """Read a cluster from a shorthand ("2x8xh100") or a .toml file.
+
+    Raises:
+        ConfigError: for a text or file that cannot be read.
+    """
     if isinstance(source, ClusterSpec):
         return source
     return ClusterSpec.load(source) if Path(source).suffix == ".toml" else ClusterSpec.parse(source)
 
 
 def read_fixed(text: str) -> dict[str, Any]:
-    """Decided fields from a plan's text: only those that are named, with their values. An open word ("auto") decides
-    nothing. Raises PlanError."""
+    """Read the decided fields from a plan's text. The value "auto" decides nothing.
+
+    Raises:
+        PlanError: for a text that is not a plan.
+    """
     words, problems = split_plan(text)
     if problems:
         raise PlanError(problems)
@@ -262,7 +281,7 @@ def read_fixed(text: str) -> dict[str, Any]:
 
 
 def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
-    """ConfigError for sizes of axes that do not divide the devices: no plan has them."""
+    """Raise ConfigError if the decided axis sizes do not divide the number of devices."""
     sizes = {axis: decided[axis] for axis in AXES if isinstance(decided.get(axis), int)}
     needed = math.prod(sizes.values())
     if needed and num_devices % needed:
@@ -274,7 +293,7 @@ def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
 
 
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
-    """ConfigError for a decided number format of which the host's profile says nothing with so many ranks."""
+    """Raise ConfigError for a decided number format that is not in the host's profile for this number of ranks."""
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16", "fp8"):
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats

@@ -1,4 +1,4 @@
-"""One plan stage by stage: seconds of each stage of a pipeline, the clock of its schedule, bytes of each rank."""
+"""One plan stage by stage: seconds of each pipeline stage, its schedule with durations, bytes of each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.planner.space.columns import Columns
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """Seconds of one microbatch in one layer, or in what a stage holds beside its layers."""
+    """Seconds of one microbatch in one layer, in the embedding, or in the head."""
 
     forward_s: float
     input_gradient_s: float
@@ -29,7 +29,7 @@ class PassSeconds:
 
     @property
     def pass_s(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s
 
 
@@ -43,7 +43,7 @@ class Passes:
 
 
 def passes(one: Candidate) -> Passes:
-    """What the estimate of a candidate takes for its parts, recompute and communication between ranks included."""
+    """Return the estimated seconds of a candidate's parts, including recompute and communication between ranks."""
     question = one.question
     columns = Columns.of([one.plan], question.job)
     costs = costs_of_layer(question.job, question.cluster, columns, question.tables)
@@ -78,16 +78,16 @@ def _first(values: object) -> float:
 
 
 def stage_layers(one: Candidate) -> list[int]:
-    """How many layers each stage of a candidate's pipeline holds, stages counted from the embedding.
+    """Return the layers of each stage of a candidate's pipeline, in order from the embedding.
 
-    The plan's own split, or what the runtime makes of matrix elements alone.
+    It is the plan's split, or the runtime's default, which depends on parameter counts only.
     """
     plan = one.plan
     return list(plan.split or one.question.job.shape.stage_layers(plan.pp * plan.virtual_stages))
 
 
 def best_split(one: Candidate, parts: Passes) -> list[int]:
-    """The split that makes the longest rank shortest, by the seconds that were estimated."""
+    """Compute the split with the shortest longest rank, by the estimated seconds."""
     plan = one.plan
     return divide_by_rank(
         one.question.job.shape.layers,
@@ -98,7 +98,7 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
 
 
 def durations(one: Candidate, layers: list[int], parts: Passes) -> Durations:
-    """Seconds of every stage's passes, for the clock."""
+    """Return the seconds of every stage's passes, for the simulation."""
 
     def side(name: str) -> list[float]:
         seconds = [count * float(getattr(parts.layer, name)) for count in layers]
@@ -114,7 +114,7 @@ def durations(one: Candidate, layers: list[int], parts: Passes) -> Durations:
 
 
 def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
-    """The candidate's schedule, with no more microbatches than can be looked at."""
+    """Return the candidate's schedule, with a limited number of microbatches."""
     plan = one.plan
     count = min(plan.microbatches, max(most_microbatches, 2 * plan.pp))
     if count < plan.microbatches:
@@ -123,7 +123,7 @@ def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
 
 
 def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
-    """Return the bytes by class on every rank of the pipeline; one entry where there is none."""
+    """Return the bytes by class on every rank of the pipeline; one entry without a pipeline."""
     question, plan = one.question, one.plan
     if plan.pp == 1 or isinstance(question.tables, HostTables):
         return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
@@ -144,10 +144,10 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
 
 
 def timed_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
-    """Return the candidate's schedule with its seconds, to be drawn.
+    """Return the candidate's schedule with its seconds, for drawing.
 
     Raises:
-        PlanError: where there is no pipeline.
+        PlanError: if there is no pipeline.
     """
     if one.plan.pp == 1:
         rule = "the plan has no pipeline to draw. Add --fix pp=4, or leave --draw out."

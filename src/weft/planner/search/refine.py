@@ -1,4 +1,4 @@
-"""One step from a plan to its neighbours in the space: what why-not proposes and what annealing tries."""
+"""Neighbours of a plan in the search space, and descent and annealing over them."""
 
 from __future__ import annotations
 
@@ -24,33 +24,39 @@ from weft.planner.space import enumerate as plan_space
 from weft.planner.space.columns import PRECISIONS, Columns
 from weft.planner.space.enumerate import Space
 
-#: Fields that give memory back for time.
+#: Fields that trade time for memory.
 ROOM = ("recompute", "offload")
 
 
 def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
-    """Yield the legal plans that are one change away, each once; decided fields stay as they are.
+    """Yield the legal plans that are one change apart, without duplicates. Decided fields stay unchanged.
 
     Args:
-        plan: where the search stands.
-        question: what is asked.
-        fine: in small steps.
+        plan: current plan of the search.
+        question: the question.
+        fine: use small steps.
     """
     yield from map(plan_of, near_rows(plan, question, fine=fine))
 
 
 def near_rows(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
-    """Yield the same as rows of values."""
+    """Yield the neighbours as rows of values.
+
+    Args:
+        plan: current plan of the search.
+        question: the question.
+        fine: use small steps.
+    """
     yield from _legal(plan, _changes(plan, question.space, question, fine), question)
 
 
 def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
-    """Yield the legal plans that differ in what gives memory back for time, in all of it together, as rows of values.
+    """Yield the legal plans with all combinations of the fields that trade time for memory, as rows of values.
 
     Args:
-        plan: where the search stands.
-        question: what is asked.
-        fine: in small steps.
+        plan: current plan of the search.
+        question: the question.
+        fine: use small steps.
     """
     facts = plan_space.search_facts(question.job, question.cluster)
     each: list[list[dict[str, Any]]] = []
@@ -80,12 +86,12 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
 
 
 def _keeps(row: Row, fixed: Mapping[str, Any]) -> bool:
-    """Whether every decided field has its value."""
+    """Return True if every decided field has its value."""
     return all(row[PLACES[name]] == value or _is_idle(name, row) for name, value in fixed.items())
 
 
 def _is_idle(name: str, row: Row) -> bool:
-    """Whether a field that may be left open says nothing, as a way of context parallelism without any."""
+    """Return True if a field that may be open has no effect, such as cp_mode without context parallelism."""
     known = PLAN_FIELDS[name]
     return bool(known.auto_value) and all(row[PLACES[axis]] == 1 for axis in known.needs)
 
@@ -104,7 +110,7 @@ def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterat
 
 
 def _batches(plan: Plan, question: Question, most: int) -> Iterator[dict[str, Any]]:
-    """Other numbers of passes: the next ones up and down."""
+    """Yield other numbers of passes: the next lower and higher ones."""
     legal = shares.even_passes(question.job.global_batch, plan.dp_size)
     now = plan.microbatches_per_step
     for passes in [*[each for each in legal if each < now][-most:], *[each for each in legal if each > now][:most]]:
@@ -112,7 +118,7 @@ def _batches(plan: Plan, question: Question, most: int) -> Iterator[dict[str, An
 
 
 def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
-    """A prime factor of one axis goes to another; sequences in a pass stay as many as they can."""
+    """Yield meshes with a prime factor moved from one axis to another. The microbatch is kept as far as possible."""
     sizes = plan.axis_sizes()
     for source in AXES:
         for factor in _primes(sizes[source]):
@@ -142,13 +148,13 @@ def _primes(number: int) -> list[int]:
 
 
 def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:
-    """Return the plans with their estimates, in their order; each says its way of context parallelism.
+    """Return the plans with their estimates, in order, with resolved modes of context parallelism.
 
     Args:
-        plans: legal ones.
-        question: what is asked.
-        products: fp8 or fp4, as if the plans multiplied in it; what else they do stays as it is. No software of Weft's
-            multiplies in fp4: then as Megatron does.
+        plans: legal plans.
+        question: the question.
+        products: fp8 or fp4, to estimate matmuls in this format with everything else unchanged. Weft has no fp4
+            matmuls; they are estimated as in Megatron.
     """
     listed = [question.job.settled(plan) for plan in plans]
     if not listed:
@@ -164,7 +170,7 @@ def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> 
 
 
 def estimated_rows(rows: Sequence[Row], question: Question) -> Estimated:
-    """Return the estimates of plans that are settled, as rows of values; at least one."""
+    """Return the estimates of resolved plans, as rows of values. At least one row is needed."""
     columns = Columns.of_values(values_by_field(rows), question.job)
     return Estimated(question, columns, _estimate(question, columns))
 
@@ -174,7 +180,7 @@ def _estimate(question: Question, columns: Columns) -> Estimates:
 
 
 def changed_words(before: Plan, after: Plan) -> str:
-    """Return what differs, as it is typed: "tp=4 accumulation=8"."""
+    """Return the differing fields as plan text: "tp=4 accumulation=8"."""
     changed = [
         (name, known) for name, known in PLAN_FIELDS.items()
         if getattr(after, name) != getattr(before, name) and not _is_idle(name, row_of(after))
@@ -182,27 +188,29 @@ def changed_words(before: Plan, after: Plan) -> str:
     return " ".join(f"{name}={known.kind.write(getattr(after, name))}" for name, known in changed)
 
 
-# From the best of the enumeration to better ones: descent and annealing over single changes in the whole space.
+# Improvement of the best enumerated plans: descent and annealing over single changes in the full space.
 
-#: How often each plan of the descent may move.
+#: Maximum number of moves of each plan in the descent.
 _ROUNDS = 10
-#: Neighbours that might be faster with other recompute and offload: how many of a plan, the best of how many kinds of
-#: change besides, and of how many plans.
+#: Neighbours that might be faster with other recompute and offload: number per plan, number of kinds of change in
+#: addition, and number of plans.
 _TEMPTING, _OF_KINDS, _ROOMY = 4, 8, 2
-#: Layouts whose best plan is tried with all steps of recompute and offload when the descent is at its end: of all, and
-#: of those without a pipeline, where offload gains most; and plans of these by what they would take without either.
+#: Layouts whose best plan is tried with all steps of recompute and offload at the end of the descent: of all, and of
+#: layouts without a pipeline, which offloading helps most. The third is the number of plans ranked by their time
+#: without both.
 _FINE, _WHOLE, _BARE = 4, 3, 5
 _CHAINS = 4
 _HOT, _COLD = 0.02, 0.0005
-#: A change that gains less than this is not worth words in the plan.
+#: A change that gains less than this share is not worth longer plan text.
 _WORTH = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A plan near another: the values of its fields, its seconds of a step, and the chance that memory suffices.
+    """Neighbour of a plan: values of its fields, seconds of a step, and probability that memory suffices.
 
-    place: among the rows that were estimated with it.
+    Attributes:
+        place: index among the rows that were estimated together.
     """
 
     row: Row
@@ -212,16 +220,22 @@ class Neighbour:
     found: Estimated
 
     def candidate(self) -> Candidate:
-        """Return it with all its figures."""
+        """Return it as a candidate with its full estimate."""
         return self.found.candidate(self.place, plan_of(self.row))
 
 
 def descend(starts: Sequence[Candidate], question: Question, count: int) -> list[Candidate]:
-    """The plans that are reached from the first starts, so many, by taking the best change until none helps.
+    """Return the plans reached from the first `count` starts by the best change, until no change helps.
 
-    A change is a single one, or one together with another recompute or offload, which give memory back for time. Of the
-    best plans of some layouts, and of those that would be best if memory were no limit, these are tried together in
-    small steps, with the smallest microbatch too, which needs the least memory; and the descent goes on from there.
+    A change is a single one, or one together with another recompute or offload, which trade time for memory. For the
+    best plans of some layouts, and for plans that would be best without a memory limit, all combinations of these are
+    tried in small steps. This includes the smallest microbatch, which needs the least memory. The descent continues
+    from the results.
+
+    Args:
+        starts: candidates, best first.
+        question: the question.
+        count: number of starts.
     """
     found = _descent(starts[:count], question)
     layouts: dict[tuple[int, int, int], Candidate] = {}
@@ -241,7 +255,7 @@ def descend(starts: Sequence[Candidate], question: Question, count: int) -> list
 
 
 def _fastest_bare(layouts: Sequence[Candidate], question: Question) -> list[tuple[Candidate, Plan]]:
-    """Of some layouts, those that would be fastest if memory were no limit, each with the plan to begin from."""
+    """Return the layouts that would be fastest without a memory limit, each with its start plan."""
     plans = [(one, plan) for one in layouts for plan in _by_microbatch(one)]
     rows = [_without_room(row_of(plan)) for _, plan in plans]
     bare = _estimated([rows], question)[0]
@@ -250,7 +264,7 @@ def _fastest_bare(layouts: Sequence[Candidate], question: Question) -> list[tupl
 
 
 def _by_microbatch(one: Candidate) -> list[Plan]:
-    """The plan, and the same with microbatches of one sample."""
+    """Return the plan, and the plan with microbatches of one sample."""
     if one.microbatch == 1:
         return [one.plan]
     name = "microbatches" if one.plan.pp > 1 else "accumulation"
@@ -283,15 +297,16 @@ def _is_better(near: Neighbour, one: Candidate) -> bool:
 def _with_room(
     centres: Sequence[Candidate], around: Sequence[Sequence[Neighbour]], question: Question, tried: set[Row]
 ) -> list[list[Neighbour]]:
-    """For the fastest plans, neighbours with a second change of recompute or offload.
+    """Return, for the fastest plans, neighbours with a second change of recompute or offload.
 
-    They are those that would gain most if memory were no limit, each taken once, with coarse steps of both.
+    They start from the neighbours that would gain most without a memory limit, each used once, with coarse steps of
+    both.
 
     Args:
         centres: the plans.
         around: the neighbours of each.
-        question: what is asked.
-        tried: neighbours that were taken before; the new ones are added.
+        question: the question.
+        tried: neighbours that were used before; the new ones are added.
     """
     fastest = sorted(centres, key=lambda one: one.step_s)[:_ROOMY]
     listed: list[list[Row]] = []
@@ -314,12 +329,12 @@ def _with_room(
 
 
 def _changed(before: Row, after: Row) -> tuple[str, ...]:
-    """The fields that differ, but for room."""
+    """Return the differing fields without the ones in ROOM."""
     return tuple(sorted(differing(before, after).difference(ROOM)))
 
 
 def _refinement_passes(row: Row) -> int:
-    """The passes of a step."""
+    """Return the passes of a step."""
     return row[PLACES["microbatches" if row[PLACES["pp"]] > 1 else "accumulation"]]
 
 
@@ -335,7 +350,14 @@ def _without_room(row: Row) -> Row:
 
 
 def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed: int = 0) -> list[Candidate]:
-    """The best plans that annealing meets within a time; empty where it meets none that fits."""
+    """Return the best plans that annealing finds within a time limit; empty if none of them fits.
+
+    Args:
+        starts: candidates, best first.
+        question: the question.
+        seconds: time limit.
+        seed: seed of the random choices.
+    """
     if seconds <= 0 or not starts:
         return []
     draw = random.Random(seed)
@@ -357,7 +379,7 @@ def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed
 
 
 def _around(centres: Sequence[Candidate], question: Question) -> list[list[Neighbour]]:
-    """The neighbours of each plan; all are estimated in one go."""
+    """Return the neighbours of each plan, estimated in one call."""
     return _estimated([list(near_rows(one.plan, question, fine=True)) for one in centres], question)
 
 
@@ -373,7 +395,7 @@ def _estimated(listed: Sequence[Sequence[Row]], question: Question) -> list[list
 
 
 def _generator_offset(around: Sequence[Neighbour], temperature: float, draw: random.Random) -> Neighbour:
-    """One of the plans: the faster, the likelier."""
+    """Draw one of the plans. Faster plans are more likely."""
     least = min(one.step_s for one in around)
     weights = [math.exp(-min(700.0, (one.step_s - least) / temperature)) for one in around]
     return draw.choices(around, weights)[0]

@@ -1,4 +1,4 @@
-"""Fine-tuning as a question: all weights, or an adapter beside frozen ones; and what of it fits on which machines."""
+"""Fine-tuning questions: all weights or an adapter, and the plans that fit on given clusters."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.model_source import PlannedModel, read_model
 from weft.planner.search.question import Question
 
-#: Ranks of an adapter where nobody says, and the usual batch: what fine-tuning reads in a step is little.
+#: Defaults of an adapter's rank and of the batch: fine-tuning reads little data per step.
 RANK, SEQ_LEN, BATCH = 16, 2048, 16
 TUNES = ("full", "lora", "qlora")
-#: How `--tune qlora` keeps the frozen weights.
+#: Storage of frozen weights with `--tune qlora`.
 _PACKED = {"qlora": "nf4"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What became of one way to fine-tune on one cluster."""
+    """Result of one tuning method on one cluster."""
 
     tune: str
     question: Question
@@ -28,12 +28,12 @@ class Fit:
 
     @property
     def best(self) -> Candidate | None:
-        """The best plan; None where none fits."""
+        """Best plan, or None if no plan fits."""
         return self.answer.best
 
     @property
     def smallest(self) -> Candidate | None:
-        """The best plan, or where none fits the one that needs the least memory."""
+        """Best plan. If no plan fits, the plan with the least memory."""
         return self.answer.best or self.answer.nearest
 
 
@@ -41,13 +41,14 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
     """Return the question of fine-tuning a model.
 
     Args:
-        model: as `read_model` takes it.
-        cluster: as `Question.of` takes it.
+        model: as for `read_model`.
+        cluster: as for `Question.of`.
         tune: "full", "lora", "qlora" (a base in nf4), or "lora=64" for another rank than 16.
-        **options: of `Question.of`; seq_len and global_batch are 2048 and 16 where neither they nor a config say them.
+        **options: options of `Question.of`. The defaults of seq_len and global_batch are 2048 and 16, unless a config
+            sets them.
 
     Raises:
-        ConfigError: for another word, and as `Question.of` raises it.
+        ConfigError: for another value of `tune`, and as in `Question.of`.
     """
     planned = read_model(model)
     rank = _rank(tune)
@@ -65,15 +66,15 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
 
 
 def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
-    """Return the best plan of each way to fine-tune that the model allows, on each cluster.
+    """Return the best plan of each tuning method that the model supports, on each cluster.
 
     Args:
-        model: as `read_model` takes it.
-        clusters: with commas, such as "1x4090,8xh100".
-        **options: of `tuned_question`.
+        model: as for `read_model`.
+        clusters: comma-separated clusters, such as "1x4090,8xh100".
+        **options: options of `tuned_question`.
 
     Raises:
-        ConfigError: as `tuned_question` raises it.
+        ConfigError: as in `tuned_question`.
     """
     planned, found = read_model(model), list[Fit]()
     for cluster in filter(None, clusters.split(",")):
@@ -86,7 +87,7 @@ def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
 
 
 def _rank(tune: str) -> int:
-    """The adapter's rank; 0: all weights are trained."""
+    """Return the adapter's rank, or 0 if all weights are trained."""
     kind, equals, number = tune.partition("=")
     if kind not in TUNES or (equals and kind == "full"):
         rule = f"it is full, lora, lora=RANK, qlora, qlora=RANK or all.{did_you_mean(kind, TUNES)}"

@@ -1,4 +1,4 @@
-"""Rules asked of many plans that are alike: a rule reads few fields, and what it said of their values it says again."""
+"""Cached plan rules for many similar plans: a rule reads few fields, and its verdict is reused for equal values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.planner.search.plan_rows import PLACES, Row, differing
 
 
 class _Watched(OpenPlan):
-    """A plan that notes which of its fields are read."""
+    """Plan that records which of its fields are read."""
 
     __slots__ = ("_row",)
 
@@ -26,17 +26,17 @@ class _Watched(OpenPlan):
 
 
 def _nothing(row: Row) -> object:
-    """What is read of a plan before a rule was asked."""
+    """Return the key of a rule that has not read any field."""
     return ()
 
 
 class _Known:
-    """What one rule said, by the values of the fields that it has read so far."""
+    """Verdicts of one rule, by the values of the fields that it has read so far."""
 
     __slots__ = ("fields", "more", "rule", "said", "values")
 
     def __init__(self, rule: Rule, more: Callable[[], None]):
-        """more: called when the rule reads a field that it has not read before."""
+        """Create an empty cache. `more` is called when the rule reads a new field."""
         self.rule, self.more = rule, more
         self.fields: tuple[str, ...] = ()
         self.values: Callable[[Row], object] = _nothing
@@ -59,11 +59,11 @@ class _Known:
 
 
 class Verdicts:
-    """The verdicts of rules on plans, each found once for the values that the rule reads.
+    """Verdicts of rules on plans, evaluated once for the values that each rule reads.
 
     Args:
-        rules: that plans are to keep.
-        facts: what the rules may look at; it stays the same.
+        rules: rules for plans.
+        facts: constant facts for the rules.
     """
 
     def __init__(self, rules: Iterable[Rule], facts: Facts):
@@ -72,12 +72,12 @@ class Verdicts:
         self._facts = facts
 
     def near(self, row: Row) -> Callable[[Row], bool]:
-        """Return a function that says whether a plan near this one keeps all the rules.
+        """Return a function that checks if a plan near this one satisfies all rules.
 
-        It asks those rules alone that read what differs: the others say what they say of this plan.
+        It evaluates only rules that read a differing field. The verdicts of the others are the same as for this plan.
 
         Args:
-            row: of the plan to which others are near.
+            row: the plan that others are near to.
         """
         broken = [known for known in self._known if known.is_broken(row, self._facts)]
 
@@ -90,7 +90,7 @@ class Verdicts:
         return allows
 
     def _readers_of(self, changed: frozenset[str]) -> list[_Known]:
-        """The rules that read any of some fields."""
+        """Return the rules that read any of some fields."""
         found = self._readers.get(changed)
         if found is None:
             found = self._readers[changed] = [known for known in self._known if not changed.isdisjoint(known.fields)]

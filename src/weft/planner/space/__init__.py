@@ -1,1 +1,1 @@
-"""Plans as columns of numbers, and which ones are tried."""
+"""Plans as numpy columns, and the search space of plans."""

@@ -1,4 +1,4 @@
-"""Plans as columns of numpy arrays, one row per plan, and the job that they are plans of."""
+"""Plans as columns of numpy arrays, one row per plan, and the training job that they are for."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from weft.planner.space.trained_part import (
 if TYPE_CHECKING:
     from weft.config.sections import OptimizerGroup
 
-#: What a code in `Columns.precision` stands for, the formats that the runtime does not have included.
+#: Values of the codes in `Columns.precision`, including formats that the runtime does not support.
 PRECISIONS = PLANNED_PRECISIONS
 _FP32, _FP8, _FP4, _TF32 = (PRECISIONS.index(name) for name in ("fp32", "fp8", "fp4", "tf32"))
-#: What a code in `Columns.cp_mode` stands for: the ways of a plan's `cp_mode`, "auto" settled.
+#: Values of the codes in `Columns.cp_mode`: the modes of a plan's `cp_mode`, after "auto" is resolved.
 CP_MODES = CP_WAYS
-#: What a code in `Columns.order` stands for: the axes from outermost to innermost, first the usual order.
+#: Values of the codes in `Columns.order`: the axes from outermost to innermost. The first is the default order.
 ORDERS = orders(AXES)
 
 #: Iterations of Muon's orthogonalisation.
@@ -47,14 +47,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be trained, whatever the plan: the model, the batch, the optimizer, and the software.
+    """Training job, independent of the plan: model, batch, optimizer and software.
 
-    seq_len: tokens of a sequence. global_batch: samples of one optimizer step. texts: sequences of a sample, such as
-    the two answers of a pair. optimizer: "adamw", "sgd" or "muon". adapter: what is trained in place of all weights;
-    None: these. trained: shares of the weights that are trained where groups have lr=0; None: all of them.
-    half: share of the work of linear layers, experts apart, that stays in bf16 under precision=fp8.
-    frozen: what a step computes without gradients; None: nothing. documents: what sequences are packed from; None: each
-    sequence is one document.
+    Attributes:
+        seq_len: tokens of a sequence.
+        global_batch: samples of one optimizer step.
+        optimizer: "adamw", "sgd" or "muon".
+        adapter: adapter that is trained instead of all weights, or None.
+        texts: sequences of a sample, such as the two answers of a pair.
+        frozen: computation of a step without gradients, or None.
+        trained: shares of the weights that are trained if groups have lr=0; None if all are.
+        documents: documents that are packed into sequences; None if each sequence is one document.
+        half: share of the FLOPs of linear layers, without experts, that stays in bf16 under precision=fp8.
     """
 
     shape: Shape
@@ -71,9 +75,9 @@ class Job:
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:
-        """(Rows, columns, how often in a mean layer) of the matrices that Muon orthogonalises.
+        """(rows, columns, count in a mean layer) of the matrices that Muon orthogonalises.
 
-        All between embedding and head but stacked experts. None for another optimizer.
+        These are all matrices between embedding and head, except stacked experts. Empty for other optimizers.
         """
         if self.optimizer != "muon":
             return []
@@ -89,21 +93,23 @@ class Job:
         return [(*size, often) for sizes, often in parts for size in sizes if often and min(size)]
 
     def with_groups(self, spec: DecoderSpec, groups: Sequence[OptimizerGroup]) -> Job:
-        """Return the job with those of a decoder's weights frozen whose group of the optimizer has lr=0.
+        """Return the job with the decoder's weights frozen whose optimizer group has lr=0.
 
-        spec: of the decoder, one of Weft's own.
+        Args:
+            spec: specification of one of Weft's decoders.
+            groups: the optimizer's groups.
         """
         return self if self.adapter is not None else replace(self, trained=TrainedPart.of(spec, groups))
 
     def with_half_layers(self, spec: DecoderSpec, words: Sequence[str]) -> Job:
-        """Return the job with those of a decoder's layers in bf16 that `train.bf16_layers` names."""
+        """Return the job with the decoder layers in bf16 that `train.bf16_layers` names."""
         return replace(self, half=half_share(spec, words))
 
     @property
     def turning_products(self) -> list[tuple[float, float, float, float]]:
-        """(m, n, k, how often in a mean layer) of the products with which Muon orthogonalises its matrices.
+        """(m, n, k, count in a mean layer) of the matmuls with which Muon orthogonalises its matrices.
 
-        Five iterations (optim/muon.py), each of three products: X X^T, its square, and that times X.
+        Five iterations (optim/muon.py) of three matmuls each: X X^T, its square, and the square times X.
         """
         found: list[tuple[float, float, float, float]] = []
         for rows, wide, often in self.turned:
@@ -112,16 +118,16 @@ class Job:
         return found
 
     def with_documents(self, text: str) -> Job:
-        """Return the job with sequences packed from documents, as `DocumentMix.parse` takes them.
+        """Return the job with sequences packed from documents, in the format of `DocumentMix.parse`.
 
         Raises:
-            ConfigError: for a text that says no lengths.
+            ConfigError: for a text without valid lengths.
         """
         return replace(self, documents=DocumentMix.parse(text))
 
     @property
     def pieces(self) -> list[tuple[int, float]]:
-        """(Tokens, share of all tokens) of what attention sees in one piece: documents, or whole sequences."""
+        """(tokens, share of all tokens) of segments with separate attention: documents, or full sequences."""
         return [(self.seq_len, 1.0)] if self.documents is None else list(self.documents.pieces(self.seq_len))
 
     @property
@@ -130,19 +136,19 @@ class Job:
         return self.global_batch * self.texts * self.seq_len
 
     def sequences(self, dp_size: Any, passes: Any) -> Any:
-        """Return the sequences of one pass on one of `dp_size` ranks that read different samples: at least a sample's.
+        """Return the sequences of one pass on one of `dp_size` data-parallel ranks, at least one sample's.
 
-        Numbers or numpy arrays.
+        Accepts numbers or numpy arrays.
         """
         return np.maximum(1, samples_per_microbatch(self.global_batch, dp_size, passes)) * self.texts
 
     def settled(self, plan: Plan) -> Plan:
-        """Return the plan with its way of context parallelism said where it has any, and not said where it has none."""
+        """Return the plan with "auto" in `cp_mode` resolved; the default value if it has no context parallelism."""
         mode = self.cp_mode_of(plan.cp_mode, plan.cp, plan.tp)
         return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
 
     def cp_mode_of(self, mode: str, cp: int, tp: int) -> str:
-        """Return a plan's way of context parallelism, settled so.
+        """Return a plan's resolved mode of context parallelism.
 
         Args:
             mode: the plan's `cp_mode`.
@@ -155,11 +161,11 @@ class Job:
         return choose_cp_mode(mode, cp, shape.heads, shape.kv_heads, self.seq_len, tp)
 
 
-#: What is not named where columns are made: what a plan has by default, but bf16, as nearly all published runs have.
+#: Defaults of unnamed columns: the plan's default, except for bf16, which nearly all published runs use.
 _STARTS = {"precision": "bf16"}
-#: Columns that follow from several fields and the job: their types, and what they are by default.
+#: Columns that follow from several fields and the job: (dtype, default).
 _DERIVED = {"microbatch": ("int64", 1), "num_micro": ("int64", 1), "recompute_share": ("float64", 1.0)}
-#: The arrays of `Columns`: their types, and what they are by default.
+#: The arrays of `Columns`: (dtype, default).
 _DEFAULTS: Mapping[str, tuple[str, float]] = MappingProxyType(
     {
         column.name: (column.dtype, start)
@@ -171,13 +177,17 @@ _DEFAULTS: Mapping[str, tuple[str, float]] = MappingProxyType(
 
 
 class Columns:
-    """One row per plan: an array for each number that fields of the plan are encoded to (`PlanField.columns`).
+    """One row per plan, with an array for each number to which fields of the plan are encoded (`PlanField.columns`).
 
-    Words are codes: positions in SCHEDULES, RECOMPUTES, PRECISIONS, REDUCES, RESHARDS, CP_MODES, ORDERS.
-    Besides, microbatch: sequences of one pass on one data-parallel rank. num_micro: passes of one step.
-    recompute_blocks: so many of a rank's layers have the policy `recompute` (0: all). recompute_share: which part of
-    the layers that is, 0 to 1. activation_budget: bytes that saved activations may take on one rank (inf: no budget;
-    below 1: share of what recompute=none keeps).
+    Names are codes: indices in SCHEDULES, RECOMPUTES, PRECISIONS, REDUCES, RESHARDS, CP_MODES and ORDERS.
+
+    Attributes:
+        microbatch: sequences of one pass on one data-parallel rank.
+        num_micro: passes of one step.
+        recompute_blocks: number of a rank's layers with the policy `recompute` (0: all).
+        recompute_share: share of the layers with the policy, 0 to 1.
+        activation_budget: bytes of saved activations allowed on one rank (inf: no budget; below 1: share of the bytes
+            with recompute=none).
     """
 
     if TYPE_CHECKING:
@@ -191,14 +201,14 @@ class Columns:
         raise AttributeError(f"columns are not changed in place; with_arrays({name}=...) makes others")
 
     def with_arrays(self, **changes: NDArray[Any]) -> Columns:
-        """Return the same rows with some arrays in place of others."""
+        """Return the same rows with some arrays replaced."""
         return Columns.make(len(self), **{**vars(self), **changes})
 
     def __len__(self) -> int:
         return len(next(iter(vars(self).values())))
 
     def __getitem__(self, rows: NDArray[np.bool_] | Ints | slice) -> Columns:
-        """The rows of a mask, of indices or of a slice. What is one number for all rows stays one in memory."""
+        """Return the rows of a mask, of indices or of a slice. A broadcast scalar stays one number in memory."""
         if isinstance(rows, slice) or not len(self):
             return Columns({name: array[rows] for name, array in vars(self).items()})
         count = int(np.count_nonzero(rows)) if rows.dtype.kind == "b" else len(rows)
@@ -214,27 +224,27 @@ class Columns:
 
     @property
     def dp(self) -> Ints:
-        """Ranks that read different samples."""
+        """Data-parallel ranks, which read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def in_fp32(self) -> NDArray[np.bool_]:
-        """Rows whose weights and activations are fp32, whatever their products are rounded to."""
+        """True for rows whose weights and activations are fp32, whatever the format of their matmuls."""
         return (self.precision == _FP32) | (self.precision == _TF32)
 
     @property
     def narrow(self) -> NDArray[np.bool_]:
-        """Rows with products of linear layers in fp8 or narrower."""
+        """True for rows with matmuls of linear layers in fp8 or narrower."""
         return (self.precision == _FP8) | (self.precision == _FP4)
 
     @property
     def reduces_once(self) -> NDArray[np.bool_]:
-        """Rows that with zero=3 gather and reduce once in a step. Under a pipeline one pass is the step."""
+        """True for rows that with zero=3 gather and reduce once per step. In a pipeline one pass is the step."""
         lets_go = self.reshard == RESHARDS.index("after_forward")
         return (self.reshard == RESHARDS.index("after_step")) | ((self.pp > 1) & ~lets_go)
 
     def stride(self, axis: str) -> Ints:
-        """Count the ranks from one neighbour on an axis to the next: the product of the axes inside of it."""
+        """Count the ranks from one neighbour on an axis to the next: the product of the axes inside it."""
         usual = self._inside(ORDERS[0], axis, slice(None))
         if not self.order.any():
             return usual
@@ -246,7 +256,7 @@ class Columns:
 
     @property
     def tp_stride(self) -> Ints:
-        """Ranks from one tp neighbour to the next."""
+        """Distance in ranks between tp neighbours."""
         return self.stride("tp")
 
     def _inside(self, order: tuple[str, ...], axis: str, rows: Any) -> Ints:
@@ -257,10 +267,10 @@ class Columns:
 
     @classmethod
     def make(cls, num_rows: int, **values: object) -> Columns:
-        """Return the columns with the given arrays or scalars; what is not named has the value of the default plan.
+        """Return columns with the given arrays or scalars. Unnamed columns have the value of the default plan.
 
         Raises:
-            TypeError: for a name that is no column.
+            TypeError: for a name that is not a column.
         """
         filled: dict[str, NDArray[Any]] = {}
         for name, (dtype, start) in _DEFAULTS.items():
@@ -274,17 +284,17 @@ class Columns:
     def of(cls, plans: Iterable[Plan], job: Job) -> Columns:
         """Return the columns of plans.
 
-        A plan's microbatch is what the job's global batch leaves: at least one sample.
+        A plan's microbatch follows from the job's global batch. It is at least one sample.
         """
         listed = [job.settled(plan) for plan in plans]
         return cls.of_values({name: [getattr(plan, name) for plan in listed] for name in PLAN_FIELDS}, job)
 
     @classmethod
     def of_values(cls, values: Mapping[str, Sequence[Any]], job: Job) -> Columns:
-        """Return the columns of plans by the values of their fields, their ways of context parallelism settled.
+        """Return the columns of plans by the values of their fields, with resolved modes of context parallelism.
 
         Args:
-            values: of every field, one for each plan.
+            values: values of every field, one for each plan.
             job: model, sequence and batch.
         """
         found: dict[str, NDArray[Any]] = {}
@@ -298,7 +308,7 @@ class Columns:
         return cls.make(len(passes), **found).with_recompute_share(job.shape.layers)
 
     def with_recompute_share(self, num_layers: int) -> Columns:
-        """Fill in which share of the fullest rank's layers `recompute_blocks` are."""
+        """Fill in `recompute_share` from `recompute_blocks` and the layers of the fullest rank."""
         if not self.recompute_blocks.any():
             return self
         chunks = np.where(self.pp > 1, self.pp * self.virtual_stages, 1)
@@ -308,7 +318,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Join the rows of several columns, one after another. What is one number for all rows stays one in memory."""
+        """Join the rows of several columns in order. Equal scalars stay one number in memory."""
         tables = list(parts)
         if len(tables) == 1:
             return tables[0]
@@ -318,7 +328,7 @@ class Columns:
         """Return one row as a plan.
 
         Raises:
-            PlanError: where the runtime has no word for it (fp8).
+            PlanError: if the runtime does not support a value (fp8).
         """
         return self[np.array([row])].plans()[0]
 
@@ -326,7 +336,7 @@ class Columns:
         """Return every row as a plan.
 
         Raises:
-            PlanError: where the runtime has no word for one (fp8).
+            PlanError: if the runtime does not support a value of any plan (fp8).
         """
         fields: dict[str, list[Any]] = {}
         for name, known in PLAN_FIELDS.items():
@@ -339,7 +349,7 @@ class Columns:
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Some arrays one after another."""
+    """Return the arrays concatenated."""
     first = arrays[0][:1]
     if all(array.strides == (0,) and (array[:1] == first).all() for array in arrays):
         return np.broadcast_to(first[0], sum(map(len, arrays)))
@@ -348,19 +358,22 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _decoded(name: str, *numbers: float) -> Any:
-    """The value of a field from its columns, in its normal form; a ranking has thousands of plans of few values."""
+    """Return the normalized value of a field from its columns.
+
+    Cached, because a ranking has thousands of plans with few values.
+    """
     kind = PLAN_FIELDS[name].kind
     return kind.check(name, kind.decode(*numbers))
 
 
 #: The values of the default plan, in the order of the fields.
 _USUAL = {name: getattr(Plan(), name) for name in PLAN_FIELDS}
-#: Fields that an open word leaves to the planner, as "auto" does.
+#: Fields with a value, such as "auto", that leaves the choice to the planner.
 _OPEN = {name: known for name, known in PLAN_FIELDS.items() if known.auto_value}
 
 
 def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
-    """The plan of a row's decoded values, which are changed."""
+    """Return the plan of a row's decoded values. Modifies `values`."""
     sizes = {axis: values[axis] for axis in AXES}
     for name, known in _OPEN.items():
         if all(sizes[axis] == 1 for axis in known.needs):
@@ -372,7 +385,7 @@ def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
 
 
 def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
-    """The arrays of one field's values, none where the estimates do not depend on it."""
+    """Return the arrays of one field's values; empty if the estimates do not depend on the field."""
     known = PLAN_FIELDS[name]
     codes = {value: known.kind.encode(value) for value in set(values)}  # many plans have few values
     numbers = [codes[value] for value in values]
@@ -382,23 +395,23 @@ def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
     }
 
 
-# What gradients and weights cost as the wires that `reduce`, `compress` and `gather` name: on the way, in memory.
+# Bytes of gradients and weights in the wire formats of `reduce`, `compress` and `gather`: communicated, and in memory.
 
 Array = NDArray[np.float64]
-#: The ways of gradients: to the ranks that divide them, and over dp_replicate.
+#: The reduction of gradients: to the ranks that shard them, or over dp_replicate.
 Way = Literal["shard", "replicas"]
 #: The code of sync=diloco in columns.
 _DILOCO = PLAN_FIELDS["sync"].kind.encode("diloco:1")[0]
 
 
 def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Way = "shard") -> Array:
-    """Return bytes on the wire of so many gradients.
+    """Return the communicated bytes of some gradients.
 
     Args:
         columns: the plans.
-        numel: how many.
-        own_bytes: of each where nothing is encoded.
-        way: which one they go.
+        numel: number of gradients.
+        own_bytes: bytes of a gradient that is not encoded.
+        way: the reduction, to shards or over replicas.
     """
 
     def of(wire: WireSpec) -> Array:
@@ -409,12 +422,12 @@ def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Wa
 
 
 def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
-    """Return bytes on the wire over dp_replicate: of gradients, or of weights where replicas meet rarely.
+    """Return the communicated bytes over dp_replicate, of gradients, or of weights under local SGD.
 
     Args:
         columns: the plans.
-        numel: how many.
-        own_bytes: of each gradient where nothing is encoded; weights are masters, of 4 bytes.
+        numel: number of values.
+        own_bytes: bytes of a gradient that is not encoded. Weights are masters with 4 bytes.
     """
     encoded = _of_outer(columns, lambda wire: wire.num_bytes(numel, 4.0))
     weights = np.where(columns.compress > 0, encoded, numel * 4.0)
@@ -422,27 +435,27 @@ def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
 
 
 def separate_bytes(columns: Columns) -> Array:
-    """Return bytes per master that lies beside the weight which differences bring to it, where both are fp32."""
+    """Return the bytes per parameter of separate fp32 masters, which exist if weights are gathered as differences."""
     return np.where(columns.gather == GATHERS.index("diff4"), 4.0, 0.0)
 
 
 def outer_bytes(columns: Columns) -> Array:
-    """Return bytes per master that replicas keep which meet rarely: the anchor, and the momentum of an outer step.
+    """Return the bytes per master of local SGD state: the anchor, and the momentum of the outer step.
 
-    Where they meet in fragments, also what one of these was when it left, and what travels.
+    With fragments, the bytes include the sent copy of one fragment and its communication buffer.
     """
     under_way = np.where(columns.sync_fragments > 0, 8.0 / np.maximum(1, columns.sync_fragments), 0.0)
     return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0) + under_way)
 
 
 def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float, *, in_layers: bool = True) -> Array:
-    """Return bytes on the wire of so many weights that are gathered, by the plans' `gather`.
+    """Return the communicated bytes of gathered weights, by the plans' `gather`.
 
     Args:
         columns: the plans.
-        numel: how many.
-        own_bytes: of each where nothing is encoded.
-        in_layers: whether they are of linear layers in blocks, which alone travel in fp8.
+        numel: number of weights.
+        own_bytes: bytes of a weight that is not encoded.
+        in_layers: True for weights of linear layers in blocks. Only they are communicated in fp8.
     """
     found = numel * own_bytes
     for code in _codes(columns.gather):
@@ -452,7 +465,7 @@ def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float, *, in
 
 
 def copy_bytes(columns: Columns, own_bytes: float) -> Array:
-    """Bytes per gradient of the encoded copy beside what is on its way."""
+    """Return the bytes per gradient of the encoded copy, in addition to the communicated gradients."""
 
     def of(wire: WireSpec) -> float:
         return wire.copy_bytes(own_bytes)
@@ -462,10 +475,10 @@ def copy_bytes(columns: Columns, own_bytes: float) -> Array:
 
 
 def state_bytes(columns: Columns) -> Array:
-    """Bytes per gradient of what ranks that send them carry from step to step, the last step's beside the next."""
+    """Return the bytes per gradient of state that senders carry from step to step, for the last and the next step."""
     sends = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     plain = np.where(sends, 2 * _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
-    # Over dp_replicate a rank sends its own part of the sums alone.
+    # Over dp_replicate a rank sends only its own part of the sums.
     divides = (columns.dp_replicate > 1) & (columns.zero > 0)
     part = np.where(divides, columns.dp_shard * columns.cp, 1)
     outer = 2 * _of_outer(columns, lambda wire: wire.state_bytes) / part
@@ -473,24 +486,24 @@ def state_bytes(columns: Columns) -> Array:
 
 
 def low_rank(columns: Columns) -> Array:
-    """Return the rank of the matrices that `compress` sends in place of larger ones; 0 where it encodes by value."""
+    """Return the rank of the factors that `compress` sends instead of full matrices; 0 if it encodes single values."""
     return _of_outer(columns, lambda wire: np.full(len(columns), float(wire.rank)))
 
 
 def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
-    """Rows whose `compress` is for this way."""
+    """Return True for rows whose `compress` applies to this reduction."""
     return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
 
 
 def _codes(column: NDArray[Any]) -> list[int]:
-    """The codes in a column. Nearly always it is one: then nothing is sorted."""
+    """Return the codes in a column. Fast path for a single code."""
     if len(column) and (column == column[0]).all():
         return [int(column[0])]
     return np.flatnonzero(np.bincount(column)).tolist()
 
 
 def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
-    """Each row's figure, by the wire of its plan."""
+    """Return a value of each row's `reduce` wire format."""
     found = np.zeros(len(columns))
     for code in _codes(columns.reduce):
         found = np.where(columns.reduce == code, of(wire_spec(WIRES[code])), found)
@@ -498,7 +511,7 @@ def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array
 
 
 def _of_outer(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
-    """The same of `compress`; 0 where there is none."""
+    """Return a value of each row's `compress` wire format; 0 without one."""
     found = np.zeros(len(columns))
     for code in _codes(columns.compress):
         if code:

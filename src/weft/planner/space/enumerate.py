@@ -1,9 +1,9 @@
-"""The space of plans: which values each field may take, and every combination of them that the rules allow.
+"""Search space of plans: values of each field, and every combination of them that the rules allow.
 
-The space is homogeneous: all layers and stages are treated alike. It is built outside in: meshes, then passes of a
-step, then schedules, then flags; a rule prunes as soon as what it reads is decided, and what it prunes is counted in
-whole plans. Flags depend only on which axes are in use, so a block of the space is a table of meshes times a table
-of flags, and rows are made only where they are looked at.
+All layers and stages of a plan are treated the same. The space is built in this order: meshes, passes of a step,
+schedules, flags. A rule prunes as soon as the fields that it reads are decided. Pruned plans are counted as complete
+plans. Flags depend only on the axes in use, so that a block of the space is a table of meshes times a table of flags.
+Rows are created only when they are read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ Choices = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values that each field may take; axes and passes take every divisor.
+    """Values that each field may have. Axes and passes have all divisors.
 
-    choices: by field, of those that are searched; where a field decides others too (`members`) its values are tuples.
-    splits: how the data-parallel ranks may be split into replicas and shards: "all" divisors, or the "few" that lie
-    on the borders of the machine. experts: the model is a mixture.
-    fixed: fields that the user has decided. left_out: what was made narrower, in words.
+    Attributes:
+        choices: values of each searched field. If a field decides others too (`members`), its values are tuples.
+        splits: splits of the data-parallel ranks into replicas and shards: "all" divisors, or "few", which follow the
+            machine's domains.
+        experts: True if the model is a mixture of experts.
+        fixed: fields that the user decided.
+        left_out: descriptions of removed values.
     """
 
     choices: Choices
@@ -48,11 +51,11 @@ class Space:
 
     @classmethod
     def whole(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
-        """Return everything that the planner knows, for a job on a cluster.
+        """Return the full space for a job on a cluster.
 
         Args:
             job: model, sequence and batch.
-            cluster: its devices.
+            cluster: the cluster, for the formats of its devices.
             fixed: plan fields with decided values.
         """
         facts, given = search_facts(job, cluster), dict(fixed or {})
@@ -64,9 +67,9 @@ class Space:
         return cls(choices=choices, experts=bool(job.shape.num_experts), fixed=given)
 
     def narrower(self) -> Space | None:
-        """Return the next smaller space: first goes what is hardly ever better.
+        """Return the next smaller space, or None if nothing can be removed.
 
-        None where there is nothing left to take.
+        Values that are rarely better are removed before others.
         """
         for words, changes in _NARROWER:
             if words not in self.left_out:
@@ -74,9 +77,9 @@ class Space:
         return None
 
     def of_last_meshes(self) -> Space | None:
-        """Return the part of this space whose splits and schedules are those that a narrower one keeps to the last.
+        """Return the part of this space with the splits and schedules of the narrowest one.
 
-        None where this space has no others.
+        It is None if this space has no other splits.
         """
         narrow: Space | None = self
         while narrow is not None and narrow.splits == "all":
@@ -88,31 +91,31 @@ class Space:
 
 
 def search_facts(job: Job, cluster: ClusterSpec) -> SearchFacts:
-    """What the values that are worth a search depend on, of a job on a cluster."""
+    """Return the facts of a job and a cluster that decide which values are worth a search."""
     has = (name for name in ("bf16", "fp16") if cluster.device.peak_flops(name) is not None)
     return SearchFacts(layers=job.shape.layers, half_formats=tuple(has), flash=job.stack.flash)
 
 
 @functools.cache
 def members(name: str) -> tuple[str, ...]:
-    """The fields that a searched field decides: itself, and those that are searched with it."""
+    """Return the fields that a searched field decides: itself, and the fields that are searched with it."""
     return (name, *(other for other, each in PLAN_FIELDS.items() if each.searched_with == name))
 
 
 def as_values(name: str, chosen: Any) -> dict[str, Any]:
-    """One of a searched field's choices as values of the fields that it decides."""
+    """Return one of a searched field's choices as values of the fields that it decides."""
     names = members(name)
     return dict(zip(names, chosen, strict=True)) if len(names) > 1 else {name: chosen}
 
 
 def default_choice(name: str) -> Any:
-    """What a plan that names none of them has of the fields that a searched field decides."""
+    """Return the default of a searched field, as one of its choices."""
     defaults: tuple[Any, ...] = tuple(PLAN_FIELDS[member].default for member in members(name))
     return defaults if len(defaults) > 1 else next(iter(defaults))
 
 
 def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The choices that have every decided value; where none has, the decided values and otherwise defaults."""
+    """Return the choices that match all decided values. If no choice does, return the decided values with defaults."""
     kept = tuple(
         one for one in choices
         if all(given.get(member, value) == value for member, value in as_values(name, one).items())
@@ -124,7 +127,7 @@ def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> t
 
 
 def _without(name: str, *gone: Any) -> Callable[[Space], dict[str, Any]]:
-    """Leave some values of a field out, but never all."""
+    """Remove some values of a field, but never all."""
     return _kept(name, lambda value: value not in gone)
 
 
@@ -137,11 +140,12 @@ def _kept(name: str, keeps: Callable[[Any], bool]) -> Callable[[Space], dict[str
 
 
 def _first(name: str) -> Callable[[Space], dict[str, Any]]:
-    """Leave one value of a field."""
+    """Keep only the first value of a field."""
     return lambda space: {"choices": {**space.choices, name: space.choices[name][:1]}}
 
 
-#: What leaves a space that is too large to be looked at whole, in this order; refinement comes back to it.
+#: Values that are removed, in this order, from a space that is too large for a full search. Refinement tries them
+#: again.
 _NARROWER: tuple[tuple[str, Callable[[Space], dict[str, Any]]], ...] = (
     ("fp32 (half precision is faster)", _first("precision")),
     ("sp=off (sp=on needs less memory)", _without("sp", False)),
@@ -161,9 +165,9 @@ _NARROWER: tuple[tuple[str, Callable[[Space], dict[str, Any]]], ...] = (
 
 # Every plan of a space as columns, and the reason for each plan that a rule refuses.
 
-#: Fields that are searched under a pipeline alone: their values multiply the meshes that have one.
+#: Fields that are searched only with a pipeline: their values multiply the meshes that have one.
 _PIPED = tuple(name for name, each in PLAN_FIELDS.items() if each.searched and each.needs == ("pp",))
-#: Fields that are decided last: their values depend only on which axes are in use.
+#: Fields that are decided last: their values depend only on the axes in use.
 _FLAGS = tuple(
     name
     for name, each in PLAN_FIELDS.items()
@@ -178,7 +182,7 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class Refused:
-    """How many plans one rule refuses, one of them, and what is said of it."""
+    """Number of plans that one rule refuses, an example, and the rule's message for it."""
 
     name: str
     count: int
@@ -188,7 +192,7 @@ class Refused:
 
 @dataclass(slots=True)
 class Tally:
-    """The plans that rules refuse, by rule; and what was made of one job's spaces, which share most of their tables."""
+    """Refused plans by rule, and a cache of tables, which the spaces of one job share."""
 
     facts: Facts
     refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
@@ -202,9 +206,9 @@ class Tally:
         """Count plans that a rule refuses.
 
         Args:
-            rule: the one that refuses.
-            count: of plans.
-            values: one of them, by field.
+            rule: the rule.
+            count: number of plans.
+            values: values of one of them by field.
         """
         known = self.refused.get(rule.name)
         if known is None:
@@ -218,12 +222,12 @@ class Tally:
     def prune(
         self, rules: list[Rule], table: PartialPlans, weights: Counts, rest: Mapping[str, Any] | None = None
     ) -> tuple[PartialPlans, Counts, list[Rule]]:
-        """Take out what is refused; what is left, with its weights, and the rules that are still open.
+        """Remove refused plans. Return the remaining table, its weights, and the rules that are still open.
 
         Args:
-            rules: that may refuse.
+            rules: rules that may refuse.
             table: plans with some fields.
-            weights: how many whole plans each row stands for.
+            weights: number of complete plans for each row.
             rest: fields that complete an example.
         """
 
@@ -240,12 +244,12 @@ class Tally:
         return left, weights[alive], still_open
 
     def once(self, name: str, of: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-        """Return what is made of some things, as it was made of the same ones before.
+        """Return the result of `make`, cached by `name` and `of`.
 
         Args:
-            name: of what is made.
-            of: tables, which are told apart by being the same object, and values.
-            make: makes it of those alone, and of what is the same for all spaces of a job.
+            name: name of the result.
+            of: tables, which are compared by identity, and values.
+            make: computes the result from these alone, and from facts that are equal for all spaces of a job.
         """
         key = (name, *(id(each) if isinstance(each, PartialPlans) else each for each in of))
         if key not in self.made:
@@ -255,7 +259,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class PlanGrid:
-    """Part of the space: every row of `meshes` with every row of `flags`, less what the open rules refuse."""
+    """Part of the space: every row of `meshes` with every row of `flags`, except pairs that the open rules refuse."""
 
     meshes: PartialPlans
     flags: PartialPlans
@@ -263,11 +267,11 @@ class PlanGrid:
 
     @property
     def num_rows(self) -> int:
-        """Plans in it, those that open rules refuse included."""
+        """Number of plans, including the ones that open rules refuse."""
         return len(self.meshes) * len(self.flags)
 
     def num_kept(self) -> int:
-        """Return the number of its plans that no rule refuses."""
+        """Return the number of plans that no rule refuses."""
         step = max(1, 2**18 // len(self.flags))
         starts = range(0, len(self.meshes), step) if self.open_rules else ()
         refused = 0
@@ -277,11 +281,11 @@ class PlanGrid:
         return self.num_rows - refused
 
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
-        """Yield the plans that the rules allow, in pieces.
+        """Yield the plans that the rules allow, in chunks.
 
         Args:
-            most_rows: of a piece.
-            tally: counts what is refused.
+            most_rows: maximum rows of a chunk.
+            tally: counter of refused plans.
             job: model, sequence and batch.
         """
         left, right = _columns(self.meshes), _columns(self.flags)
@@ -313,9 +317,9 @@ def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Ru
     Args:
         space: values by field.
         job: model, sequence and batch.
-        cluster: its devices.
-        rules: that plans keep.
-        tally: what the rules refuse is counted in it.
+        cluster: the cluster and its devices.
+        rules: rules for plans.
+        tally: counter of refused plans.
     """
     meshes = tally.once("meshes", (space.splits,), lambda: _meshes(space, job, cluster))
     flags = {kind: _flags(space, kind, tally) for kind in _KINDS}
@@ -340,7 +344,7 @@ def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Ru
     return [block for block in blocks if block.num_rows]
 
 
-#: Axes that decide, by being in use, which flags there are; and every set of them.
+#: Axes whose use decides which flags exist, and every subset of them.
 _DECISIVE = tuple(axis for axis in AXES if any(axis in PLAN_FIELDS[name].needs for name in _FLAGS))
 _KINDS = [
     frozenset(itertools.compress(_DECISIVE, used)) for used in itertools.product((False, True), repeat=len(_DECISIVE))
@@ -348,7 +352,7 @@ _KINDS = [
 
 
 def _kind_of(meshes: PartialPlans) -> Counts:
-    """The position in _KINDS of each row."""
+    """Return the position in _KINDS of each row."""
     place = np.zeros(len(meshes), dtype=np.int64)
     for axis in _DECISIVE:
         place = place * 2 + (meshes.values(axis) > 1)
@@ -356,7 +360,7 @@ def _kind_of(meshes: PartialPlans) -> Counts:
 
 
 def _meshes(space: Space, job: Job, cluster: ClusterSpec) -> PartialPlans:
-    """Every product of axes that makes the number of devices."""
+    """Return every product of axes that equals the number of devices."""
     rest = np.array([cluster.num_devices], dtype=np.int64)
     divisors = np.array(common_divisors(cluster.num_devices), dtype=np.int64)
     found: dict[str, Counts] = {}
@@ -381,7 +385,7 @@ def _meshes(space: Space, job: Job, cluster: ClusterSpec) -> PartialPlans:
 
 
 def _few_splits(dp: Counts, inner: Counts, sizes: Counts, cluster: ClusterSpec) -> Mask:
-    """Shards over nothing, over all data-parallel ranks, and over those of 1, 8 and 64 scale-up domains."""
+    """Return a mask of shard sizes: 1, all data-parallel ranks, and the ranks of 1, 8 and 64 scale-up domains."""
     domain = max(1, min(cluster.device.scale_up_domain, cluster.devices_per_node))
     in_domain = np.maximum(1, domain // inner)[:, None]
     wanted = (sizes == 1) | (sizes == dp[:, None])
@@ -391,7 +395,7 @@ def _few_splits(dp: Counts, inner: Counts, sizes: Counts, cluster: ClusterSpec) 
 
 
 def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str, Counts]:
-    """Expert-parallel sizes: of a mixture, what divides both the experts and the ranks that they lie on."""
+    """Add expert-parallel sizes. For a mixture, they divide the number of experts and the number of ranks."""
     if not job.shape.num_experts or "ep" in space.fixed:
         return found | {"ep": np.full(len(found["tp"]), space.fixed.get("ep", 1))}
     sizes = np.array(common_divisors(job.shape.num_experts))
@@ -400,7 +404,7 @@ def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str,
 
 
 def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
-    """Numbers of passes of a step; one where the batch cannot be divided, for the rule that says so."""
+    """Return the numbers of passes of a step; [1] if the batch cannot be divided, which a rule refuses later."""
     given = space.fixed.get("microbatches", space.fixed.get("accumulation"))
     if given is not None:
         return [given]
@@ -410,7 +414,7 @@ def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
 
 
 def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: Job, space: Space) -> PartialPlans:
-    """Each mesh with each number of passes, as microbatches of a pipeline or as accumulation."""
+    """Return each mesh with each number of passes, as microbatches of a pipeline or as accumulation."""
     choices = [batches[dp] for dp in meshes.levels["dp_size"]]
     counts = np.array([len(each) for each in choices], dtype=np.int64)[meshes.codes["dp_size"]]
     table = meshes[np.repeat(np.arange(len(meshes)), counts)]
@@ -424,7 +428,7 @@ def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: J
 
 
 def _with_piped(meshes: PartialPlans, space: Space) -> PartialPlans:
-    """Each mesh with a pipeline, with each schedule; the others without one."""
+    """Return each mesh with a pipeline combined with each schedule, and the other meshes."""
     for name in _PIPED:
         choices = [default_choice(name), *space.choices[name]]
         piped = meshes.values("pp") > 1
@@ -438,7 +442,7 @@ def _with_piped(meshes: PartialPlans, space: Space) -> PartialPlans:
 
 
 def _with_choices(table: PartialPlans, name: str) -> PartialPlans:
-    """The table with a value for each of the fields that a searched field decides."""
+    """Return the table with a value for each of the fields that a searched field decides."""
     chosen, values = table.codes[name], [as_values(name, one) for one in table.levels[name]]
     levels = {member: [each[member] for each in values] for member in members(name)}
     codes = dict.fromkeys(levels, chosen.astype(np.int32))
@@ -446,7 +450,7 @@ def _with_choices(table: PartialPlans, name: str) -> PartialPlans:
 
 
 def _flags(space: Space, used: frozenset[str], tally: Tally) -> PartialPlans:
-    """Every combination of flags, for meshes that use these axes. Other spaces have other values of few of them."""
+    """Return every combination of flags for meshes that use these axes. Spaces differ in the values of few flags."""
     choices = {name: tuple(_choices(space, name, used)) for name in _FLAGS}
 
     def made() -> PartialPlans:
@@ -459,7 +463,7 @@ def _flags(space: Space, used: frozenset[str], tally: Tally) -> PartialPlans:
 
 
 def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
-    """The values of a flag for meshes that use these axes."""
+    """Return the values of a flag for meshes that use these axes."""
     known = PLAN_FIELDS[name]
     if known.searched is None:
         return (space.fixed.get(name, known.default),)
@@ -473,7 +477,10 @@ def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
 
 
 def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[int, str]]:
-    """Stages of ZeRO: any where dp_shard is in use; states lie over cp too, and experts may be all that shards."""
+    """Return the ZeRO stages: any if dp_shard is in use.
+
+    States are sharded over cp too, and experts may be sharded alone.
+    """
     default = default_choice("zero")
     unsharded = ((space.fixed.get("zero", default[0]), default[1]),)
     if context != sharded and "zero" not in space.fixed and (context or space.experts):
@@ -482,7 +489,7 @@ def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[
 
 
 def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> PlanGrid:
-    """A block of meshes and flags; fields that neither decides have the plan's default."""
+    """Return a block of meshes and flags. Undecided fields have the plan's default."""
     flags = tally.once("filled", (flags, *meshes.codes), lambda: _filled(flags, meshes.codes))
     if not len(meshes):
         return PlanGrid(meshes, flags, ())
@@ -495,7 +502,7 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
 
 
 def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
-    """The flags with the plan's default for the fields that nothing decides."""
+    """Return the flags with the plan's default for undecided fields."""
     left = {name: known for name, known in PLAN_FIELDS.items() if name not in decided and name not in flags.codes}
     codes = {name: np.zeros(len(flags), dtype=np.int32) for name in left}
     levels = {name: [known.default] for name, known in left.items()}
@@ -505,18 +512,18 @@ def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
 def _crossed(
     rules: list[Rule], meshes: PartialPlans, flags: PartialPlans, tally: Tally
 ) -> tuple[tuple[Rule, Crossed], ...]:
-    """The rules that some pair of a mesh and flags breaks."""
+    """Return the rules that some pair of a mesh and flags breaks."""
     asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in rules]
     return tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any())
 
 
 def _taken(array: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
-    """Those rows of an array; one number where all are the same: it takes no room, and no time to take out again."""
+    """Return the rows of an array, or one number if all are equal, which saves memory and time."""
     return array[0] if (array == array[0]).all() else array[rows]
 
 
 def _columns(table: PartialPlans) -> dict[str, NDArray[Any]]:
-    """The arrays of `Columns` for what a table decides."""
+    """Return the arrays of `Columns` for the fields that a table decides."""
     columns: dict[str, NDArray[Any]] = {}
     for name in PLAN_FIELDS:
         if name in table.codes:

@@ -1,8 +1,8 @@
-"""Tables of partial plans, and the rules of plans asked of a whole table at once.
+"""Tables of partial plans, and vectorized evaluation of plan rules on them.
 
-A table holds a code for each field and row, and what the codes stand for. A rule is asked once for each combination
-of the fields that it looks at, found by watching what its predicate reads; so every rule prunes a million plans
-without being written twice, and one that somebody adds tomorrow does so too.
+A table has a code for each field and row, and the values of the codes. A rule is evaluated once for each combination of
+the fields that it reads, which are tracked while its predicate runs. So every rule, including new ones, can prune a
+million plans without a vectorized version.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ Mask = NDArray[np.bool_]
 #: Verdicts of a rule on a row.
 KEPT, BROKEN, OPEN = 0, 1, 2
 
-#: Combinations of fields are numbered without gaps once there are more than this.
+#: Combinations of fields are renumbered without gaps once there are more than this number.
 _MOST_KEYS = 2**18
 
 
-#: A number for each row that tells its combination of some fields; of each number, in rising order, a row's place.
+#: A number for each row that identifies its combination of some fields; and for each number, in rising order, a row.
 Keys = tuple[Rows, dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class PartialPlans:
-    """Rows of partial plans. codes: field -> code of each row. levels: field -> what the codes stand for.
+    """Rows of partial plans. A field of `Plan` that is missing is not decided yet.
 
-    A field of `Plan` that is missing is not decided yet. keyed: what `_keys` found, by fields: many rules read the
-    same.
+    Attributes:
+        codes: code of each row, by field.
+        levels: values of the codes, by field.
+        keyed: results of `_keys` by fields, since many rules read the same fields.
     """
 
     codes: Mapping[str, NDArray[np.int32]]
@@ -50,27 +52,27 @@ class PartialPlans:
         return PartialPlans({name: codes[rows] for name, codes in self.codes.items()}, self.levels)
 
     def values(self, field: str, dtype: Any = np.int64) -> NDArray[Any]:
-        """The values of one field, row by row."""
+        """Return the values of one field, row by row."""
         return np.asarray(self.levels[field], dtype=dtype)[self.codes[field]]
 
     def row(self, index: int) -> dict[str, Any]:
-        """The values of one row by field."""
+        """Return the values of one row by field."""
         return {name: self.levels[name][codes[index]] for name, codes in self.codes.items()}
 
     def with_values(self, field: str, values: NDArray[Any]) -> PartialPlans:
-        """The table with one field more, given by value."""
+        """Return the table with another field, given by value."""
         levels, codes = np.unique(values, return_inverse=True)
         return PartialPlans({**self.codes, field: codes.astype(np.int32)}, {**self.levels, field: levels.tolist()})
 
     def cross(self, other: PartialPlans) -> PartialPlans:
-        """Every row of this table with every row of the other."""
+        """Return every row of this table with every row of the other."""
         left = {name: np.repeat(codes, len(other)) for name, codes in self.codes.items()}
         right = {name: np.tile(codes, len(self)) for name, codes in other.codes.items()}
         return PartialPlans({**left, **right}, {**self.levels, **other.levels})
 
     @classmethod
     def product(cls, levels: Mapping[str, Sequence[Any]]) -> PartialPlans:
-        """Every combination of the given values."""
+        """Return every combination of the given values."""
         grids = np.meshgrid(*(np.arange(len(values), dtype=np.int32) for values in levels.values()), indexing="ij")
         return cls({name: grid.ravel() for name, grid in zip(levels, grids, strict=True)}, dict(levels))
 
@@ -80,7 +82,10 @@ Place = tuple[PartialPlans, int]
 
 
 class _Watched(OpenPlan):
-    """A plan from rows of tables. There are tens of thousands of rows, and a rule reads few of their fields."""
+    """Plan from rows of tables that decodes fields on access.
+
+    There are many thousands of rows, and a rule reads few of their fields.
+    """
 
     __slots__ = ("_places",)
 
@@ -96,16 +101,16 @@ class _Watched(OpenPlan):
         return MISSING
 
 
-#: What a rule said of rows, by the values of the fields that it reads.
+#: Verdicts of a rule on rows, by the values of the fields that it reads.
 Said = dict[tuple[Any, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
 class RuleReader:
-    """What rules may look at besides plans; and of each rule, which fields it was seen to read, and what it said.
+    """Facts for rules, and for each rule the fields that it has read and its verdicts so far.
 
-    A search asks each rule about dozens of tables. A rule nearly always reads the same fields, so rows are grouped by
-    those from the start, and the rule judges each combination of values once.
+    A search evaluates each rule on dozens of tables. A rule nearly always reads the same fields. So rows are grouped by
+    those fields from the start, and each combination of values is evaluated once.
     """
 
     facts: Facts
@@ -113,23 +118,23 @@ class RuleReader:
     said: dict[tuple[Any, ...], Said] = field(default_factory=dict[tuple[Any, ...], Said])
 
     def fields(self, rule: Rule) -> set[str]:
-        """Return the fields that a rule has read so far; what it reads now is added to them."""
+        """Return the fields that a rule has read so far. New ones are added to the returned set."""
         return self.reads.setdefault(rule.name, set())
 
     def verdicts_by(self, rule: Rule, fields: Sequence[str], *tables: PartialPlans) -> Said:
-        """Return what a rule said of tables that decide the same fields, by the values of some of them."""
+        """Return a rule's verdicts for tables that decide the same fields, by the values of some of them."""
         decided = tuple(tuple(table.codes) for table in tables)
         return self.said.setdefault((rule.name, tuple(fields), *decided), {})
 
 
 def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.uint8]:
-    """KEPT, BROKEN or OPEN for each row: OPEN where the rule reads a field that is not decided yet."""
+    """Return KEPT, BROKEN or OPEN for each row. OPEN means that the rule reads a field that is not decided yet."""
     found, key, _ = _by_key(rule, table, reader)
     return found[key]
 
 
 def _by_key(rule: Rule, table: PartialPlans, reader: RuleReader) -> tuple[NDArray[np.uint8], Rows, set[int]]:
-    """The verdicts by the number of a combination of fields, the number of each row, and which verdicts there are."""
+    """Return the verdicts by the number of a combination of fields, the number of each row, and the set of verdicts."""
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = known.intersection(table.codes)
@@ -152,7 +157,7 @@ def _by_key(rule: Rule, table: PartialPlans, reader: RuleReader) -> tuple[NDArra
 
 
 def _values(table: PartialPlans, fields: Sequence[str], places: Mapping[int, int]) -> list[tuple[Any, ...]]:
-    """The values that the rows at some places have of some fields."""
+    """Return the values of some fields in the given rows."""
     if not fields:
         return [()] * len(places)
     rows = list(places.values())
@@ -170,7 +175,10 @@ def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
 
 
 def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
-    """A number for each row that tells its combination of `fields`; and of each number, in rising order, a row."""
+    """Return a number for each row that identifies its combination of `fields`, and a row for each number.
+
+    Numbers are in rising order.
+    """
     known = table.keyed.get(tuple(fields))
     if known is None:
         known = table.keyed[tuple(fields)] = _numbered(table, fields)
@@ -178,7 +186,7 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
 
 
 def _numbered(table: PartialPlans, fields: Sequence[str]) -> Keys:
-    """What `_keys` remembers."""
+    """Compute the uncached result of `_keys`."""
     if not fields:
         return np.zeros(len(table), dtype=np.int64), {0: 0} if len(table) else {}
     key, span = np.zeros(len(table), dtype=np.int64), 1
@@ -196,7 +204,15 @@ def _numbered(table: PartialPlans, fields: Sequence[str]) -> Keys:
 def broken(
     rules: Iterable[Rule], table: PartialPlans, reader: RuleReader
 ) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
-    """Which rows break which rule, each row counted with the first rule that it breaks; and the rules still open."""
+    """Return the rows that break each rule, and the rules that are still open.
+
+    A row is counted only for the first rule that it breaks.
+
+    Args:
+        rules: the rules.
+        table: partial plans.
+        reader: facts and cached verdicts.
+    """
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
     alive = np.ones(len(table), dtype=bool)
@@ -213,25 +229,32 @@ def broken(
 
 
 def as_plan(values: Mapping[str, Any]) -> Plan:
-    """A whole plan from a row: what is not decided has its default."""
+    """Return a complete plan from a row, with defaults for undecided fields."""
     return Plan(**{name: value for name, value in values.items() if name in PLAN_FIELDS})
 
 
 @dataclass(frozen=True, slots=True)
 class Crossed:
-    """A rule's verdicts on every row of one table with every row of another."""
+    """Verdicts of a rule on every row of one table with every row of another."""
 
     left: Rows
     right: Rows
     grid: NDArray[np.uint8]
 
     def rows(self, part: slice) -> Mask:
-        """Whether the rule is broken, for some rows of the left table and all of the right: [left, right]."""
+        """Return a mask [left, right] of broken pairs, for some rows of the left table and all of the right."""
         return self.grid[self.left[part]][:, self.right] == BROKEN
 
 
 def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: RuleReader) -> Crossed:
-    """Ask a rule about every pair of rows, once for each combination of the fields that it reads."""
+    """Compute a rule's verdicts on every pair of rows, once for each combination of the fields that it reads.
+
+    Args:
+        rule: the rule.
+        left: one table.
+        right: another table.
+        reader: facts and cached verdicts.
+    """
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = set(known)

@@ -1,4 +1,4 @@
-"""A decoder's shape as the planner asks it: by layer, by stage and by rank."""
+"""Shape of a decoder by layer, stage and rank, and the features of the training software."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from weft.config.traced_model import TracedLayer, TracedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape(DecoderWidths):
-    """Widths and counts of a decoder, in values (no bytes), and what a division of it gives a rank."""
+    """Widths and counts of a decoder, in values (not bytes), and their shares on a rank."""
 
     @property
     def moe_share(self) -> float:
-        """Of the layers, those with experts."""
+        """Share of the layers with experts."""
         return self.moe_layers / self.layers
 
     @property
     def dense_share(self) -> float:
-        """Of the layers, those without experts."""
+        """Share of the layers without experts."""
         return (self.layers - self.moe_layers) / self.layers
 
     def sharded_widths(self, t: Any) -> tuple[Any, Any]:
@@ -35,43 +35,43 @@ class Shape(DecoderWidths):
         return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 
     def ffn_widths(self, t: Any) -> tuple[Any, Any]:
-        """Return the columns of one product that goes up, of a mean layer on one of `t` tensor-parallel ranks.
+        """Return the widths of one up projection (dense layers, experts) of a mean layer on one of `t` ranks.
 
-        Those of dense feed-forward parts, and those of the experts that a token visits with the shared ones.
+        The second includes the experts that a token is routed to and the shared experts.
         """
         return self.dense_share * self.ffn / t, self.moe_share * (self.top_k * self.expert_ffn + self.shared_ffn) / t
 
     @property
     def crossings(self) -> float:
-        """Tensors of a token that go from a stage of a pipeline to the next."""
+        """Tensors per token that are sent from a pipeline stage to the next."""
         return 1.0
 
     @property
     def layer_weights(self) -> float:
-        """What the runtime weighs a layer with to divide layers into stages: the parameters of the commonest kind."""
+        """Weight of a layer when the runtime divides layers into stages: the parameters of the most common kind."""
         mostly_mixtures = 2 * self.moe_layers >= self.layers
         return float(max(1, self.moe_layer_params if mostly_mixtures else self.dense_layer_params))
 
     @property
     def head_weights(self) -> float:
-        """The same of the head."""
+        """Weight of the head when the runtime divides layers into stages."""
         return float(self.table_params)
 
     def stage_layers(self, num_stages: int) -> tuple[int, ...]:
-        """Return the layers of each stage, from the embedding on, as the runtime divides them.
+        """Return the layers of each stage, starting with the embedding's, as the runtime divides them.
 
         Raises:
-            ValueError: for too few layers.
+            ValueError: if there are too few layers.
         """
         return shares.divide_layers([1.0] * self.layers, num_stages, after=self.head_weights / self.layer_weights)
 
 
-# The shape of a model that was traced: the widths that it has, and the trace that says all else.
+# Shape of a traced model.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedShape(Shape):
-    """The widths that a traced model has, and the trace that says all else. Without a sequence, a sample is a token."""
+    """Widths of a traced model, and its trace for everything else. Without sequences, a sample counts as a token."""
 
     traced: TracedModel
 
@@ -93,7 +93,7 @@ class TracedShape(Shape):
 
     @classmethod
     def of(cls, traced: TracedModel) -> TracedShape:
-        """Return the shape of a description."""
+        """Return the shape of a traced model."""
         attention = traced.attention
         return cls(
             vocab=traced.vocab,
@@ -109,7 +109,7 @@ class TracedShape(Shape):
 
     @staticmethod
     def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-        """Return heads, widths and layers of a traced model; what else it forbids is in its limits."""
+        """Return heads, widths and layers of a traced model for plan rules. Its limits have all other restrictions."""
         attention = traced.attention
         legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
         return DecoderSpec(
@@ -124,56 +124,72 @@ class TracedShape(Shape):
         )
 
 
-# What the software does that changes time or memory, by feature: kernels, overlap, number formats of states.
+# Software features that change time or memory: kernels, overlap, number formats of states.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Features of a training stack. The defaults are what Weft's runtime does.
+    """Features of a training stack. The defaults describe Weft's runtime.
 
-    flash: fused attention, no scores in memory. flash_version: 3, the kernels made for the device; 2, FlashAttention 2,
-    made for Ampere; 1, the first. attn_gain: speed of its attention kernels over those of that version.
-    eager_pieces: pieces of a cut sequence go through FlashAttention 2, whatever whole ones go through, and are joined
-    by single kernels (else through the same attention, and each is joined by one kernel).
-    cp_sum_bytes: of a key's gradient as it travels between the ranks of a sequence.
-    fused_softmax: without flash, one kernel scales, masks and normalises the scores (else several, in fp32).
-    fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
-    fused_loss: the loss works in place on the logits (else fp32 copies of them).
-    fused_sums: weight gradients are added to the sum of former passes inside their matmuls.
-    cut_loss: where logits would be large, and under tensor parallelism, the head gives the loss a few tokens at a time.
-    loss_bytes: peak memory of a loss of whole logits by logit, beside which compiled code needs 10 and a fused loss 6.
-    adam_bytes: memory traffic of the update by parameter. overlap_grads: gradients travel under backward.
-    overlap_params: gathered parameters travel under compute. overlap_tp: tensor-parallel traffic hides under matmuls.
-    overlap_tp_backward: in backward alone, where the weight gradients need none of it.
-    overlap_p2p: pipeline sends hide under compute. grad_bytes: of one gradient as it is kept.
-    reduce_bytes: as it travels. short_summands: gradients of half formats that are not added up first travel in them to
-    other ranks of the node, as in Weft. travel_once: under ZeRO 1 and 2 gradients leave bucket by bucket, after the
-    last pass of a step (else those of ZeRO 1 stay whole, and those of ZeRO 2 leave after every pass).
-    main_bytes: master weight and states of one parameter (Adam in fp32: 12).
-    weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
-    regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
-    lean_graphs: compiled blocks keep no input of a product that element-wise operations make from what is kept too: a
-    norm's output, the product of a gated layer. Backward makes it again (else it is kept).
-    wide_router: what chooses experts reads its input in fp32, and keeps it.
-    opaque_experts: compiled blocks hold experts as one operator, which runs as it stands, and of which selective
-    recompute sees nothing (else they are like the other layers).
-    selective_half: selective recompute makes every second product again (else none: it keeps them all).
-    replay_stops: full recompute ends before a layer's last product, whose result backward does not ask for, and the sum
-    after it (else it makes the whole forward again).
-    own_groups: communicators are those that Weft's ranks make, lanes between stages among them (else one for all ranks
-    and one for each axis in use).
-    dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
-    scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
-    tensor-parallel ranks too (else each expert is split over them). once_per_node: a token goes to a node once, however
-    many of its experts are there. fp8_inputs: with fp8, products keep their inputs for backward in fp8.
-    fp8_gather: with fp8, weights that are gathered travel in it too. half_wgrad: with fp8, gradients of weights are
-    products of the half format, as in Weft. half_experts: with fp8, products of stacked experts, and what chooses them,
-    are of the half format, as in Weft. row_scales: with fp8, each token and each output feature has a scale of its own,
-    as in Weft by default (else one scale a tensor). vocab_multiple: the vocabulary is padded to it, times tp.
-    balanced_stages: layers are split over a pipeline so that embedding and head count as the layers that they cost.
-    bucket_params: parameters whose gradients travel together, or bucket_params_per_rank for each rank that shares them
-    where that is more. bucket_bytes: buffers beside the gradients, in which they and the parameters travel under ZeRO 1
-    and 2.
+    Attributes:
+        flash: fused attention without scores in memory.
+        flash_version: 3 for kernels made for the device, 2 for FlashAttention 2 (made for Ampere), 1 for the first.
+        attn_gain: speed of the attention kernels relative to this version.
+        eager_pieces: blocks of context parallelism use FlashAttention 2, even if full sequences do not, and are merged
+            by several kernels. If False, blocks use the same attention, and each is merged by one kernel.
+        cp_sum_bytes: bytes of a key's gradient as communicated between context-parallel ranks.
+        fused_softmax: without flash, one kernel scales, masks and normalises the scores. If False, several in fp32.
+        fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
+        fused_loss: the loss works in place on the logits. If False, it makes fp32 copies.
+        fused_sums: weight gradients are accumulated inside their matmuls.
+        cut_loss: for large logits, and under tensor parallelism, the head computes the loss in chunks of tokens.
+        loss_bytes: peak bytes per logit of an unchunked loss. Compiled code needs 10, a fused loss 6.
+        adam_bytes: memory traffic of the update per parameter.
+        overlap_grads: gradient communication overlaps with backward.
+        overlap_params: parameter gathering overlaps with compute.
+        overlap_tp: tensor-parallel communication overlaps with matmuls.
+        overlap_tp_backward: it does so only in backward, during weight gradients that do not need it.
+        overlap_p2p: pipeline sends overlap with compute.
+        grad_bytes: bytes of a stored gradient.
+        reduce_bytes: bytes of a gradient as communicated.
+        short_summands: gradients in half formats that are not accumulated are sent in that format to other ranks of the
+            node, as in Weft.
+        travel_once: under ZeRO 1 and 2 gradients are communicated bucket by bucket, after the last pass of a step. If
+            False, full gradients are stored under ZeRO 1, and reduced after every pass under ZeRO 2.
+        main_bytes: bytes of master weight and states of one parameter (Adam in fp32: 12).
+        weight_bytes: bytes of one parameter as forward reads it.
+        gather_bytes: bytes of one parameter as zero=3 gathers it.
+        regather_sp: sequence-parallel inputs are gathered again in backward. If False, the gathered copy is saved.
+        lean_graphs: compiled blocks do not save a matmul input that element-wise operations compute from saved tensors,
+            such as a norm's output or the product of a gated layer. Backward recomputes it. If False, it is saved.
+        wide_router: the router reads its input in fp32, and saves it.
+        opaque_experts: compiled blocks contain experts as one operator that is not compiled, and that selective
+            recompute does not look into. If False, experts are like other layers.
+        selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
+        replay_stops: full recompute ends before a layer's last matmul and its reduction, whose result backward does not
+            need. If False, it recomputes all of forward.
+        own_groups: communicators as Weft's ranks create them, including pairs of stages. If False, one for all ranks
+            and one for each axis in use.
+        dropout: masks are computed and saved.
+        cuda_graphs: no launch gaps.
+        host_gain: speed of its host code relative to the table.
+        scatter_p2p: tensor-parallel ranks each send one slice between stages.
+        fold_experts: experts are distributed over the tensor-parallel ranks too. If False, each expert is sharded over
+            them.
+        once_per_node: a token is sent to a node once, however many of its experts are on it.
+        fp8_inputs: with fp8, matmuls save their inputs for backward in fp8.
+        fp8_gather: with fp8, gathered weights are communicated in fp8 too.
+        half_wgrad: with fp8, weight gradients are computed in the half format, as in Weft.
+        half_experts: with fp8, matmuls of stacked experts and of the router use the half format, as in Weft.
+        row_scales: with fp8, each token and each output feature has its scale, as in Weft by default. If False, one
+            scale per tensor.
+        vocab_multiple: the vocabulary is padded to a multiple of this, times tp.
+        balanced_stages: layers are divided over a pipeline with embedding and head counted as the layers that they
+            cost.
+        bucket_params: parameters whose gradients are communicated together.
+        bucket_params_per_rank: the same for each rank that shares them, if this gives more.
+        bucket_bytes: communication buffers for gradients and parameters under ZeRO 1 and 2, in addition to the
+            gradients.
     """
 
     name: str = "weft"

@@ -1,4 +1,4 @@
-"""How large an adapter is, and what its frozen base takes, without building the model."""
+"""Sizes of adapters and their frozen base, trained shares of a model, and document mixes, without the model."""
 
 from __future__ import annotations
 
@@ -21,29 +21,35 @@ from weft.units import counted, parse_count
 if TYPE_CHECKING:
     from weft.config.sections import AdapterSection, OptimizerGroup
 
-#: Of a linear layer: inputs and outputs.
+#: (inputs, outputs) of a linear layer.
 Widths = tuple[float, float]
-#: As in `models/adapters/base_format.py`, which loads torch (a test holds them together): weights of a block, and the
-#: bytes of one with its scale.
+#: Equal to `models/quantized_linear.py`, which imports torch; a test compares them: weights of a block, and the
+#: bytes of a block with its scale.
 BLOCK = 64
 BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
-#: Bytes that unpacking a weight moves, kernel by kernel, as `BaseFormat.unpack` calls them: the code copied (2),
-#: widened (5), scaled (8) and narrowed (6); of nf4 two codes are taken out of a byte (1.5), widened (2.5) and looked up
-#: (4) for each half, so per weight 15, then brought together (8), scaled (8) and narrowed (6).
+#: Bytes moved per unpacked weight by the kernels of `BaseFormat.unpack`. int8: the code is copied (2), widened (5),
+#: scaled (8) and narrowed (6). nf4: for each half of a byte, a code is extracted (1.5), widened (2.5) and looked up
+#: (4), in all 15 per weight; then the halves are joined (8), scaled (8) and narrowed (6).
 UNPACKED = {"int8": 21.0, "nf4": 37.0}
-#: Weights that are unpacked at a time, as `models/adapters/base_format.py` has it.
+#: Weights that are unpacked in one chunk, as in `models/quantized_linear.py`.
 UNPACKED_AT_ONCE = 2**23
-#: Kernels of that.
+#: Kernel calls to unpack one weight matrix.
 UNPACKS = {"int8": 5, "nf4": 11}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSize:
-    """An adapter on a mean layer of a model, all else of which is frozen.
+    """Adapter on a mean layer of a model whose other weights are frozen.
 
-    rank: of its matrices. width: inputs and outputs of the adapted products, added up. products: how many.
-    base: how frozen linear layers keep their weights: "stored", "int8" or "nf4". packed: weights of a mean layer that
-    are kept so; packed_bytes: what they take; packed_products: products with them; largest: weights of the largest.
+    Attributes:
+        rank: rank of its matrices.
+        width: sum of inputs and outputs of the adapted linear layers.
+        products: number of adapted linear layers.
+        base: storage of frozen linear layers: "stored", "int8" or "nf4".
+        packed: number of packed weights in a mean layer.
+        packed_bytes: bytes of the packed weights.
+        packed_products: number of linear layers with packed weights.
+        largest: weights of the largest packed matrix.
     """
 
     rank: int
@@ -61,16 +67,16 @@ class AdapterSize:
         return self.rank * self.width
 
     def params_of_rank(self, layers: Any, t: Any) -> Any:
-        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks, which cut one of two matrices.
+        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks.
 
-        Numbers or numpy arrays.
+        One of two matrices is sharded. Accepts numbers or numpy arrays.
         """
         return layers * self.params * (0.5 + 0.5 / t)
 
     def unpacking_bytes(self, t: Any, width: Any) -> Any:
-        """Return the bytes that unpacking the largest weight of a packed base takes.
+        """Return the bytes needed to unpack the largest weight of a packed base.
 
-        The weight, and two values of 4 bytes for each of those that are unpacked at once.
+        They are the weight, and two values of 4 bytes for each weight of a chunk.
 
         Args:
             t: tensor-parallel ranks.
@@ -81,17 +87,17 @@ class AdapterSize:
 
     @property
     def unpacked_bytes(self) -> float:
-        """Bytes that unpacking the base of a mean layer moves."""
+        """Bytes moved to unpack the base of a mean layer."""
         return self.packed * UNPACKED.get(self.base, 0.0)
 
     @property
     def unpack_calls(self) -> float:
-        """Kernels of that."""
+        """Kernel calls to unpack the base of a mean layer."""
         return self.packed_products * UNPACKS.get(self.base, 0)
 
     @classmethod
     def of(cls, spec: DecoderSpec, section: AdapterSection) -> AdapterSize | None:
-        """Return the size for one of Weft's decoders; None where the section asks for none."""
+        """Return the size for one of Weft's decoders, or None if the section requests no adapter."""
         if not section.rank:
             return None
         every = [(layer, *each) for layer in range(spec.num_layers) for each in _products(spec, layer)]
@@ -107,14 +113,14 @@ class AdapterSize:
     def of_widths(
         cls, rank: int, num_layers: int, adapted: Iterable[Widths], base: str = "stored", frozen: Iterable[Widths] = ()
     ) -> AdapterSize:
-        """Return the size by the widths of linear layers, of a whole model.
+        """Return the size by the widths of all linear layers of a model.
 
         Args:
-            rank: of the matrices.
-            num_layers: of the model, over which the mean is taken.
+            rank: rank of the adapter's matrices.
+            num_layers: layers of the model, for the mean.
             adapted: (inputs, outputs) of each layer with an adapter.
-            base: how frozen linear layers keep their weights.
-            frozen: (inputs, outputs) of each layer that keeps them so.
+            base: storage of frozen linear layers.
+            frozen: (inputs, outputs) of each layer with this storage.
         """
         chosen = list(adapted)
         kept = list(frozen) if base in BLOCK_BYTES else []
@@ -131,12 +137,12 @@ class AdapterSize:
 
     @classmethod
     def of_shape(cls, shape: DecoderWidths, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size on all linear layers of a decoder but the head, routers and stacked experts.
+        """Return the size for adapters on all linear layers of a decoder except the head, routers and stacked experts.
 
         Args:
-            shape: of the decoder.
-            rank: of the matrices.
-            base: how frozen linear layers keep their weights.
+            shape: widths of the decoder.
+            rank: rank of the adapter's matrices.
+            base: storage of frozen linear layers.
         """
         dense = [*attention_products(shape), *feed_forward_products(shape, shape.ffn)] * (
             shape.layers - shape.moe_layers
@@ -146,24 +152,24 @@ class AdapterSize:
 
     @classmethod
     def of_traced(cls, traced: TracedModel, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size on all linear layers of a traced model that may have an adapter.
+        """Return the size for adapters on all linear layers of a traced model that may have one.
 
         Args:
             traced: the model.
-            rank: of the matrices.
-            base: how frozen linear layers keep their weights.
+            rank: rank of the adapter's matrices.
+            base: storage of frozen linear layers.
         """
         found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
         return cls.of_widths(rank, traced.num_layers, found, base, found)
 
 
 def _row_bytes(inputs: float, base: str) -> float:
-    """Bytes of a row of weights: whole blocks."""
+    """Return the bytes of a row of weights, rounded up to full blocks."""
     return -(-inputs // BLOCK) * BLOCK_BYTES[base]
 
 
 def attention_products(shape: DecoderWidths) -> list[Widths]:
-    """Inputs and outputs of each product of an attention layer."""
+    """Return the inputs and outputs of each linear layer of an attention layer."""
     h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if not shape.kv_rank:
         return [(h, q), (h, kv), (h, kv), (q, h)]
@@ -173,7 +179,7 @@ def attention_products(shape: DecoderWidths) -> list[Widths]:
 
 
 def feed_forward_products(shape: DecoderWidths, width: int) -> list[Widths]:
-    """Inputs and outputs of each product of a feed-forward layer of this width."""
+    """Return the inputs and outputs of each linear layer of a feed-forward layer of this width."""
     return [*[(shape.hidden, width)] * (2 if shape.gated else 1), (width, shape.hidden)] if width else []
 
 
@@ -182,7 +188,7 @@ def _fits(path: str, targets: Sequence[str]) -> bool:
 
 
 def _products(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int, int]]:
-    """(Path in the block, inputs, outputs) of the linear layers of one block."""
+    """Yield (path in the block, inputs, outputs) of the linear layers of one block."""
     dim, q, kv = spec.dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield from (("attn.q", dim, q), ("attn.k", dim, kv), ("attn.v", dim, kv), ("attn.o", q, dim))
     part, width = "mlp", spec.ffn_dim
@@ -194,16 +200,20 @@ def _products(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int, int]]:
     yield f"{part}.down", width, dim
 
 
-# Which share of a decoder is trained where groups of the optimizer have lr=0, without building the model.
+# Trained share of a decoder if optimizer groups have lr=0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedPart:
-    """Shares, 0 to 1, of parameters that have gradients.
+    """Shares, 0 to 1, of parameters with gradients.
 
-    layers: of a mean layer outside of its experts. most: of the layer that trains most. experts: of the experts of all
-    layers. embedding, head: of these. reach: of the layers, those through which gradients flow: from the first with a
-    trained parameter on, or all where the embedding is trained.
+    Attributes:
+        layers: share in a mean layer, without experts.
+        most: share in the layer with the largest share.
+        experts: share of the experts of all layers.
+        embedding, head: shares of embedding and head.
+        reach: share of the layers with backward: from the first layer with a trained parameter on, or all layers if the
+            embedding is trained.
     """
 
     layers: float = 1.0
@@ -214,13 +224,18 @@ class TrainedPart:
     reach: float = 1.0
 
     def of_ends(self, embedding: Any, head: Any) -> Any:
-        """Return the share of the ends that a rank trains. embedding, head: whether it holds them; bool or arrays."""
+        """Return the trained share of a rank's embedding and head.
+
+        Args:
+            embedding: True if the rank has the embedding; bool or array.
+            head: True if the rank has the head; bool or array.
+        """
         held = 1.0 * embedding + 1.0 * head
         return (embedding * self.embedding + head * self.head) / (held + (held == 0))
 
     @classmethod
     def of(cls, spec: DecoderSpec, groups: Sequence[OptimizerGroup]) -> TrainedPart | None:
-        """Return the shares of one of Weft's decoders; None where no group has lr=0."""
+        """Return the shares of one of Weft's decoders, or None if no group has lr=0."""
         if all(group.lr != 0 for group in groups):
             return None
         sizes: dict[str, list[float]] = {}
@@ -250,9 +265,9 @@ def _is_frozen(name: str, groups: Sequence[OptimizerGroup]) -> bool:
 
 
 def parameters_of(spec: DecoderSpec) -> Iterator[tuple[str, str, float]]:
-    """Yield (part, name, size) of all parameters, as `models/transformer.py` calls them: a test holds them together.
+    """Yield (part, name, size) of all parameters, with the names of `models/decoder.py`. A test compares them.
 
-    The last norm counts to the head.
+    The last norm counts as part of the head.
     """
     dim, gpt2 = spec.dim, spec.family == "gpt2"
     table = float(spec.vocab_size * dim)
@@ -292,16 +307,18 @@ def _of_block(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int]]:
             yield f"{norm}.bias", dim
 
 
-# What a step computes without gradients beside its own forward and backward: a reference, a teacher, a second look.
+# Computation of a step without gradients, in addition to its own forward and backward: a reference model or a teacher.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenWork:
-    """Forward passes over a step's sequences through which no gradient goes.
+    """Forward passes over a step's sequences without gradients.
 
-    own: by the trained model, such as with its adapter off. shape: of a second model that lies on the ranks as the plan
-    says and never changes; None: there is none. other: passes of that one. whole_logits: the loss takes the logits of
-    both models whole.
+    Attributes:
+        own: passes of the trained model, for example with its adapter disabled.
+        shape: shape of a second, frozen model that is distributed by the same plan, or None.
+        other: passes of the second model.
+        whole_logits: the loss needs the full logits of both models.
     """
 
     own: float = 0.0
@@ -310,11 +327,11 @@ class FrozenWork:
     whole_logits: bool = False
 
 
-# Which share of the products of blocks stays in bf16 under precision=fp8, by `train.bf16_layers`, without a model.
+# Share of the matmuls of blocks that stays in bf16 under precision=fp8, by `train.bf16_layers`.
 
 _LINEAR = re.compile(r"blocks\.(\d+)\.((?:attn|mlp)\.(?!router).*)\.weight")
 _END = re.compile(r"(first|last):(\d+)")
-#: What models of transformers call the layers that Weft's decoders have.
+#: Names in transformers of the layers that Weft's decoders have.
 _ELSEWHERE = {
     "attn.q": "self_attn.q_proj",
     "attn.k": "self_attn.k_proj",
@@ -327,12 +344,12 @@ _ELSEWHERE = {
 
 
 def half_share(spec: DecoderSpec, words: Sequence[str]) -> float:
-    """Return the share, 0 to 1, of the work of linear layers in blocks, stacked experts apart, that stays in bf16.
+    """Return the share, 0 to 1, of the FLOPs of linear layers in blocks, without stacked experts, that stays in bf16.
 
     Args:
-        spec: of the decoder.
+        spec: specification of the decoder.
         words: `first:N`, `last:N`, and patterns of paths, of Weft's decoders or of the Llama family in transformers.
-            Those that name nothing here count for nothing.
+            Patterns that match nothing are ignored.
     """
     kept = whole = 0.0
     for _, name, size in parameters_of(spec) if words else ():
@@ -352,23 +369,26 @@ def _names(word: str, block: int, paths: Sequence[str], num_blocks: int) -> bool
     return any(fnmatchcase(path, word) for path in paths)
 
 
-# Documents of mixed lengths, packed one after another into sequences: what attention sees of them.
+# Documents of mixed lengths that are packed into sequences.
 
 _EXAMPLE = "--documents 512:9,8k:1"
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentMix:
-    """How many documents have which length.
+    """Distribution of document lengths.
 
-    counts: (tokens of a document, how many there are of it, relative to the others), shortest first.
+    Attributes:
+        counts: (tokens of a document, relative number of such documents), shortest first.
     """
 
     counts: tuple[tuple[int, float], ...]
 
     @classmethod
     def parse(cls, text: str) -> DocumentMix:
-        """Return the mix of "512:9,8k:1": nine documents of 512 tokens for each of 8,000; "900": all of one length.
+        """Return the mix of a text such as "512:9,8k:1": nine documents of 512 tokens for each of 8,000.
+
+        "900" is a mix with one length.
 
         Raises:
             ConfigError: for another text, or a length or count that is not above 0.
@@ -387,10 +407,10 @@ class DocumentMix:
         return cls(tuple(sorted(found.items())))
 
     def pieces(self, seq_len: int) -> Iterator[tuple[int, float]]:
-        """Yield (tokens, share of all tokens) of what a sequence holds in one piece, shortest first.
+        """Yield (tokens, share of all tokens) of the segments in sequences, shortest first.
 
-        A document longer than a sequence fills whole ones, and its rest is a piece of its own. Where packing cuts
-        others at the end of a sequence, that is not counted.
+        A document longer than a sequence fills full sequences, and its rest is a separate segment. The splitting of
+        other documents at the end of a sequence is not modelled.
         """
         tokens: defaultdict[int, float] = defaultdict(float)
         for length, count in self.counts:
