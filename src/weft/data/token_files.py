@@ -92,9 +92,10 @@ _MOST_WEIGHTS = 256
 
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
-    """What a split holds. files: name -> (bytes, blake2b hex digest).
+    """Files and counts of a split.
 
-    weights: those of the numbers 2, 3, ... in the masks; 0 is no weight, and 1 a weight of 1.
+    `files` maps each name to (bytes, blake2b hex digest). `weights` are the loss weights for the mask values 2, 3, ...
+    Mask value 0 is weight 0, and 1 is weight 1.
     """
 
     num_tokens: int
@@ -145,10 +146,10 @@ class SplitWriter:
     """Appends documents to a split.
 
     Args:
-        folder: a new one.
+        folder: a new folder.
         vocab_size: decides between 2 and 4 bytes for a token.
-        with_mask: keep a mask (it is dropped at the end if all tokens are trained).
-        shard_bytes: of the tokens in one file.
+        with_mask: write a mask, which is dropped at the end if all tokens are trained.
+        shard_bytes: bytes of tokens in one file.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, with_mask: bool, shard_bytes: int = SHARD_BYTES):
@@ -205,7 +206,7 @@ class SplitWriter:
         return np.array(numbers, np.uint8)[places]
 
     def end_document(self) -> None:
-        """Close the open document; what is appended next begins another one."""
+        """Close the open document. The next tokens begin another one."""
         self._num_documents += 1
         self._pending.append(self._num_tokens)
         if len(self._pending) >= _OFFSETS_FLUSH:
@@ -221,7 +222,7 @@ class SplitWriter:
                 output.handle.close()
 
     def close(self) -> SplitCounts:
-        """Write what is left, close the files, and return what they hold."""
+        """Write the buffered tokens, close the files, and return their counts."""
         self._flush_offsets()
         for output in (self._offsets, self._tokens, self._mask):
             self._finish(output)
@@ -258,10 +259,10 @@ class SplitWriter:
 
 
 class SplitReader:
-    """Reads a split by position. The files' sizes are checked when it opens, their digests by `verify_split`.
+    """Reads a split by position. The constructor checks the files' sizes, and `verify_split` their digests.
 
     Raises:
-        DataError: where a file is missing, or is not as large as `counts` says.
+        DataError: if a file is missing or its size differs from `counts`.
     """
 
     def __init__(self, folder: Path, counts: SplitCounts):
@@ -276,11 +277,11 @@ class SplitReader:
         self._masks = [_mapped(folder / f"trained-{n:05d}.bin", "u1") for n in shards] if counts.has_mask else None
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Return `length` tokens from `start`, of the stored integer type; past the end it goes on at the beginning."""
+        """Return `length` tokens from `start`, in the stored integer dtype. Positions wrap at the end of the split."""
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """Return uint8 [length], 0 where the token is not trained; None where all are. Wraps like `tokens`."""
+        """Return a mask, uint8 [length], 0 for tokens that are not trained, or None if all are. Wraps like `tokens`."""
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
@@ -315,7 +316,7 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
-    """Return a sentence for each file that is missing or has another size than the manifest says."""
+    """Return a sentence for each file that is missing or whose size differs from the manifest."""
     found = []
     for name, (size, _) in counts.files.items():
         path = folder / name
@@ -327,13 +328,13 @@ def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
 
 
 def verify_split(folder: Path, counts: SplitCounts, report: Callable[[int, int], None] | None = None) -> list[str]:
-    """Read every file and compare its digest; return a sentence for each that is damaged.
+    """Read every file, compare its digest, and return a sentence for each damaged file.
 
-    Takes about a second for each GB and core; up to four files are read at a time.
+    It takes about a second per GB and core. Up to four files are read in parallel.
 
     Args:
-        folder: of the split.
-        counts: what its manifest says.
+        folder: folder of the split.
+        counts: counts in its manifest.
         report: called as report(done, total), in bytes.
     """
     wrong = size_problems(folder, counts)

@@ -1,4 +1,4 @@
-"""Recordings of a source as features, by index. What is drawn at random follows from (seed, epoch, index)."""
+"""Features of a source's recordings, by index. Random draws are a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from weft.data.media.media_records import MediaRecords
 
 
 class Sounds:
-    """Recordings, heard in one way.
+    """Features of the recordings of a source, with one transform.
 
     Args:
-        source: where they lie.
-        hearing: how they are heard.
-        features: what is made of their samples.
-        seed: of the run.
+        source: the recordings.
+        hearing: the transform of the samples.
+        features: the features computed from the samples.
+        seed: the run's seed.
     """
 
     dtype = np.dtype(np.float32)
-    #: The option that makes what is decoded smaller.
+    #: The option that reduces the size of a decoded sample.
     smaller = "seconds"
 
     def __init__(self, source: MediaRecords, hearing: AudioTransform, features: Features, seed: int):
@@ -43,7 +43,7 @@ class Sounds:
         return (self[index] for index in range(len(self)))
 
     def in_epoch(self, epoch: int, index: int) -> tuple[NDArray[np.float32], Any]:
-        """Return a sample as it sounds in an epoch: features and what is learnt."""
+        """Return the features and the target of a sample in an epoch."""
         return self.decoded(epoch, index), self.learnt(index)
 
     def learnt(self, index: int) -> Any:
@@ -76,6 +76,6 @@ class Sounds:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Sounds:
-        """Return what `told` described."""
+        """Return the object that `told` describes."""
         source, features = MediaRecords.parse(told["source"]), parse_features(told["features"])
         return cls(source, AudioTransform(**told["hearing"]), features, told["seed"])

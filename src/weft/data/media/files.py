@@ -1,6 +1,6 @@
-"""Records with a picture or sound, and what it shows or says, in `.tar` shards, jsonl, parquet and folders of classes.
+"""Records with a picture or recording and a label or text, in `.tar` shards, jsonl, parquet and folders of classes.
 
-They say where each lies, unread.
+Records give the location of their media, which is not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.files import open_regular
 
 #: Suffixes of files of records.
 RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
-#: How media is reached: a stretch of the file, a file beside it, base64 in a line, a row, a file below a folder.
+#: Media locations: byte range of the file, separate file, base64 in a line, row, file below a folder.
 STRETCH, FILE, LINE, ROW, BELOW = range(5)
 
 _LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
@@ -37,15 +37,19 @@ _MOST_LINE_BYTES = 256 * 2**20
 _READ_BYTES = 2**20
 #: Row groups of media that a process holds.
 _GROUPS = 4
-#: What a damaged row of a parquet file raises when it is converted to Python values.
+#: Exceptions raised when a damaged row of a parquet file is converted to Python values.
 _BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordColumns:
-    """Names of the columns, or of the suffixes in a tar, that hold media and what is learnt of it; "": the usual names.
+    """Names of the columns, or of the suffixes in a tar, with media and targets. "" stands for the usual names.
 
-    kind: of the media. is_text: whether a text is learnt, in place of a class.
+    Attributes:
+        media: column of the media.
+        label: column of the class or text.
+        kind: kind of the media.
+        is_text: the target is a text, not a class.
     """
 
     media: str = ""
@@ -55,19 +59,27 @@ class RecordColumns:
 
     @property
     def learnt(self) -> str:
-        """What is learnt, in a word, which is also the option that names its column."""
+        """The kind of target, "text" or "label", which is also the option with its column."""
         return "text" if self.is_text else "label"
 
     def media_column(self, record: Mapping[str, Any], path: Path) -> str:
-        """Return the column of the media. DataError where there is none."""
+        """Return the column of the media.
+
+        Raises:
+            DataError: if the record has no such column.
+        """
         return _column(record, self.media, self.kind.columns, (self.kind.one, self.kind.option), path)
 
     def label_column(self, record: Mapping[str, Any], path: Path) -> str:
-        """Return the column of what is learnt. DataError where there is none."""
+        """Return the column of the target.
+
+        Raises:
+            DataError: if the record has no such column.
+        """
         return _column(record, self.label, _TEXTS if self.is_text else _LABELS, (self.learnt, self.learnt), path)
 
     def label_of(self, value: Any) -> int | str | None:
-        """Return a class by number or name, or a text; None for anything else."""
+        """Return a class number, a class name or a text, or None for any other value."""
         if isinstance(value, str) and not is_valid_text(value):
             return None
         if self.is_text:
@@ -77,9 +89,17 @@ class RecordColumns:
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """One record. name: as people find it. kind, offset, length: how its media is reached, and where.
+    """One record.
 
-    encoded: the media. label: a number or a text. reason: why it cannot be used; "": it can.
+    Attributes:
+        name: name for messages.
+        kind: location kind of its media.
+        offset: position in the file, or row number.
+        length: bytes of the media in the file.
+        path: path of a separate file.
+        encoded: the media.
+        label: a class number, a class name or a text.
+        reason: why the record cannot be used, or "".
     """
 
     name: str
@@ -93,14 +113,14 @@ class FoundRecord:
 
 
 def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
-    """Yield the records of a file, in its order.
+    """Yield the records of a file, in order.
 
     Args:
-        path: of the file, whose suffix says how it is read, or of a folder of classes.
-        columns: where media and labels are.
+        path: a file of records, whose suffix gives the format, or a folder of classes.
+        columns: columns of media and labels.
 
     Raises:
-        DataError: if the file is damaged or cut off, or its first record has no such columns.
+        DataError: if the file is damaged or cut off, or its first record lacks the columns.
     """
     try:
         if path.is_dir():
@@ -118,18 +138,18 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
 
 
 def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns: RecordColumns) -> Encoded:
-    """Return the media of a record whose place is known.
+    """Return the media of a record by location.
 
     Args:
-        path: of the file of records.
-        name: of the record.
-        kind: how it is reached.
-        offset: in the file, or the number of the row.
-        length: of the stretch.
-        columns: where media and labels are.
+        path: the file of records.
+        name: name of the record.
+        kind: location kind.
+        offset: position in the file, or row number.
+        length: number of bytes.
+        columns: columns of media and labels.
 
     Raises:
-        DataError: where it is not there any more.
+        DataError: if the media is no longer there.
     """
     if kind in (FILE, BELOW):
         return Encoded(name, str(inside(path if kind == BELOW else path.parent, name)))
@@ -167,12 +187,13 @@ def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
 
 
 def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, tarfile.TarInfo]]]:
-    """Yield (archive, name, files by suffix) of files that share all before the first dot, one after another.
+    """Yield (archive, name, files by suffix) for consecutive files whose names are equal up to the first dot.
 
-    path: of the archive.
+    Args:
+        path: the archive.
 
     Raises:
-        DataError: where it is damaged or cut off.
+        DataError: if it is damaged or cut off.
     """
     sample: dict[str, tarfile.TarInfo] = {}
     stem = ""
@@ -211,7 +232,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
 
 
 def _check_end(path: Path, end: int) -> None:
-    """An archive ends with blocks of zeros, and nothing stands after them."""
+    """Check that the archive ends with blocks of zeros, with no data after them."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(end)
@@ -267,9 +288,10 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield (number from 1, offset, line) of the lines that are not blank; None for a line that is too long.
+    """Yield (number from 1, offset, line) of the lines that are not blank. A line that is too long is None.
 
-    path: of the file.
+    Args:
+        path: the file.
 
     Raises:
         OSError: if the file cannot be read.
@@ -346,14 +368,14 @@ def _record(
 
 
 def inside(root: Path, path: str) -> Path:
-    """Return the file that a record names.
+    """Return the path of the file that a record names.
 
     Args:
         root: folder of the records.
-        path: as the record has it.
+        path: path in the record.
 
     Raises:
-        DataError: if it lies outside of the folder, or the text cannot be the name of a file.
+        DataError: if it is outside of the folder, or the text is not a valid file name.
     """
     try:
         file = root / path
@@ -368,7 +390,7 @@ def inside(root: Path, path: str) -> Path:
 
 
 def held_bytes(value: Any) -> bytes | None:
-    """Return the bytes of media that stand in the record itself; None: there are none."""
+    """Return the media bytes that a record contains, or None if it contains no media."""
     if isinstance(value, Mapping):
         value = value.get("bytes")
         if isinstance(value, str):
@@ -425,7 +447,7 @@ def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
 
 
 def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
-    """What the datasets library wrote beside a column of numbers."""
+    """Return the class names that the datasets library stored with an integer column."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[label]["names"]]

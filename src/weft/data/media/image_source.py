@@ -1,4 +1,4 @@
-"""Pictures and their classes by index, wherever they lie, decoded when they are asked for."""
+"""Pictures and their classes by index, from any kind of source, decoded on access."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weft.data.media.records import SAMPLE
 
 
 class PictureSource(Protocol):
-    """Where pictures of classes lie."""
+    """A source of pictures with classes."""
 
     @property
     def root(self) -> str:
-        """What the user named."""
+        """The path or pattern that the user gave."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class PictureSource(Protocol):
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """What was left out, with the reason."""
+        """Files that were left out, with the reason."""
         ...
 
     def __len__(self) -> int: ...
@@ -42,11 +42,11 @@ class PictureSource(Protocol):
         ...
 
     def encoded(self, index: int) -> Encoded:
-        """Return what is decoded."""
+        """Return an encoded picture."""
         ...
 
     def file(self, index: int) -> object:
-        """Say where a picture is found."""
+        """Return the location of a picture, for messages."""
         ...
 
     def format(self) -> str:
@@ -55,10 +55,10 @@ class PictureSource(Protocol):
 
 
 def parse_source(text: str) -> ClassFolder | MediaRecords:
-    """Read what a source's `format` wrote.
+    """Parse the output of a source's `format`.
 
     Raises:
-        DataError: for another text.
+        DataError: if the text is not valid.
     """
     try:
         found = json.loads(text)
@@ -71,16 +71,16 @@ def parse_source(text: str) -> ClassFolder | MediaRecords:
 
 
 class Pictures:
-    """Pictures of a source, seen in one way. What is drawn at random follows from (seed, epoch, index).
+    """Decoded pictures of a source, with one transform. Random draws are a function of (seed, epoch, index).
 
     Args:
-        source: where they lie.
-        look: how they are seen.
-        seed: of the run.
+        source: the pictures.
+        look: the transform.
+        seed: the run's seed.
     """
 
     dtype = np.dtype(np.uint8)
-    #: The option that makes what is decoded smaller.
+    #: The option that reduces the size of a decoded sample.
     smaller = "side"
 
     def __init__(self, source: PictureSource, look: Look, seed: int):
@@ -115,5 +115,5 @@ class Pictures:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Pictures:
-        """Return what `told` described."""
+        """Return the object that `told` describes."""
         return cls(parse_source(told["source"]), Look(**told["look"]), told["seed"])
