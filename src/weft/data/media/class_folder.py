@@ -108,8 +108,7 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
 
     Raises:
         DataError: if the folder does not exist, a class has no picture, there is only one class, or more than 1 % of
-            the
-            pictures cannot be read.
+            the pictures cannot be read.
     """
     files = class_files(root, PICTURE)
     classes = sorted({name for _, name in files})

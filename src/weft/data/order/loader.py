@@ -125,10 +125,8 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
 
     If a document starts inside of a row, the batch has document_ids, int64 (B, T), and document_starts, int64 (B, M).
     document_starts has the positions at which documents begin, padded with T. M is a power of two, to limit the number
-    of
-    shapes. If some label weights are not 1, the batch has weights, float32 (B, T). Rows without an index are padding,
-    and
-    their labels are all -100.
+    of shapes. If some label weights are not 1, the batch has weights, float32 (B, T). Rows without an index are
+    padding, and their labels are all -100.
     """
     rows = Rows.empty(num_rows, stream.seq_len, weighted=stream.is_weighted)
     has_border = False

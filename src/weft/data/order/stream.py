@@ -415,8 +415,7 @@ class SampleStream:
         packing: as in the data section, or None for each source's packing.
         borders: as in the data section.
         shuffle: if False, sequences are in stored order, source after source. Weights are then ignored, and `sources`
-            may
-            be empty.
+            may be empty.
 
     Raises:
         DataError: if shards are missing or cut off, or `sources` is empty with shuffle.

@@ -205,8 +205,7 @@ class AsBatch(Protocol):
         Args:
             batches: the rank's microbatches.
             numbers: numbers of each microbatch's samples in the global batch. They are empty for a microbatch that
-                stands in
-                for samples that the rank does not have.
+                stands in for samples that the rank does not have.
             rows: rows of the samples, see `rows_of`.
             is_plain: the rank's samples are in one batch, and every rank has samples.
             total: number of samples of the global batch.
@@ -218,10 +217,9 @@ class ShardedLoader:
     """One rank's part of a DataLoader whose `batch_size` is the global batch.
 
     The order is a function of (seed, epoch), so the global batches are equal for any number of ranks. A user's sampler
-    or
-    batch_sampler is iterated with generators seeded from (seed, epoch), equal on all ranks. The sample counts of ranks
-    differ by at most one. One `for` loop is one epoch, or the rest of it after `load_state_dict`. The state is two
-    integers.
+    or batch_sampler is iterated with generators seeded from (seed, epoch), equal on all ranks. The sample counts of
+    ranks differ by at most one. One `for` loop is one epoch, or the rest of it after `load_state_dict`. The state is
+    two integers.
 
     Args:
         loader: the user's loader. Its collate_fn, workers and memory options are kept.
@@ -310,10 +308,8 @@ class _CollateParts:
     """Calls the user's collate function for each microbatch of a list of samples. It runs in the loader's workers.
 
     It returns microbatches, and the rows of each of their samples. The first microbatches of a rank have an equal
-    number
-    of samples or one more, as in `microbatch_samples`. A microbatch without samples is made of the rank's first sample.
-    If
-    the samples are not a list, as from a dataset's __getitems__, they are collated together.
+    number of samples or one more, as in `microbatch_samples`. A microbatch without samples is made of the rank's first
+    sample. If the samples are not a list, as from a dataset's __getitems__, they are collated together.
     """
 
     def __init__(self, collate: Callable[[Any], Any], num_parts: int, *, counts_rows: bool):

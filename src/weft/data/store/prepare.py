@@ -64,9 +64,8 @@ def resolve_holdout(wanted: Sequence[RequestedSource]) -> tuple[list[RequestedSo
     """Return the sources with the share that is held out, and notes for the user.
 
     The requested share is kept if it holds out a part of the documents. If it holds out none of ten or more, the
-    requested
-    number of documents, at least one, is held out by smallest draw. If there are fewer or all are equal, none is held
-    out.
+    requested number of documents, at least one, is held out by smallest draw. If there are fewer or all are equal, none
+    is held out.
     """
     looks = [_look(source) for source in wanted]
     has_kept = any(look.num_kept and look.num_trained for look in looks)
@@ -283,8 +282,7 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
     Args:
         config: a config, of which the sections data and tokenizer are used.
         report: called with (stage, done, total) during the work, or None. `total` is in bytes of the files, or 0 if it
-            is
-            unknown.
+            is unknown.
         preferences: the records must be preferences, instead of text or answers.
 
     Raises:
