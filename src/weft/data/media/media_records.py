@@ -139,7 +139,7 @@ class MediaRecords:
         return self._row(index)["tokens"]
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each sample, including markers of pictures and recordings: int64 (samples,)."""
+        """Return the number of tokens of each sample, int64 (samples,). Markers of pictures and recordings count."""
         return self._lengths("tokens")
 
     def _lengths(self, column: str) -> NDArray[np.int64]:

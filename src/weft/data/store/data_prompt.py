@@ -66,7 +66,7 @@ def _first_document(data: PreparedData) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _question(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Return the text of the user's turn at the end of a prompt, or "" if it is not separable from the template's text."""
+    """Return the text of the user's turn at the end of a prompt, or "" if the template's text does not delimit it."""
     shown = tokenizer.decode(ids, specials=True)
     try:
         asked = tokenizer.decode(tokenizer.encode_prompt([Turn("user", _MARK)]), specials=True)

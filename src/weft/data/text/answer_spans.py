@@ -1,9 +1,9 @@
-"""Find what the assistant wrote in a rendered conversation.
+"""Locate the assistant's turns in a rendered conversation.
 
-The conversation is rendered a second time with one or two characters of each message replaced by marks of the same
-length. The positions of the marks in the second text are positions in the first one, however the template trims, splits
-or leaves out contents. Generation starts behind the template's generation prompt, so a turn is trained from there to
-the token that ends it.
+The conversation is rendered a second time with one or two characters of each message replaced by marks of equal length.
+The positions of the marks in the second text are positions in the first one, even if the template trims, splits or
+omits contents. Generation starts after the template's generation prompt, so a turn is trained from there to the token
+that ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THOUGHTS = re.compile(r"(?s)(<(think|thinking|thought|reasoning)>)(.*?)(?=</\2>
 _THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
 #: Keys of a message that hold the thoughts behind an answer.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-#: Values that templates compare with names of their own.
+#: Keys whose values templates compare with fixed names.
 _UNMARKED_KEYS = ("type", "id", "index", "tool_call_id")
 _UNITS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]|\s+|\w+|.", re.DOTALL)
 _OPEN_TAG = re.compile(r"<[a-z]\w*>\s*\Z")
@@ -38,8 +38,9 @@ Messages = list[dict[str, Any]]
 class Header(NamedTuple):
     """Text of the template before an assistant's turn.
 
-    prompt: the generation prompt, or the text before an answer if the template has none. before: the last text of the
-    message before it, for templates in which nothing else separates the two.
+    Attributes:
+        prompt: the generation prompt, or the text before an answer if the template has no generation prompt.
+        before: the last text of the message before it, for templates in which nothing else separates the two.
     """
 
     prompt: str
@@ -48,14 +49,14 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """What a template writes around the assistant's turns.
+    """Text of a template around the assistant's turns.
 
-    Args:
+    Attributes:
         header: returns the text before an assistant's turn, by the role of the message before it.
         ends: special tokens that end an assistant's turn.
-        stops: those of them that end the last turn of a conversation.
+        stops: the ones among them that end the last turn of a conversation.
         closers: texts between an answer and the token that ends its turn.
-        call_closer: text behind the last argument of a call that no special token ends.
+        call_closer: text after the last argument of a call that is not ended by a special token.
         specials: special tokens, longest first.
     """
 
@@ -77,7 +78,7 @@ class _Part:
 
 @dataclass
 class _Marked:
-    """One message: how many marks of each kind it has, and where they are in the rendered text."""
+    """Marks of one message: their number by kind, and their positions in the rendered text."""
 
     planted: list[int] = field(default_factory=lambda: [0] * _NUM_KINDS)
     parts: dict[int, _Part] = field(default_factory=dict)
@@ -88,12 +89,12 @@ class _Marked:
 
 
 class MarkedAnswers:
-    """The messages of a conversation with marks, and the assistant's turns once the marks are found.
+    """The messages of a conversation with marks, and the assistant's turns after the marks are located.
 
     Args:
-        messages: as the template takes them.
-        others: whether messages of other roles are marked too. They limit where an assistant's turn can end.
-        insert: whether an assistant's turn that has nothing to mark gets a mark as its content.
+        messages: messages in the template's format.
+        others: mark messages of other roles too. They limit the end of an assistant's turn.
+        insert: insert a mark as content if an assistant's turn has no character to mark.
     """
 
     def __init__(self, messages: Messages, *, others: bool, insert: bool):
@@ -132,7 +133,7 @@ class MarkedAnswers:
     def locate(self, text: str, shadow: str) -> bool:
         """Find the marks of `shadow`, a rendering of the marked messages, as positions in `text`.
 
-        Returns False if the texts differ in more than the marks, or if turns are repeated or out of order.
+        Return False if the texts differ in more than the marks, or if turns are repeated or out of order.
         """
         offset, done, last = 0, 0, -1
         for match in _MARKS.finditer(shadow):
@@ -157,7 +158,7 @@ class MarkedAnswers:
         return text[done - offset :] == shadow[done:]
 
     def _nearest(self, number: int, last: int) -> tuple[int, _Marked] | None:
-        """The message of a mark. Marks are used again in very long conversations."""
+        """Return the message of a mark and its position. Very long conversations use marks more than once."""
         places = range(number, len(self._marked), _NUM_TURNS)
         place = next((one for one in places if one >= last), places[-1] if places else -1)
         return (place, self._marked[place]) if place >= 0 else None
@@ -182,7 +183,9 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the assistant's messages of which nothing is rendered, and the kinds of parts left out of others."""
+        """Return the assistant's messages that are not rendered at all, and the kinds of parts missing in other
+        messages.
+        """
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
             if role != "assistant":
@@ -201,7 +204,9 @@ class MarkedAnswers:
         return None
 
     def _own(self, place: int) -> list[tuple[int, int]]:
-        """The marks of an assistant's turn. A tool's answer may repeat the name of the call: those come later."""
+        """Return the marks of an assistant's turn. Later marks are from a tool's answer that repeats the name of the
+        call.
+        """
         marked, seen = self._marked[place], [0] * _NUM_KINDS
         own = []
         for at, kind in marked.found:
@@ -214,7 +219,7 @@ class MarkedAnswers:
         own = self._own(place)
         first, kind = own[0]
         role = self._roles[place - 1] if place else "user"
-        # Behind a tool's result some templates write the header of a new turn, and others go on in the same turn.
+        # After a tool's result, some templates write the header of a new turn, and others continue the same turn.
         for header in (form.header(role), form.header("user")):
             for before in (*_prompts(header.prompt), header.before):
                 if before and (at := text.rfind(before, done, first)) >= 0:
@@ -288,7 +293,7 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
 
 
 def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool = True) -> tuple[int, int]:
-    """The first and the last match, outside of tags if there are any; (-1, -1) if there is none."""
+    """Return the positions of the first and the last match, outside of tags if possible, or (-1, -1) without a match."""
     spans = [match.span() for match in _TAGS.finditer(text)] if tags and ("<" in text or "[" in text) else []
     first, at = -1, 0
     for low, high in [*spans, (len(text), len(text))]:
@@ -333,7 +338,7 @@ def _prompts(prompt: str) -> Iterator[str]:
 
 
 def common_units(first: str, second: str) -> str:
-    """Return the text that two texts begin with, cut at the border of a tag or word."""
+    """Return the common prefix of two texts, up to the border of a tag or a run of letters."""
     found = []
     for one, other in zip(_UNITS.findall(first), _UNITS.findall(second), strict=False):
         if one != other:
@@ -343,7 +348,7 @@ def common_units(first: str, second: str) -> str:
 
 
 def last_unit(text: str) -> str:
-    """Return the last tag or word of a text; "" if it is blank."""
+    """Return the last tag or run of letters of a text, or "" if the text is blank."""
     return next((one for one in reversed(_UNITS.findall(text)) if one.strip()), "")
 
 

@@ -1,7 +1,7 @@
-"""Conversations through a tokenizer's own chat template, and which characters of the text are trained.
+"""Rendering of conversations with a tokenizer's chat template, and the ranges of characters that are trained.
 
-Trained is what the assistant generates: everything behind the generation prompt, up to and including the token that
-ends the turn. The template's own `{% generation %}` blocks decide instead if it has them.
+The assistant's generations are trained: from the end of the generation prompt to the token that ends the turn,
+inclusive. If the template has `{% generation %}` blocks, they define the ranges instead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TrainedSpan(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template and the names of special tokens that it knows, such as bos_token.
+    """A chat template and the special tokens that it may use, such as bos_token.
 
     `left_out` counts the rendered conversations with parts that the template does not render.
 
@@ -89,12 +89,12 @@ class ChatTemplate:
         """Return the text of a conversation, and the ranges of characters that are trained.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call, or "".
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation, or leaves out or repeats answers.
-            DataError: if the template cannot be compiled, or does more work than its limits allow.
+            DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
         rendered = self._rendered(messages, schemas)
@@ -116,25 +116,25 @@ class ChatTemplate:
         """Return the text of a conversation followed by the prompt for the assistant's next turn.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call, or "".
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation.
-            DataError: if the template cannot be compiled, or does more work than its limits allow.
+            DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
 
     def apart(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
-        """Return the text in pieces: (text, whether it is a special token's text that stands for itself).
+        """Return the text in parts (text, is literal). A literal part is content that equals a special token's text.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call, or "".
-            prompt: whether the prompt for the assistant's next turn follows.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
+            prompt: append the prompt for the assistant's next turn.
 
         Raises:
-            RefusedConversation: if the template rewrites such a text, or a key of a tool call holds one.
+            RefusedConversation: if the template rewrites such a text, or a key of a tool call has one.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
         text = self._rendered(messages, schemas, prompt=prompt).text

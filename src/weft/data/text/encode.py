@@ -1,9 +1,9 @@
-"""Documents to token ids: texts, answers behind a prompt, and conversations, with a mask of what is trained.
+r"""Encode documents to token ids: texts, answers after a prompt, and conversations, with a mask of trained tokens.
 
-Ids are those of the full text: a document is never encoded in pieces that its tokenizer would treat as texts by
-themselves. The text of a conversation is what the tokenizer's chat template renders. Without a template it has the
-ChatML form, in which a turn is `<|im_start|>role\n` content `<|im_end|>\n`. Trained: an assistant's content and the
-<|im_end|> after it, with the weight of the turn.
+The ids are those of the full text: a document is never split into parts that its tokenizer would encode as separate
+texts. The text of a conversation is rendered by the tokenizer's chat template. Without a template it has the ChatML
+form, in which a turn is `<|im_start|>role\n` content `<|im_end|>\n`. An assistant's content and the <|im_end|> after it
+are trained, with the weight of the turn.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _USE = f'Use a file, a folder, a glob such as "data/*.jsonl", or "{STDLIB_SOURCE
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file. size_bytes and mtime_ns are what it had when it was found: they name its content in the cache key."""
+    """One file. `size_bytes` and `mtime_ns` are from the time it was found, and are part of the cache key."""
 
     path: Path
     name: str
@@ -62,10 +62,10 @@ class FileSet:
 
 
 def find_files(path: str, field: str) -> FileSet:
-    """Return the files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
+    """Return the files of `path`. `field` is the dotted config key for errors, such as "data.train.0".
 
     Raises:
-        DataError: when nothing matches, a format is unknown, or the files are of several formats.
+        DataError: if nothing matches, a format is unknown, or the files are of several formats.
     """
     if path == STDLIB_SOURCE:
         root = Path(sysconfig.get_path("stdlib"))
@@ -147,7 +147,8 @@ def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileS
         reason = f"no file of a known format ({', '.join(seen)} found)" if seen else "no file matches"
         raise DataError(f"{field}.path={path}: {reason}. {_USE}")
     files = [_source_file(relative, name) for relative, name in known]
-    # A .json file beside data of another format describes it (dataset_info.json); alone it is the data.
+    # A .json file among data of another format is a description (dataset_info.json). If there is only json, it is the
+    # data.
     files = [file for file in files if file.format != "json"] or files
     formats = Counter(file.format for file in files)
     if len(formats) > 1:

@@ -271,7 +271,7 @@ def _check_contents(value: Any) -> None:
 
 
 def _each(value: Any) -> Any:
-    """Return what a loop runs over, after its length is counted."""
+    """Return the iterable of a loop, after a check of its length."""
     budget = _current()
     if not hasattr(value, "__len__"):
         if not isinstance(value, Iterable):

@@ -1,9 +1,9 @@
-"""Token ids of texts of any length in bounded memory, equal to those of the full text.
+"""Token ids of texts of any length in bounded memory, equal to the ids of the full text.
 
-A long text is encoded in windows that overlap. A token depends on its neighbourhood, such as a word, and on the start
-of the text, where some tokenizers add a blank. So a cut is accepted only if two windows have the same tokens around it.
-The tokens of the first window before the cut and of the second after it are then those of the full text. Windows
-without such a cut are encoded as one.
+A long text is encoded in overlapping windows. A token depends on the text around it, and on the start of the text, at
+which some tokenizers add a blank. A border is therefore accepted only if two windows have equal tokens around it. The
+tokens of the first window before the border and of the second after it then equal the tokens of the full text. Windows
+without such a border are encoded together.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MAX_WINDOW_CHARS = 2**24
 
 
 class Tokens:
-    """Ids of a text, and the characters of the text that each one stands for.
+    """Ids of a text, and the range of characters of each token.
 
     Args:
         ids: int64 [n].
-        source: of the offsets: an encoding of the tokenizers library, an int64 [n, 2], or None.
+        source: source of the offsets: an encoding of the tokenizers library, int64 [n, 2], or None.
     """
 
     __slots__ = ("_source", "ids")
@@ -40,7 +40,7 @@ class Tokens:
 
     @property
     def has_offsets(self) -> bool:
-        """Whether offsets are known."""
+        """True if offsets are available."""
         return self._source is not None
 
     def offsets(self) -> np.ndarray:
@@ -53,19 +53,19 @@ class Tokens:
 
 
 class WindowCodec(Protocol):
-    """Encodes texts of a window's length, each for itself."""
+    """Codec of texts of a window's length. The texts are independent."""
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return their ids, int64."""
         ...
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return their ids with offsets, which takes half as long again."""
+        """Return their ids with offsets, which takes 1.5 times as long."""
         ...
 
 
 class _Window(NamedTuple):
-    """Characters low..high of the buffer, encoded; the part from `begin` is its own."""
+    """Encoded characters low..high of the buffer. The characters before `begin` are context."""
 
     low: int
     begin: int
@@ -95,7 +95,7 @@ class TextEncoder:
         self._num_chars = 0
         #: Characters of the text before the buffer.
         self._before = 0
-        #: Where the part of the buffer begins whose ids were not returned. What is before it is context.
+        #: Start of the characters in the buffer whose ids were not returned yet. The characters before it are context.
         self._begin = 0
         #: The first token of that part in the first window.
         self._first = 0
@@ -160,7 +160,7 @@ class TextEncoder:
 
     def _windows(self, text: str, planned: list[tuple[int, int]]) -> list[_Window]:
         bounds = [
-            # The first window starts where the buffer does, as when it was cut off from the one before it.
+            # The first window starts at the start of the buffer, as when it was split from the one before it.
             (max(0, begin - _OVERLAP_CHARS) if number else 0, begin, min(len(text), end + _OVERLAP_CHARS))
             for number, (begin, end) in enumerate(planned)
         ]

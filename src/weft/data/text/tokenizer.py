@@ -160,35 +160,35 @@ class Tokenizer:
         return self._codec.library_json()
 
     def is_special(self, token: int) -> bool:
-        """Return whether the token stands for a mark and not for text."""
+        """Return True if the token is a special token."""
         return token in self._special
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """int64 [vocab_size]: bytes of text each token stands for, special tokens 0; exact for byte-level BPE."""
+        """Bytes of text of each token, int64 [vocab_size]. Special tokens have 0. Exact for byte-level BPE."""
         return self._codec.token_bytes(self.vocab_size)
 
     @property
     def has_chat(self) -> bool:
-        """Whether it has the tokens that begin and end a turn of a chat."""
+        """True if it has the tokens that begin and end a turn of a chat."""
         return self.template is not None or (self.vocabulary.turn_start_id >= 0 and self.vocabulary.turn_end_id >= 0)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """Its own chat template; None: chats are ChatML."""
+        """The tokenizer's chat template, or None for ChatML."""
         if self.vocabulary.chat is None or not isinstance(self._codec, JsonCodec):
             return None
         return ChatTemplate(self.vocabulary.chat, self._codec.special_names())
 
     def marked_turns(self, turns: Sequence[Turn], tools: str = "") -> MarkedText:
-        """Return the text of a conversation, for `encode_marked`: of its own template, or of ChatML.
+        """Return the text of a conversation for `encode_marked`, rendered by the chat template or as ChatML.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call; "": nothing.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: when the template refuses the conversation.
+            DataError: if the template refuses the conversation.
         """
         if self.template is None:
             return _chatml(turns)
@@ -202,23 +202,23 @@ class Tokenizer:
         return [(one.ids, weights_of(one.offsets(), text.spans)) for one, text in zip(encoded, texts, strict=True)]
 
     def encode_turns(self, turns: Sequence[Turn], tools: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and the weight of each in the loss (float32), of one conversation.
+        """Return the ids of one conversation, and the weight of each in the loss (float32).
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call; "": nothing.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: when the template refuses the conversation.
+            DataError: if the template refuses the conversation.
         """
         return self.encode_marked([self.marked_turns(turns, tools)])[0]
 
     def encode_prompt(self, turns: Sequence[Turn], tools: str = "") -> np.ndarray:
-        """Return ids of a conversation and of the text before the assistant's next turn.
+        """Return the ids of a conversation and of the prompt for the assistant's next turn.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call; "": nothing.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             DataError: if the template refuses the conversation.
@@ -270,12 +270,12 @@ def save_json_tokenizer(
     """Save a tokenizer of the tokenizers library.
 
     Args:
-        folder: of the tokenizer's files.
+        folder: folder of the tokenizer's files.
         kind: bpe or file.
         text: content of a tokenizer.json.
         end: name of the token that ends a document.
-        pad: name of the token that fills up rows.
-        chat: as `Vocabulary` has it.
+        pad: name of the padding token.
+        chat: as in `Vocabulary`.
         begin_ids: tokens before each document.
     """
     from tokenizers import Tokenizer as Library
@@ -309,10 +309,10 @@ def _digest(vocabulary: Vocabulary, text: str | None) -> str:
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """Return the tokenizer.json that `tokenizer.path` stands for.
+    """Return the path of the tokenizer.json for `tokenizer.path`.
 
     Raises:
-        DataError: where there is none.
+        DataError: if there is no such file.
     """
     place = Path(path).expanduser()
     found = place / "tokenizer.json" if place.is_dir() else place
@@ -329,11 +329,11 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
     Args:
         folder: new folder of the tokenizer.
         path: a tokenizer.json, or a folder with one.
-        template: copies its chat template too, if it has one.
-        bos: which tokens begin a document, as data.bos says.
+        template: copy its chat template too, if it has one.
+        bos: the option data.bos, which selects the tokens that begin a document.
 
     Raises:
-        DataError: if there is none, it cannot be read, or it lacks an end token or the one that data.bos asks for.
+        DataError: if it is missing or unreadable, or lacks an end token or the token that data.bos requires.
     """
     from tokenizers import Tokenizer as Library
 
@@ -387,7 +387,7 @@ def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any],
 
 
 def _chat(folder: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
-    """The chat template of a folder, with the names of tokens that it may use; None where there is none."""
+    """Return the chat template of a folder, with the names of tokens that it may use, or None."""
     file, found = folder / "chat_template.jinja", settings.get("chat_template")
     if file.is_file():
         found = read_regular(file, folder).decode("utf-8", "replace")
@@ -421,9 +421,9 @@ def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE and save it in `folder`.
 
     Args:
-        folder: of the tokenizer's files.
-        texts: read once.
-        vocab_size: entries with the special tokens; little text may give fewer.
+        folder: folder of the tokenizer's files.
+        texts: an iterable that is consumed once.
+        vocab_size: number of entries, including special tokens. Little text may give fewer.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -1,7 +1,7 @@
-"""Calls of the tokenizers library with limits on time and memory, since its components come from files of strangers.
+"""Calls of the tokenizers library with limits on time and memory, since its components come from untrusted files.
 
 A regular expression may backtrack without end, and a chain of replacements may turn one letter into gigabytes. Each
-call runs in its own thread. A call past its limits cannot be stopped: it goes on until the error ends the process.
+call runs in a thread. A call past its limits cannot be stopped: it runs until the error ends the process.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _T = TypeVar("_T")
 
 
 def bounded(call: Callable[[], _T], num_chars: int) -> _T:
-    """Return what a call of the tokenizers library returns.
+    """Return the result of a call of the tokenizers library.
 
     Args:
-        call: releases the interpreter's lock while it works.
-        num_chars: length of its input, which the limits depend on.
+        call: a function that releases the GIL while it works.
+        num_chars: length of its input, which determines the limits.
 
     Raises:
-        DataError: when the call passes its limits, or the library fails.
+        DataError: if the call exceeds its limits, or the library fails.
     """
     found: list[Any] = []
     failed: list[BaseException] = []
@@ -73,7 +73,7 @@ def _watch(worker: threading.Thread, num_chars: int) -> None:
 
 @contextlib.contextmanager
 def _without_panic_reports() -> Iterator[None]:
-    """Within, hold back what is written to stderr, and write it afterwards unless it reports a panic of the library."""
+    """Capture stderr while inside, and write it afterwards unless it is a panic report of the library."""
     if not _stderr_lock.acquire(blocking=False):
         yield
         return
