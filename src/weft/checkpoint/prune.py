@@ -85,23 +85,23 @@ def _doomed(
 
 
 def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Location]:
-    """Set the chosen checkpoints aside, where nothing of Weft reads or deletes them, and return their new names.
+    """Move checkpoints to names that Weft neither reads nor deletes, and return the new paths.
 
     Raises:
-        CheckpointError: where another process is saving there, or one cannot be set aside.
+        CheckpointError: if another process is saving there, or a checkpoint cannot be moved.
     """
     target = target_at(located(root))
     return _each_aside(target, [one for one in target.step_folders() if chosen(one)], target.set_aside)
 
 
 def set_unfinished_aside(root: Location) -> list[Location]:
-    """Set folders without COMMIT aside, and delete what killed writers left where no reader looks.
+    """Move folders without COMMIT to names that Weft ignores, and delete leftovers of killed writers.
 
-    A folder without COMMIT is left by a killed writer or by a copy that left files out. The second save of a step is
-    left alone. In an object store they stay, and are deleted by the next pruning.
+    A folder without COMMIT is from a killed writer or an incomplete copy. The second save of a step is not moved. In an
+    object store such folders stay, and the next pruning deletes them.
 
     Raises:
-        CheckpointError: if another process is saving there, or a folder cannot be set aside.
+        CheckpointError: if another process is saving there, or a folder cannot be moved.
     """
     target = target_at(located(root))
     target.clear_debris()

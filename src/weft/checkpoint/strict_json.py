@@ -1,7 +1,7 @@
-"""JSON that comes back as it went in: no lost digits, no NaN that other readers refuse, no repeated keys.
+"""JSON with exact round trips: no lost digits, no NaN that other readers refuse, no repeated keys.
 
-A float that JSON has no number for is written as {"$float": "nan"} (or "inf", "-inf") and read back as that float.
-Tuples come back as lists.
+A float without a JSON number is written as {"$float": "nan"} (or "inf", "-inf") and read back as that float. Tuples are
+read back as lists.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _plain(value: object, name: str, depth: int) -> object:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{name}: nested deeper than {_MAX_DEPTH} levels. Store a flatter value.")
     if value is None or isinstance(value, bool | int | str):
-        # A subclass (an enum, a numpy float) would come back as its base.
+        # A subclass (an enum, a numpy float) would be read back as its base.
         if type(value) not in (type(None), bool, int, str):
             raise CheckpointError(f"{name}: a {type(value).__name__} cannot be written as JSON. Store a plain value.")
         return value

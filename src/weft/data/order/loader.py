@@ -309,7 +309,7 @@ def visible(text: str) -> str:
 
 
 def marked(view: SampleView) -> str:
-    """Return the sample without colours: masked text in [[double brackets]], text of other weights than 1 in {braces}."""
+    """Return the sample without colours: masked text in [[double brackets]], text of weights other than 1 in {}."""
     parts = []
     for weight, group in groupby(view.segments, key=lambda segment: segment.weight):
         text = "".join(visible(segment.text) for segment in group)

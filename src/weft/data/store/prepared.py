@@ -114,7 +114,7 @@ class PreparedData:
         return key_of(self.vocab_size, [[(s.content, s.packing) for s in split] for split in (self.train, self.eval)])
 
     def changes_from(self, before: PreparedData) -> list[str]:
-        """Return one phrase with the config key for each source whose tokens or packing differ from those in `before`."""
+        """Return a phrase with the config key for each source whose tokens or packing differ from `before`."""
         found = _changes("data.train", before.train, self.train) or _changes("data.eval", before.eval, self.eval)
         if not found and before.digest != self.digest:
             found.append(f"tokenizer: it has {self.vocab_size} entries, and {before.vocab_size} before")

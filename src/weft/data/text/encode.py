@@ -93,6 +93,6 @@ def _marked(document: Document, tokenizer: Tokenizer) -> MarkedText | RefusedCon
 
 
 def _begun(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same behind the tokens that begin a document, which are not trained."""
+    """Prepend the tokens that begin a document, which are not trained."""
     begin = tokenizer.begin_ids
     return np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), weights.dtype), weights])

@@ -94,7 +94,7 @@ def find_files(path: str, field: str) -> FileSet:
 
 
 def _download_command(address: str) -> str:
-    """What to type to get the data of an address."""
+    """Return the shell command that downloads the data of an address."""
     scheme, _, rest = address.partition("://")
     name = rest.removeprefix("datasets/").split("/")
     if scheme == "hf" and len(name) > 1:
