@@ -96,7 +96,7 @@ def step_folder(path: Any) -> StepFolder:
 
 
 def step_folders(root: Path) -> list[StepFolder]:
-    """List all folders with names of checkpoints, complete or not, oldest step first. Empty if `root` does not exist."""
+    """List all folders with names of checkpoints, oldest step first. Empty if `root` does not exist."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def sync_folder(path: Path) -> None:
 
 
 def new_temp_folder(root: Path, step: int) -> Path:
-    """Create an empty folder next to the checkpoints, which readers ignore."""
+    """Create an empty folder next to the checkpoints. Readers ignore it."""
     path = root / f"{_TEMP_PREFIX}{folder_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
     path.mkdir()
     return path
@@ -135,7 +135,7 @@ def move_to_trash(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder. A folder that readers may find is first moved to the trash, with one rename."""
+    """Delete a folder. A folder that readers may find is first moved to the trash with one rename."""
     if path.name.startswith(_TEMP_PREFIX):
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
@@ -155,7 +155,7 @@ def lock_for_reading(path: Path) -> int | None:
 
 
 def is_being_read(path: Path) -> bool:
-    """Return True if a process holds the read lock of a checkpoint, on any machine that shares the file system's locks."""
+    """Return True if a process reads a checkpoint, on any machine that shares the file system's locks."""
     try:
         handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

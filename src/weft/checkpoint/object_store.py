@@ -37,9 +37,9 @@ _NO_ACCESS = "the store refused access: check the credentials of this machine, a
 
 
 class StoreError(CheckpointError, OSError):
-    """A store refuses a request, or does not answer. Also an OSError, as a disk's errors are.
+    """A store refuses a request, or does not answer. Also an OSError, like errors of a disk.
 
-    strerror: the reason. filename: the URL.
+    `strerror` is the reason, and `filename` the URL.
     """
 
     def __init__(self, code: int, reason: str, url: str):

@@ -1,4 +1,4 @@
-"""Arrays as bytes with a dtype and a shape, and reading and writing of safetensors files, without torch where possible."""
+"""Arrays as bytes with a dtype and a shape, and files in the safetensors format, without torch if possible."""
 
 from __future__ import annotations
 

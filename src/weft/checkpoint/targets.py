@@ -43,9 +43,7 @@ class RangeReader(Protocol):
     chunk_bytes: int
 
     def into(self, out: memoryview, offset: int) -> int:
-        """Fill the beginning of `out` with bytes from `offset` on. Return their number, which is 0 at the end of the
-        file.
-        """
+        """Fill `out` with bytes from `offset` on. Return their number, which is 0 at the end of the file."""
         ...
 
     def close(self) -> None:
@@ -53,7 +51,12 @@ class RangeReader(Protocol):
 
 
 class Target(Protocol):
-    """Storage for the checkpoints of a run. `setting` is its name in errors, and `remedy` the advice for a failed save."""
+    """Storage for the checkpoints of a run.
+
+    Attributes:
+        setting: name of the target in errors.
+        remedy: advice for a failed save.
+    """
 
     setting: str
     remedy: str
@@ -84,7 +87,7 @@ class Target(Protocol):
         ...
 
     def finalize(self, step: int, place: Location) -> Location:
-        """Move the folder of a save, which is durable and lacks only COMMIT, to its visible name, and return its path."""
+        """Move the durable folder of a save, which lacks only COMMIT, to its visible name, and return its path."""
         ...
 
     def commit(self, place: Location, text: bytes) -> None:
@@ -108,11 +111,13 @@ class Target(Protocol):
         ...
 
     def set_unfinished_aside(self, place: Location) -> Location | None:
-        """Exclude a folder without COMMIT, and return its new path. Return None if it is left for the next pruning."""
+        """Exclude a folder without COMMIT, and return its new path, or None if it is left for the next pruning."""
         ...
 
     def reading(self, place: Location) -> Callable[[], None] | None:
-        """Keep a checkpoint from being pruned until the returned function is called. Return None if the target cannot."""
+        """Keep a checkpoint from being pruned until the returned function is called, or return None if the target
+        cannot.
+        """
         ...
 
     def is_being_read(self, place: Location) -> bool:

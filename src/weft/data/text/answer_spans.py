@@ -293,7 +293,7 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
 
 
 def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool = True) -> tuple[int, int]:
-    """Return the positions of the first and the last match, outside of tags if possible, or (-1, -1) without a match."""
+    """Return the positions of the first and the last match, outside of tags if possible, or (-1, -1)."""
     spans = [match.span() for match in _TAGS.finditer(text)] if tags and ("<" in text or "[" in text) else []
     first, at = -1, 0
     for low, high in [*spans, (len(text), len(text))]:

@@ -278,7 +278,7 @@ class RecordReader:
         self.delimiter = ""
 
     def position(self) -> int:
-        """Return the number of bytes of the file that were read, for progress reports. It is approximate for parquet."""
+        """Return the number of bytes that were read, for progress reports. It is approximate for parquet."""
         return min(self._notify_all(), self._file.size_bytes)
 
     def __iter__(self) -> Iterator[Record | Broken]:
