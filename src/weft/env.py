@@ -37,7 +37,7 @@ _SECRET = re.compile(
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
-#: The address of this machine that no other machine can reach.
+#: Loopback address, which other machines cannot reach.
 LOOPBACK = "127.0.0.1"
 
 
@@ -87,7 +87,7 @@ def rank_env() -> RankEnv | None:
             "RANK",
             "LOCAL_RANK",
         )
-    # A bare `sbatch` or `salloc` shell has SLURM_NTASKS too; only a task started by srun has a step id.
+    # A plain `sbatch` or `salloc` shell also has SLURM_NTASKS, but only a task started by srun has a step id.
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number("SLURM_NTASKS", 1, lowest=1) > 1:
         return _slurm_rank()
     return None
@@ -98,7 +98,7 @@ def _slurm_rank() -> RankEnv:
     world_size = _number("SLURM_NTASKS", lowest=1)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     num_nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1, lowest=1), lowest=1)
-    # Jobs that share a node must not share a port: derive it from the job's number.
+    # Jobs that share a node must not share a port, so it is derived from the job's number.
     port = 20_000 + _number("SLURM_JOB_ID", 0) % 20_000
     tasks_here = _slurm_local_tasks(world_size, num_nodes)
     # Tasks on one machine rendezvous on its loopback interface, which other machines cannot reach.
@@ -226,7 +226,7 @@ def take_over(environment: Mapping[str, str]) -> None:
 
 
 def set_for_children(**extra: str) -> None:
-    """Set variables that children started by another library will inherit."""
+    """Set variables for children that another library starts."""
     os.environ.update(extra)
 
 
@@ -271,7 +271,7 @@ def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        # torch's names: the first rank connects to the store as all others do, and does not host it.
+        # torch's variables: the first rank connects to the store like all others, and does not host it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WEFT_PARENT": str(parent),

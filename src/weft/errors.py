@@ -84,7 +84,7 @@ class DataError(WeftError, ValueError):
 
 
 class CheckpointError(WeftError):
-    """Nothing valid to load, or a checkpoint file is damaged."""
+    """There is no valid checkpoint to load, or a file of one is damaged."""
 
 
 class UnfitError(CheckpointError):
@@ -125,7 +125,7 @@ class ActionAsked(WeftError):
     def __init__(self, text: str, action: str = "hold", step: int | None = None):
         super().__init__(text)
         self.action, self.step = action, step
-        # 75 (EX_TEMPFAIL) is what schedulers and torchrun take for "start again".
+        # 75 (EX_TEMPFAIL) makes schedulers and torchrun start the job again.
         self.exit_code = 3 if action == "hold" else 75
 
 

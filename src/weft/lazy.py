@@ -11,10 +11,13 @@ from typing import Any
 
 
 def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of `package`. `homes` maps each public name to its module, as in `{"Plan":
-    ".spec.plan"}`.
+    """Return the `__getattr__` of `package`.
 
     An imported name becomes an attribute of the package, so the function is called once for each.
+
+    Args:
+        package: name of the package.
+        homes: the module of each public name, as in `{"Plan": ".spec.plan"}`.
     """
 
     def load(name: str) -> Any:
@@ -28,10 +31,10 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def named_object(source: str) -> Any:
-    """Return the object of `package.module:name` or `path/to/file.py:name`. The working directory is on the import
-    path.
+    """Return the object of `package.module:name` or `path/to/file.py:name`.
 
-    Exceptions of the import propagate. A missing name is an AttributeError.
+    The working directory is on the import path. Exceptions of the import propagate. A missing name is an
+    AttributeError.
     """
     module_name, _, name = source.rpartition(":")
     if str(Path.cwd()) not in sys.path:

@@ -100,7 +100,7 @@ class _Wrapper(Protocol):
 #: `torch.compiler.disable` with types that preserve the function's types.
 uncompiled: _Wrapper = _untyped.compiler.disable
 
-#: Many tensors in one call. torch's documentation lists these functions, under names that type checkers call private.
+#: Operations on many tensors in one call. torch documents them, but type checkers report their names as private.
 foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], None] = _untyped._foreach_lerp_
 foreach_mul_: Callable[[list[torch.Tensor], float | list[float] | torch.Tensor], None] = _untyped._foreach_mul_
 foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
@@ -108,8 +108,7 @@ foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
 #: Returns the innermost active dispatch mode, or None.
 current_mode = _get_current_dispatch_mode
 
-#: Returns the number of the current backward pass, or -1 outside of one. It distinguishes a recomputed forward from a
-#: first one.
+#: Returns the number of the current backward pass, or -1 outside of one. It distinguishes a recomputed forward.
 graph_task = torch._C._current_graph_task_id
 
 

@@ -17,7 +17,7 @@ _BYTE_UNITS = {
 }  # fmt: skip
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-# At most 18 digits: a longer number is a slip of the hand, and the product stays far from the limits of a float.
+# At most 18 digits: a longer number is a typing error, and the product stays far below the limits of a float.
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]{0,17}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]*)\s*$", re.ASCII)
 _SCIENTIFIC = re.compile(r"\s*[0-9]{1,18}(?:\.[0-9]{1,18})?[eE]\+?[0-9]{1,2}\s*", re.ASCII)
 # Several numbers, each with its unit: 3h30m.

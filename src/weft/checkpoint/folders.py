@@ -107,7 +107,7 @@ def step_folders(root: Path) -> list[StepFolder]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make names created, renamed or removed in a folder durable."""
+    """Flush the entries of a folder to the disk: created, renamed and removed names."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

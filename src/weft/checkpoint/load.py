@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is whole, prove it, and read it lazily. Nothing here writes."""
+"""Find the newest complete checkpoint, verify it, and read it lazily. This module writes nothing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names of its groups, such as "model" and "optimizer"."""
+        """Names of its groups, such as "model" and "optimizer"."""
         return tuple(self._manifest.tensors)
 
     @property
@@ -123,9 +123,7 @@ class Checkpoint:
         return TensorGroup(self.path, group, self._manifest.tensors[group], self._reader)
 
     def entries(self, group: str) -> Mapping[str, TensorEntry]:
-        """Return the shapes and dtypes of a group's tensors by name. The result is empty for a group that was not
-        saved.
-        """
+        """Return the shapes and dtypes of a group's tensors by name, or {} for a group that was not saved."""
         return self._manifest.tensors.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:

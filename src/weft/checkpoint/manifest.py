@@ -123,7 +123,7 @@ def shard_name(group: str, rank: int) -> str:
 
 
 def rank_of(file: str) -> int:
-    """Return the rank in the name of its file; 0 for a name without one."""
+    """Return the rank in the name of its file, or 0 for a name without one."""
     number = file.removesuffix(".safetensors").rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -221,7 +221,7 @@ class Manifest:
 
 
 def commit_text(manifest: bytes) -> bytes:
-    """What COMMIT holds: the digest of the manifest, in hexadecimal, and a newline."""
+    """Return the content of COMMIT: the digest of the manifest, in hexadecimal, and a newline."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
@@ -271,7 +271,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _file_name(name: str) -> str:
-    # One plain name: no folder, no '..', nothing absolute, nothing hidden, and none of the names that have a meaning.
+    # A plain name: no folder, no '..', not absolute, not hidden, and not a reserved name.
     if not _FILE_NAME.fullmatch(name) or name in (MANIFEST_NAME, COMMIT_NAME):
         raise _bad(f"{name[:120]!r} is not a legal file name")
     return name
@@ -340,7 +340,7 @@ def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """Return, of each tensor of which a rank's file holds a run, dtype and number of elements by name."""
+    """Return dtype and number of elements by name, for each tensor with elements in a rank's file."""
     group, rank = file.rpartition("-")[0], rank_of(file)
     entries = manifest.tensors.get(group)
     if entries is None or file != shard_name(group, rank):

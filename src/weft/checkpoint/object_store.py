@@ -21,12 +21,12 @@ from weft.checkpoint.manifest import COMMIT_NAME
 from weft.errors import CheckpointError, MissingExtra
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
-#: The package and Weft's extra of protocols that need one more than fsspec, which torch brings along.
+#: Package and Weft extra of protocols that need a package in addition to fsspec, which torch depends on.
 _EXTRAS = {
     "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"),
     "az": ("adlfs", "azure"), "abfs": ("adlfs", "azure"), "abfss": ("adlfs", "azure"),
 }  # fmt: skip
-#: Seconds before a request that failed is made again, at first; and how often.
+#: Seconds before the first retry of a failed request, and number of retries.
 _PAUSE_S, _RETRIES = 0.25, 3
 #: Names of exception classes that are not retried. They are names because the stores' packages are imported on use.
 _FINAL = {
@@ -376,8 +376,9 @@ def _in_one_sentence(path: StorePath, act: Callable[[], object]) -> object:
 
 
 class _OpenObject:
-    """Range reads of an object. Small reads are served from a read-ahead buffer. Large reads request several parts
-    together.
+    """Range reads of an object.
+
+    Small reads are served from a read-ahead buffer. Large reads request several parts together.
     """
 
     chunk_bytes = 2 * _READ_PART

@@ -29,7 +29,7 @@ _TOKEN_BYTES = 32
 _ONCE_BYTES = 16
 _PROOF_BYTES = 32
 _LONGEST_LINE = 2**20
-#: How long (s) a connection may be silent: a machine that is gone closes nothing.
+#: Seconds of silence after which a connection counts as lost. A machine that is gone does not close connections.
 SILENCE_S = 30.0
 
 
@@ -70,8 +70,9 @@ class CopyServer:
         self._files.clear()
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest committed checkpoint on this host, or None. Files on other hosts are not
-        checked.
+        """Return the step of the newest committed checkpoint on this host, or None.
+
+        Files on other hosts are not checked.
         """
         paths = [name.split("/") for name in [*self._files] if name.endswith(f"/{COMMIT_NAME}")]
         found = (step_in_name(path[-2]) for path in paths if len(path) > 1)
@@ -171,7 +172,7 @@ def _is_below(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(f"{prefix}/")
 
 
-# The copy servers of a run as one file system, with as much of fsspec's methods as `StoreTarget` asks for.
+# The copy servers of a run as one file system, with the methods of fsspec that `StoreTarget` uses.
 
 _CONNECT_S = 10.0
 _WRITTEN_AT_ONCE = 8 * 2**20
@@ -307,7 +308,7 @@ class _NewCopy:
             raise
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add bytes."""
+        """Send bytes to all servers."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for start in range(0, len(view), _WRITTEN_AT_ONCE):
             piece = view[start : start + _WRITTEN_AT_ONCE]

@@ -1,4 +1,4 @@
-"""Which tensors a folder of safetensors files has: from the headers alone, with every file checked for its end."""
+"""Tensors in a folder of safetensors files. Only headers are read, and every file's length is checked."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _size(file: Path) -> int:
-    """The bytes of a regular file. CheckpointError for a pipe, a device and the like."""
+    """Return the size of a regular file. Raise CheckpointError for a pipe, a device and the like."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file.name} is not a regular file")
@@ -129,7 +129,7 @@ def _no_weights(folder: Path) -> str:
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."
 
 
-# Tensors composed of stored ones, such as stacked weights of experts from one matrix each. They are read in place.
+# Tensors composed of stored ones, such as stacked weights of experts from one matrix each, read without a copy.
 
 #: Exponent bits of each float format. All of them are set in values that are not finite.
 _EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
@@ -299,7 +299,7 @@ class JoinedTensors:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of tensors read so far."""
+        """Bytes of tensors that were read."""
         return self._reader.num_bytes
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
@@ -418,9 +418,9 @@ def _expect_equal(kinds: Sequence[object]) -> None:
         raise ValueError(f"its parts differ: {kinds[0]} and {next(one for one in kinds if one != kinds[0])}")
 
 
-# What transformers does to stored tensors before a model has them, as descriptions: renamed, joined, cut, turned.
+# Conversions of stored tensors by transformers, as compositions: renamed, joined, split, transposed.
 
-#: Tensors by the pattern of a table that they came by, as they go through the operations of a conversion.
+#: Tensors by the source pattern of a conversion, between its operations.
 _Parts = dict[str, list[Joined]]
 
 
@@ -472,7 +472,7 @@ def _converted(
     target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
 ) -> dict[str, Joined | Computed]:
     """Return the results of one conversion, by the model's names."""
-    # In the table's order: how tensors are joined follows it.
+    # In the table's order, which determines the order of concatenation.
     parts = {
         pattern: [plain[name] for name in names[pattern]] for pattern in converter.source_patterns if pattern in names
     }

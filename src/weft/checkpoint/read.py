@@ -51,7 +51,7 @@ class Part:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the joined rows."""
+        """Shape of the joined rows."""
         if self.rows is None:
             return self.shape
         number = sum(end - start for start, end in self.rows)
@@ -76,8 +76,9 @@ class Part:
         return tuple(found)
 
     def views(self, start: int, end: int) -> Iterator[BoxView]:
-        """Yield the elements of the flattened part from `start` to `end` as boxes of the full array, with offsets from
-        `start`.
+        """Yield the elements of the flattened part from `start` to `end` as boxes of the full array.
+
+        Offsets of the boxes count from `start`.
         """
         order, local, strides = self.order or tuple(range(len(self.shape))), self.local_shape, self.strides()
         for first, last in _boxes([local[dim] for dim in order], start, end):
@@ -89,9 +90,7 @@ class Part:
             yield from self._in_full(BoxView(box, offset, strides))
 
     def span(self, box: Box) -> tuple[int, int] | None:
-        """Return the smallest range (start, end) of the flattened part with all elements of a box, or None if it has
-        none of them.
-        """
+        """Return the smallest range (start, end) of the flattened part that covers its elements of a box, or None."""
         strides, found = self.strides(), []
         for place, low, high in self._segments():
             lower, upper = max(low, box[self.dim][0]), min(high, box[self.dim][1])
@@ -150,7 +149,7 @@ class OwnershipMap:
 
     @classmethod
     def to_one(cls, rank: int, numel: int) -> OwnershipMap:
-        """Deal all elements to one rank."""
+        """Build a map with one owner of all elements."""
         return cls((rank,), max(numel, 1))
 
     @property
@@ -201,7 +200,7 @@ class OwnershipMap:
         return (low, high) if low < high else None
 
 
-#: Fewer elements than this are not divided among ranks that hold the same.
+#: Minimum elements of a share. Smaller lengths are not divided among their replicas.
 LEAST_SHARE = 65536
 
 

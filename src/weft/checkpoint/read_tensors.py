@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 #: Open files at a time.
 _MOST_OPEN = 32
-#: Runs at least so long are read one by one: a page, of which a disk gives no part. Of shorter ones everything between
-#: them is read too.
+#: Minimum bytes of a run that is read separately: a page, which a disk reads completely. Shorter runs are read
+#: together with the bytes between them.
 _LONG_RUN = 4 * 2**10
 #: Bytes of one read if runs are short.
 _WINDOW = 4 * 2**20
@@ -148,8 +148,9 @@ class _Source:
         from_: tuple[int, ...],
         box: Box,
     ) -> None:
-        """Copy a box from a file into memory. `strides` and `from_` are the strides in memory and in the file, in
-        elements.
+        """Copy a box from a file into memory.
+
+        `strides` and `from_` are the strides in memory and in the file, in elements.
         """
         width = self._width
         order = sorted(range(len(box)), key=lambda dim: -from_[dim])

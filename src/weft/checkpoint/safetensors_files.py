@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: numpy's types by the format's names; the others are moved as bytes of their width.
+#: numpy's dtypes by the format's names. Other dtypes are handled as bytes of their width.
 _NUMPY = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "C64": np.complex64, "I64": np.int64, "I32": np.int32,
     "I16": np.int16, "I8": np.int8, "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32,
@@ -38,7 +38,13 @@ _NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items()}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawArray:
-    """dtype: the name in safetensors files, such as "F32" or "BF16". data: its bytes, row-major and contiguous."""
+    """An array as bytes.
+
+    Attributes:
+        dtype: name of the dtype in the safetensors format, such as "F32" or "BF16".
+        shape: its shape.
+        data: its bytes, row-major and contiguous.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,12 +57,15 @@ class RawArray:
         return cls(_NAMES[array.dtype], tuple(array.shape), whole.reshape(-1).view(np.uint8).data)
 
     def array(self) -> np.ndarray:
-        """Return the same memory as numpy; types that numpy lacks (BF16, F8) as whole numbers of their width."""
+        """Return a numpy view of the memory.
+
+        Dtypes that numpy lacks (BF16, F8) become unsigned integers of equal width.
+        """
         kind = _NUMPY.get(self.dtype, _OF_WIDTH[DTYPE_BYTES[self.dtype]])
         return np.frombuffer(self.data, kind).reshape(self.shape)
 
     def values(self) -> np.ndarray:
-        """Return the same numbers as numpy: BF16 widened to float32, and F8 as whole numbers of its width."""
+        """Return the values as a numpy array. BF16 is widened to float32, and F8 becomes unsigned integers."""
         values = self.array()
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32) if self.dtype == "BF16" else values
 
@@ -70,9 +79,9 @@ class RawArray:
         return math.nan if math.isnan(low) else max(-low, high)
 
 
-# Read byte ranges of a safetensors file in any target. Nothing is mapped, so a file that is cut off is an error.
+# Byte range reads of a safetensors file in any target. Nothing is mapped, so a truncated file is an error.
 
-#: The limit of the safetensors package.
+#: Limit of the safetensors package.
 _MAX_HEADER_BYTES = 100_000_000
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -87,11 +96,11 @@ class StoredTensor:
     num_bytes: int
 
     def get_dtype(self) -> str:
-        """As the safetensors package asks for it."""
+        """Return the dtype, with the API of the safetensors package."""
         return self.dtype
 
     def get_shape(self) -> tuple[int, ...]:
-        """As the safetensors package asks for it."""
+        """Return the shape, with the API of the safetensors package."""
         return self.shape
 
 
@@ -193,9 +202,9 @@ def _is_text_table(values: Any) -> bool:
     return True
 
 
-# Tensors in safetensors files. Writing streams tensor by tensor and digests the bytes on the way to the disk.
+# Tensors in safetensors files. Writing streams tensor by tensor and digests the bytes during the write.
 
-#: Large enough that a thread pays, small enough to stay in the cache between digest and write.
+#: Large enough to be worth a thread, and small enough to stay in the cache between digest and write.
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -304,7 +313,7 @@ class DigestingFile:
         self._num_bytes += len(data)
 
     def close(self) -> FileEntry:
-        """Flush to the disk itself, then close."""
+        """Flush the file to the disk, close it, and return its entry."""
         self._file.finish()
         return FileEntry(self._num_bytes, self._digest.hexdigest())
 
@@ -359,7 +368,7 @@ def write_tensors(
 
 
 def write_blocks(path: Location, blocks: Mapping[str, RawArray]) -> FileEntry:
-    """Write whole arrays into a new safetensors file, by the names that they have there."""
+    """Write full arrays into a new safetensors file, by name."""
     return write_tensors(path, blocks, {name: TensorEntry("", one.dtype, one.shape) for name, one in blocks.items()})
 
 
@@ -381,7 +390,7 @@ def open_tensors(path: Location, framework: str = "pt") -> Any:
     """Return the safetensors package's handle on a memory-mapped file.
 
     Raises:
-        CheckpointError: when the file is not of the format.
+        CheckpointError: if the file is not in the format.
     """
     if not isinstance(path, Path):
         return _RangedTensors(path)

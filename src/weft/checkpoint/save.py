@@ -169,7 +169,7 @@ def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
 
 def _check_space(root: Location, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
     stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
-    # Headers and manifest name each tensor twice; file systems round up.
+    # Headers and manifest contain each name twice, and file systems round up.
     require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20)
 
 
@@ -277,13 +277,13 @@ def _finish_replacements(target: Target, root: Location) -> None:
     target.remove([])
 
 
-# All ranks write one checkpoint: each its own files at the same time, and the first rank the manifest.
+# Sharded saves: each rank writes its files in parallel, and the first rank writes the manifest.
 
-#: Groups whose tensors belong to one rank each, under one plan: its file holds them, and the manifest leaves them out.
+#: Groups of per-rank tensors that are valid only under one plan. They are in the rank's file and not in the manifest.
 PRIVATE = ("wire",)
 _TOLD, _TOLD_NAME = "told-{rank:05d}.json", re.compile(r"told-\d+\.json")
 _SAID = 200
-#: Names of the folder that one step is written to (folders.py): hidden until it is committed, or as in an object store.
+#: Names of a step's folder during a save (folders.py): a hidden name, or the final one in an object store.
 _FOLDER = r"\.tmp-{step}-[0-9]+-[0-9a-f]+|{step}(\.again[0-9]*)?"
 
 
@@ -319,12 +319,12 @@ class SavedSlice:
 
     @property
     def group(self) -> str:
-        """The group of its path."""
+        """Group of the tensor."""
         return self.path.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """The tensor's name in its group."""
+        """Name of the tensor in its group."""
         return self.path.partition("/")[2]
 
 
@@ -438,8 +438,9 @@ class _Saving:
         return written
 
     def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
-        """Commit or discard the files of all ranks, on the first rank. Return the folder's name, or why the values are
-        unfit.
+        """Commit or discard the files of all ranks, on the first rank.
+
+        Return the folder's name, or why the values are unfit.
         """
         try:
             with disk_errors_as_checkpoint_errors(self._root, self._step):

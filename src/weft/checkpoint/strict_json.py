@@ -13,22 +13,30 @@ from typing import Any
 
 from weft.errors import CheckpointError
 
-#: The tag of a float that is not finite.
+#: Key of a float that is not finite.
 _TAG = "$float"
 _NUMBER_LIST = re.compile(r"\[\n\s*((?:-?[0-9.e+-]+,?\s+)+)\]")
-#: Deeper than any honest state, and well inside Python's recursion limit.
+#: Deeper than any valid state, and well inside Python's recursion limit.
 _MAX_DEPTH = 64
 
 
 def encode(value: object, name: str) -> bytes:
-    """ASCII JSON of `value`. CheckpointError names the key of anything that JSON would not give back."""
+    """Return `value` as ASCII JSON.
+
+    Raises:
+        CheckpointError: if a value would not survive the round trip. The message names its key.
+    """
     text = json.dumps(_plain(value, name, 0), allow_nan=False, indent=1)
-    # A raw line break is never inside a JSON string, so this only joins the lines of lists of numbers.
+    # A raw line break is never inside a JSON string, so this joins only the lines of lists of numbers.
     return _NUMBER_LIST.sub(lambda match: "[" + " ".join(match.group(1).split()) + "]", text).encode() + b"\n"
 
 
 def decode(text: bytes, name: str) -> Any:
-    """The value that `encode` was given. CheckpointError on anything that is not strict JSON."""
+    """Return the value of a text from `encode`.
+
+    Raises:
+        CheckpointError: if the text is not strict JSON.
+    """
     try:
         return json.loads(
             text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite_float

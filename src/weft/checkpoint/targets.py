@@ -24,10 +24,10 @@ from weft.errors import CheckpointError
 
 
 class Sink(Protocol):
-    """A new file that is being written."""
+    """A new file that is open for writing."""
 
     def write(self, data: bytes | memoryview) -> object:
-        """Add bytes."""
+        """Append bytes."""
 
     def finish(self) -> None:
         """Make the file durable."""
@@ -98,7 +98,7 @@ class Target(Protocol):
         ...
 
     def sync(self, place: Location) -> None:
-        """Make the names in a folder durable."""
+        """Flush the entries of a folder to the disk."""
 
     def discard(self, place: Location) -> None:
         """Delete the folder of a save that failed."""
@@ -115,8 +115,9 @@ class Target(Protocol):
         ...
 
     def reading(self, place: Location) -> Callable[[], None] | None:
-        """Keep a checkpoint from being pruned until the returned function is called, or return None if the target
-        cannot.
+        """Keep a checkpoint from being pruned until the returned function is called.
+
+        Return None if the target cannot.
         """
         ...
 
@@ -125,7 +126,7 @@ class Target(Protocol):
         ...
 
     def create(self, file: Location) -> Sink:
-        """Begin a new file."""
+        """Create a new file."""
         ...
 
     def size(self, file: Location) -> int:
@@ -181,7 +182,7 @@ class FolderTarget:
     def clear_debris(self) -> None:
         if not self._root.is_dir():
             return
-        # Another process is saving, or nothing can be written here: the next save that can will clear it.
+        # If another process is saving, or nothing can be written here, the next successful save clears it.
         with contextlib.suppress(CheckpointError, OSError), folders.writer_lock(self._root):
             folders.remove_debris(self._root)
 

@@ -46,8 +46,9 @@ def host_values(tensor: Tensor) -> Tensor | None:
 
 
 def _same_part(tensor: Tensor, whole: Tensor, values: Tensor) -> Tensor:
-    """Return the view of `values` that corresponds to the view `tensor` of `whole`. `values` and `whole` have equal
-    strides.
+    """Return the view of `values` that corresponds to the view `tensor` of `whole`.
+
+    `values` and `whole` have equal strides.
     """
     offset = values.storage_offset() + tensor.storage_offset() - whole.storage_offset()
     return values.as_strided(tensor.shape, tensor.stride(), offset)
@@ -70,8 +71,9 @@ def mark_reused_buffer(tensor: Tensor) -> None:
 
 
 def leave_check(tensor: Tensor, look: Callable[[Tensor], None]) -> bool:
-    """Add a check that runs on every batch copied into a reused buffer. Return False if the tensor is not a reused
-    buffer.
+    """Add a check that runs on every batch copied into a reused buffer.
+
+    Return False if the tensor is not a reused buffer.
 
     Args:
         tensor: the buffer, or a view of it that the check reads.

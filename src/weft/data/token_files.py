@@ -1,4 +1,7 @@
-"""One writer at a time, over processes and ranks; the operating system frees the lock when its holder dies."""
+"""Token shards on disk, with file locks between processes and ranks.
+
+The operating system releases a lock when its process dies.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock file `path`. waiting: called once when another process has it.
+    """Lock the file `path`. `waiting` is called once if another process has the lock.
 
-    The file stays after the lock is released: removing it would let two processes lock two files of one name.
+    The file stays after the lock is released, since removing it would let two processes lock two files of one name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -44,9 +47,9 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """Make a temporary folder that becomes `final` when the block ends well, and is removed when it does not.
+    """Make a temporary folder that is renamed to `final` when the block succeeds, and removed when it fails.
 
-    Call it under the lock of `final`: what an earlier, killed writer left is removed first.
+    Call it under the lock of `final`: leftovers of a killed writer are removed first.
     """
     prefix = f".{final.name}.partial-"
     for left in final.parent.glob(f"{prefix}*"):
@@ -65,7 +68,7 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def sync_tree(folder: Path) -> None:
-    """Write all files and folders below `folder` through to the disk."""
+    """Flush all files and folders below `folder` to the disk."""
     for here, _, names in os.walk(folder):
         for name in names:
             sync(Path(here, name))
@@ -73,7 +76,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's entries, are on the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -86,7 +89,7 @@ def sync(path: Path) -> None:
 SHARD_BYTES = 256 * 2**20
 _OFFSETS_FLUSH = 8192
 _READERS = 4
-#: Numbers of a byte, of which 0 is no weight.
+#: Number of values of a mask byte. 0 is no weight.
 _MOST_WEIGHTS = 256
 
 
@@ -113,19 +116,19 @@ class SplitCounts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SplitCounts:
-        """Read what `to_dict` gave."""
+        """Return the object from the output of `to_dict`."""
         files = {name: (int(size), str(digest)) for name, (size, digest) in values["files"].items()}
         return cls(**{**values, "files": files, "weights": tuple(values.get("weights", ()))})
 
     @property
     def weight_table(self) -> np.ndarray:
-        """float32: the weight of each number in the masks."""
+        """Weight of each mask value, float32."""
         return np.array([0.0, 1.0, *self.weights], np.float32)
 
 
 @dataclass(slots=True)
 class _Output:
-    """A file that is hashed while it is written."""
+    """A file that is hashed during writing."""
 
     path: Path
     handle: BinaryIO
@@ -170,7 +173,7 @@ class SplitWriter:
 
         Args:
             tokens: int [n].
-            trained: bool [n], or their weights, float32 [n]; None: all have the weight 1.
+            trained: bool [n], or weights, float32 [n], or None for a weight of 1.
 
         Raises:
             DataError: for more than 255 different weights.
@@ -193,7 +196,7 @@ class SplitWriter:
             tokens = tokens[room:]
 
     def _numbered(self, weights: np.ndarray) -> np.ndarray:
-        """The weights as numbers of the mask, uint8."""
+        """Return the mask values of weights, uint8."""
         if weights.dtype == bool:
             return weights.astype(np.uint8)
         found, places = np.unique(weights, return_inverse=True)
@@ -216,7 +219,7 @@ class SplitWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the files; of a split that was not brought to its end they are incomplete."""
+        """Close the files. They are incomplete if `close` was not called."""
         for output in (self._offsets, self._tokens, self._mask):
             if output is not None:
                 output.handle.close()
@@ -285,7 +288,7 @@ class SplitReader:
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
-        """Return the distances d in 1..length such that a document starts at token start + d, sorted.
+        """Return the sorted distances d in 1..length such that a document starts at token start + d.
 
         Wraps like `tokens`.
         """

@@ -24,10 +24,10 @@ from weft.data.media.images import Encoded
 from weft.data.media.records import generator_of
 from weft.errors import DataError, MissingExtra, WeftError
 
-#: A page is at most so long.
+#: Maximum size of a page.
 PAGE_BYTES = 65_307
 _HEAD_BYTES = 16_384
-#: Silence takes a few bytes a packet; a file with more for each second has sound in it.
+#: Bytes per second above which a file cannot be silent. Silence takes a few bytes per packet.
 _SOUND_BYTES_A_S = 1000
 _PAGE = struct.Struct("<4sBBqIIIB")
 
@@ -112,23 +112,23 @@ def _last_page(encoded: Encoded, size: int) -> _Page | None:
     return _Page(page.start + start, page.body + start, page.end + start, page.granule, page.serial, page.packets)
 
 
-# One recording: its length from its header, and some of its samples.
+# A recording: its length from the header, and ranges of its samples.
 
-#: Frames a second that a recording may have.
+#: Valid sample rates, in frames per second.
 RATES = range(1000, 768_001)
-#: Frames that are looked at for a sample that is not 0, first and at most.
+#: First and largest block of frames in the search for a sample that is not 0.
 _FIRST_BLOCK, _LARGEST_BLOCK = 256, 65536
-#: First bytes of the formats that libsndfile may open; it has decoders for many more, some hardly ever used.
+#: First bytes of the formats that libsndfile may open. It has decoders for many more, some rarely used.
 _MAGIC = (
     b"RIFF", b"RIFX", b"RF64", b"riff", b"fLaC", b"OggS", b"FORM", b".snd", b"dns.", b"caff", b"ID3", b"NIST",
     *(bytes((0xFF, second)) for second in range(0xE0, 0x100)),  # frames of MP3
 )  # fmt: skip
 _MAX_CHANNELS = 64
-#: Values that are looked at for one that is not 0.
+#: Maximum number of values in the search for one that is not 0.
 _MAX_SILENCE = 2**28
-#: Frame counts from here on are taken as unknown.
+#: Larger frame counts are placeholders of an unknown length.
 _MOST_FRAMES = 2**48
-#: Chunk sizes from here on are placeholders of programs that stream to a file of unknown length.
+#: Larger chunk sizes are placeholders of programs that write a file of unknown length.
 _OPEN_ENDED = 0x7FFFF000
 
 
@@ -268,7 +268,7 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
 
 
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
-    """Read up to the first sample that is not 0."""
+    """Read up to the first sample that is not 0, and raise DataError if there is none."""
     done, size = 0, _FIRST_BLOCK
     while done < min(frames, _MAX_SILENCE // sound.channels):
         block = sound.read(size, dtype="float32")
@@ -342,7 +342,7 @@ def _frames_end(encoded: Encoded) -> int:
 
 # Transforms of a recording: one channel, one rate, a maximum length, and random changes drawn from a key.
 
-#: A mask covers at most this share of the frames, and this share of the bands.
+#: Maximum share of the frames, and of the bands, that a mask covers.
 _TIME_SHARE, _BAND_SHARE = 0.125, 0.25
 
 
@@ -388,10 +388,9 @@ def soxr() -> Any:
 def hear(
     encoded: Encoded, size: tuple[int, ...], hearing: AudioTransform, key: tuple[int | str, ...] = ()
 ) -> NDArray[np.float32]:
-    """Return the transformed samples of a recording, float32, with full scale as 1: the mean of its channels,
-    resampled.
+    """Return the transformed samples of a recording, float32, with full scale as 1.
 
-    Only the frames that are used are decoded.
+    They are the mean of its channels, resampled. Only the frames that are used are decoded.
 
     Args:
         encoded: the recording.

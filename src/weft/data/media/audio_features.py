@@ -1,7 +1,7 @@
-"""Log-mel spectrograms: energy by time and pitch, as Whisper's feature extractor and torchaudio define it.
+"""Log-mel spectrograms, as Whisper's feature extractor and torchaudio define them.
 
-Written with numpy, without its matrix products: these may use threads, whose number would then show in the last bits.
-M mel bands, T frames, F frequencies.
+Written in numpy without matrix products, which may use threads, so that the last bits would depend on their number. M
+mel bands, T frames, F frequencies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from weft.errors import DataError, MissingExtra
 
-#: Up to this frequency the scale of Slaney's Auditory Toolbox is linear, and logarithmic above.
+#: Frequency up to which the mel scale of Slaney's Auditory Toolbox is linear. It is logarithmic above.
 _KNEE_HZ, _KNEE_MEL, _HZ_PER_MEL = 1000.0, 15.0, 200.0 / 3.0
 _LOG_STEP = np.log(6.4) / 27.0
-#: The least energy that a logarithm is taken of; how far below the loudest band a value may be, in powers of ten.
+#: Lower limit of the energy before the logarithm, and of values relative to the loudest band, in powers of ten.
 _FLOOR, _RANGE = 1e-10, 8.0
 #: Frames that are transformed together. Intermediate arrays of this size come from the heap, without new memory pages.
 _AT_ONCE = 32
@@ -29,12 +29,12 @@ _AT_ONCE = 32
 def log_mel(
     wave: NDArray[np.float32], *, rate: int = 16_000, mels: int = 80, n_fft: int = 400, hop: int = 160
 ) -> NDArray[np.float32]:
-    """Return Whisper's features of a wave, (M, T) with T = len(wave) // hop: about -1 to 1.5, the loudest band highest.
+    """Return Whisper's features of a wave, (M, T) with T = len(wave) // hop, in a range of about -1 to 1.5.
 
     Args:
-        wave: samples, full scale as 1.
-        rate: of them, in Hz.
-        mels: bands, up to half the rate and at most 8 kHz.
+        wave: samples, with full scale as 1.
+        rate: samples per second.
+        mels: number of bands, up to half the rate and at most 8 kHz.
         n_fft: samples of a window.
         hop: samples from one window to the next.
     """
@@ -142,7 +142,7 @@ class LogMel:
     filled: int = 0
 
     kind: ClassVar[str] = "log_mel"
-    #: What transformers' models call them.
+    #: Names of the input in transformers' models.
     name: ClassVar[str] = "input_features"
 
     def shape(self, most_samples: int) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class LogMel:
         return -(-num_samples // self.hop)
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the JSON values that `parse_features` reads."""
         return {"kind": self.kind, **asdict(self)}
 
 
@@ -199,7 +199,7 @@ class FolderFeatures:
         return self.shape(num_samples)[1]
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the JSON values that `parse_features` reads."""
         return {"kind": self.kind, **asdict(self)}
 
 
@@ -261,7 +261,7 @@ def _extractor(folder: str) -> Any:
 
 @lru_cache(maxsize=2)
 def _loaded(folder: str, changed_ns: int) -> Any:
-    """The extractor of a folder, loaded once and again when its file changes."""
+    """Return the extractor of a folder, which is cached until its file changes."""
     del changed_ns
     try:
         from transformers import AutoFeatureExtractor

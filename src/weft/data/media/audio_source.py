@@ -30,7 +30,7 @@ class Sounds:
 
     def __init__(self, source: MediaRecords, hearing: AudioTransform, features: Features, seed: int):
         self.source, self.hearing, self.features, self.seed = source, hearing, features, seed
-        #: The largest shape of a sample.
+        #: Largest shape of a sample.
         self.shape = features.shape(hearing.most_samples)
 
     def __len__(self) -> int:
@@ -47,16 +47,16 @@ class Sounds:
         return self.decoded(epoch, index), self.learnt(index)
 
     def learnt(self, index: int) -> Any:
-        """Return the number of a sample's class, or the tokens of its text."""
+        """Return the target of a sample: its class number, or the tokens of its text."""
         return self.source.tokens(index) if self.source.columns.is_text else self.source.label(index)
 
     def wave(self, epoch: int, index: int) -> NDArray[np.float32]:
-        """Return a sample's wave as it sounds in an epoch."""
+        """Return the transformed wave of a sample in an epoch."""
         key = (self.seed, epoch, index)
         return hear(self.source.encoded(index), self.source.size(index), self.hearing, key)
 
     def decoded(self, epoch: int, index: int) -> NDArray[np.float32]:
-        """Return a sample's features as it sounds in an epoch, (bands, frames)."""
+        """Return the features of a sample in an epoch, (bands, frames)."""
         wave = self.wave(epoch, index)
         made = self.features(wave)
         if not self.hearing.masks:
@@ -65,7 +65,7 @@ class Sounds:
         return masked(made, self.hearing.masks, frames, (self.seed, epoch, index))
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values, for processes that decode."""
+        """Return the JSON values that describe this object to decode processes."""
         return {
             "kind": "sounds",
             "source": self.source.format(),

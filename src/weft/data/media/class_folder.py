@@ -1,4 +1,4 @@
-"""Folders of pictures, one for each class: `cats/1.png`, `dogs/2.jpg`. Found once, by names and headers alone."""
+"""Folders of pictures, one for each class: `cats/1.png`, `dogs/2.jpg`. Only names and headers are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft.data.order.stream import permutation
 from weft.errors import DataError
 from weft.units import format_count
 
-#: More unreadable pictures than this share stop a run.
+#: Maximum share of unreadable pictures.
 MOST_BAD = 0.01
-#: Threads that read headers: they wait for the disk.
+#: Threads that read headers. They mostly wait for the disk.
 _THREADS = 8
 _CHUNK = 512
 _SHOWN = 3
@@ -56,10 +56,10 @@ class ClassFolder:
 
     @classmethod
     def parse(cls, text: str) -> ClassFolder:
-        """Read what `format` wrote.
+        """Parse the output of `format`.
 
         Raises:
-            DataError: for another text.
+            DataError: if the text is not valid.
         """
         try:
             found = json.loads(text)
@@ -77,7 +77,7 @@ class ClassFolder:
 
     def split(self, share: float) -> tuple[ClassFolder, ClassFolder]:
         """Return a training part, and a held-out part of size `share`. The split is deterministic."""
-        # A pure function of the names: a picture that is added moves no other one to the other side but by chance.
+        # The split is a function of the names. An added picture moves others between the parts only by chance.
         order = permutation(len(self.paths), "held out pictures")
         held = sorted(order(place) for place in range(max(1, round(share * len(self.paths)))))
         rest = self.part(sorted({*range(len(self.paths))} - {*held}))
@@ -87,7 +87,7 @@ class ClassFolder:
         return len(self.paths)
 
     def label(self, index: int) -> int:
-        """Return the number of a picture's class."""
+        """Return the class number of a picture."""
         return self.labels[index]
 
     def file(self, index: int) -> Path:
@@ -133,7 +133,7 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
 
 
 def _unreadable(root: Path, path: Path) -> str | None:
-    """Why a picture is left out; None: it is not."""
+    """Return why a picture is left out, or None."""
     try:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
             return f"{path}: it links out of the folder"

@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class Decodable(Protocol):
-    """Samples that processes decode."""
+    """Interface of samples that processes decode."""
 
     source: Any
     smaller: str
@@ -61,7 +61,7 @@ class Decodable(Protocol):
 
 
 def slot_bytes(samples: Decodable) -> int:
-    """Return the bytes that a sample takes at most."""
+    """Return the maximum size of a sample in bytes."""
     return math.prod(samples.shape) * samples.dtype.itemsize
 
 

@@ -1,7 +1,8 @@
-"""Processes that decode a rank's pictures or sound ahead of use, into memory that all of them share.
+"""Processes that decode a rank's pictures or audio ahead of use, into shared memory.
 
-Samples follow from (seed, epoch, index) alone, so they are the same whichever process decodes them, and however often.
-A process that dies is replaced and its jobs are done again; a sample that ends three of them is named.
+Samples are a function of (seed, epoch, index), so the result does not depend on the process, and decoding can be
+repeated. If a process dies, it is replaced and its jobs run again. If three processes die on one sample, the error
+names it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Key = tuple[int, int]
 _SPARE = 4
 #: A sample on which this many processes died is faulty.
 _MOST_DEATHS = 3
-#: A process without an answer for so long is ended: a disk that is gone, a decoder that loops.
+#: Seconds after which a process without an answer is killed, such as for a lost disk or a decoder that loops.
 _LONGEST_JOB_S = 300.0
 _MOST_RING_BYTES = 512 * 2**20
 
@@ -73,7 +74,7 @@ class DecodePool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that decode."""
+        """Ids of the decode processes."""
         return [worker.process.pid for worker in self._workers]
 
     def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:

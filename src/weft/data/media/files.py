@@ -24,7 +24,7 @@ from weft.data.media.records import PICTURE, MediaKind, class_files
 from weft.errors import DataError, WeftError
 from weft.files import open_regular
 
-#: Suffixes of files of records.
+#: File suffixes of record files.
 RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
 #: Media locations: byte range of the file, separate file, base64 in a line, row, file below a folder.
 STRETCH, FILE, LINE, ROW, BELOW = range(5)
@@ -32,10 +32,10 @@ STRETCH, FILE, LINE, ROW, BELOW = range(5)
 _LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
 _TEXTS = ("text", "transcription", "transcript", "sentence", "txt", "normalized_text", "caption")
 _MOST_LABEL_BYTES = 2**16
-#: Lines of JSON longer than this are left out: a picture in base64 is far smaller.
+#: Maximum size of a line of JSON. Longer lines are skipped. A picture in base64 is far smaller.
 _MOST_LINE_BYTES = 256 * 2**20
 _READ_BYTES = 2**20
-#: Row groups of media that a process holds.
+#: Row groups of media that a process caches.
 _GROUPS = 4
 #: Exceptions raised when a damaged row of a parquet file is converted to Python values.
 _BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
@@ -43,7 +43,7 @@ _BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
 
 @dataclass(frozen=True, slots=True)
 class RecordColumns:
-    """Names of the columns, or of the suffixes in a tar, with media and targets. "" stands for the usual names.
+    """Names of the columns, or of the suffixes in a tar, with media and targets. "" is for the usual names.
 
     Attributes:
         media: column of the media.
@@ -312,7 +312,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
 
 
 def line_object(line: bytes | None) -> dict[str, Any] | None:
-    """Return the object of a line of JSON, or None if the line is anything else."""
+    """Return the object of a line of JSON, or None if the line is not a JSON object."""
     try:
         found = None if line is None else json.loads(line)
     except (ValueError, RecursionError):
@@ -432,7 +432,7 @@ def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord
 
 
 def rows_of(batch: Any) -> list[dict[str, Any] | None]:
-    """Return the rows of an arrow batch as Python values; None for a damaged one, such as text that is not UTF-8."""
+    """Return the rows of an arrow batch as Python values. A damaged row, such as invalid UTF-8, is None."""
     try:
         return batch.to_pylist()
     except _BAD_ROW:
@@ -500,7 +500,7 @@ def _column(record: Mapping[str, Any], asked: str, usual: Sequence[str], what: t
 
 
 def class_label(value: Any) -> int | str | None:
-    """Return a class by number or name; None for anything else."""
+    """Return a class number or name, or None for any other value."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -512,7 +512,7 @@ def class_label(value: Any) -> int | str | None:
 
 
 def is_valid_text(text: str) -> bool:
-    """Return False for text with half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Return False for text with half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -521,7 +521,7 @@ def is_valid_text(text: str) -> bool:
 
 
 def name_bytes(name: str) -> np.ndarray:
-    """Return the name of a file or a record as bytes, uint8 (B,); also of one that is not UTF-8 on the disk."""
+    """Return the name of a file or a record as bytes, uint8 (B,). Names on the disk may be invalid UTF-8."""
     return np.frombuffer(name.encode("utf-8", "surrogateescape"), np.uint8)
 
 
@@ -531,5 +531,5 @@ def name_text(data: np.ndarray) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a message with what cannot be printed escaped, such as a name that is not UTF-8."""
+    """Return a message with unprintable characters escaped, such as those of a name that is not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -38,7 +38,7 @@ class PictureSource(Protocol):
     def __len__(self) -> int: ...
 
     def label(self, index: int) -> int:
-        """Return the number of a picture's class."""
+        """Return the class number of a picture."""
         ...
 
     def encoded(self, index: int) -> Encoded:
@@ -50,7 +50,7 @@ class PictureSource(Protocol):
         ...
 
     def format(self) -> str:
-        """Return it as text."""
+        """Return the text that `parse_source` reads."""
         ...
 
 
@@ -85,7 +85,7 @@ class Pictures:
 
     def __init__(self, source: PictureSource, look: Look, seed: int):
         self.source, self.look, self.seed = source, look, seed
-        #: The shape of a sample.
+        #: Shape of a sample.
         self.shape = (3, look.side, look.side)
 
     def __len__(self) -> int:
@@ -98,19 +98,19 @@ class Pictures:
         return (self[index] for index in range(len(self)))
 
     def in_epoch(self, epoch: int, index: int) -> tuple[NDArray[np.uint8], int]:
-        """Return a sample as it looks in an epoch."""
+        """Return the pixels and the class of a sample in an epoch."""
         return self.decoded(epoch, index), self.learnt(index)
 
     def learnt(self, index: int) -> int:
-        """Return the number of a sample's class."""
+        """Return the class number of a sample."""
         return self.source.label(index)
 
     def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
-        """Return a sample's pixels as they look in an epoch, (3, side, side)."""
+        """Return the pixels of a sample in an epoch, (3, side, side)."""
         return read_picture(self.source.encoded(index), self.look, (self.seed, epoch, index))
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values, for processes that decode."""
+        """Return the JSON values that describe this object to decode processes."""
         return {"kind": "pictures", "source": self.source.format(), "look": asdict(self.look), "seed": self.seed}
 
     @classmethod

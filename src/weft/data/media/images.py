@@ -22,7 +22,7 @@ from weft.errors import DataError, MissingExtra, WeftError
 from weft.files import open_regular
 from weft.units import format_bytes
 
-#: Open archives of a process; more are closed, the longest unused first.
+#: Maximum number of open archives in a process. The least recently used is closed first.
 _MOST_OPEN = 256
 #: Maximum size of encoded media that is read in full.
 _MAX_BYTES = 2**30
@@ -148,20 +148,20 @@ def _opened(path: str) -> _Open:
     return _Open(path)
 
 
-# One picture: its size from its header, and its pixels at a wanted size.
+# A picture: its size from the header, and its pixels at a requested size.
 
-#: Pixels of a picture above which it is taken for a mistake, or for a bomb: a few bytes that decode to gigabytes.
+#: Maximum pixels of a picture. More are a mistake or a decompression bomb: a few bytes that decode to gigabytes.
 MOST_PIXELS = 100_000_000
 #: Minimum share of a picture that a random crop covers, and its maximum aspect ratio.
 _LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
-#: Formats that Pillow may open, all decoded within the process. Others may start programs: EPS starts Ghostscript.
+#: Formats that Pillow may open. All are decoded in the process. Others may start programs: EPS starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "QOI")
-#: Scans of a progressive JPEG times its pixels: each scan goes over all pixels, and a few bytes make one.
+#: Maximum scans times pixels of a progressive JPEG: each scan visits all pixels, and a few bytes make one.
 _MAX_SCANNED_PIXELS = 2_000_000_000
-#: Bytes that are read for a header, and looked at for the mark that ends a file of a format.
+#: Bytes that are read for a header, and bytes that are searched for the end marker of a format.
 _HEAD_BYTES, _TAIL_BYTES = 16384, 64
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
-#: Share of red, green and blue in how bright a colour seems.
+#: Weights of red, green and blue in the luma.
 _LUMA = np.array((0.299, 0.587, 0.114), np.float32)
 
 
@@ -262,7 +262,7 @@ def _encoded(source: Path | Encoded) -> Encoded:
 
 
 def _open_image(data: bytes, name: str) -> Any:
-    """Open encoded bytes with Pillow, which reads the header. DataError for other formats and wrong sizes."""
+    """Open encoded bytes with Pillow, which reads the header. Raise DataError for other formats and invalid sizes."""
     image = pillow()
     try:
         with warnings.catch_warnings():
@@ -288,14 +288,14 @@ def _open_image(data: bytes, name: str) -> Any:
 
 @cache
 def _formats() -> list[str]:
-    """Names of the `FORMATS` that this installation of Pillow has."""
+    """Return the `FORMATS` that this installation of Pillow supports."""
     image = pillow()
     image.init()
     return [name for name in FORMATS if name in image.OPEN]
 
 
 def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
-    """Refuse a progressive JPEG that would take minutes to decode."""
+    """Raise DataError for a progressive JPEG that would take minutes to decode."""
     if not picture.info.get("progressive"):
         return
     scans, pixels = data.count(b"\xff\xda"), picture.size[0] * picture.size[1]
@@ -307,12 +307,12 @@ def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """An exception's first line, or its type if it has no text."""
+    """Return an exception's first line, or its type if it has no text."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
 def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
-    """Return the result of `decode` on an open picture. DataError if its pixels are damaged or cut off."""
+    """Return the result of `decode` on an open picture. Raise DataError if its pixels are damaged or cut off."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -326,13 +326,13 @@ def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
 
 
 def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Brightness, contrast and saturation changed by factors, then noise on every value."""
+    """Change brightness, contrast and saturation by random factors, then add noise to every value."""
     values = pixels.astype(np.float32)
     if look.colour:
         bright, contrast, colourful = rng.uniform(1 - look.colour, 1 + look.colour, 3).astype(np.float32)
         values *= bright
         grey = np.tensordot(_LUMA, values, 1)
-        # A sum of whole numbers has the same bits in any order.
+        # An integer sum is bitwise equal in any order.
         middle = np.float32(int(grey.astype(np.int64).sum()) / grey.size)
         values = (values - grey) * (colourful * contrast) + (grey - middle) * contrast + middle
     if look.noise:
@@ -341,7 +341,7 @@ def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator)
 
 
 def _rgb(picture: Any, image: Any) -> Any:
-    """Three channels of 8 bits, on white."""
+    """Convert a picture to three channels of 8 bits, on white."""
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         layer = picture.convert("RGBA")
         ground = image.new("RGBA", layer.size, (255, 255, 255, 255))
@@ -363,7 +363,7 @@ def _middle(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """A part of a random share and shape, as large as fits."""
+    """Return a box of random area and aspect ratio, as large as fits."""
     area = width * height * rng.uniform(_LEAST_SHARE, 1.0)
     ratio = float(np.exp(rng.uniform(-np.log(_MOST_RATIO), np.log(_MOST_RATIO))))
     across, down = min(width, float(np.sqrt(area * ratio))), min(height, float(np.sqrt(area / ratio)))

@@ -35,7 +35,7 @@ from weft.errors import DataError
 from weft.units import format_count
 
 _VERSION = 2
-#: Reasons that are kept of what cannot be read.
+#: Maximum number of stored reasons for unreadable records.
 _MOST_REASONS = 1000
 _TOLD_EVERY = 512
 
@@ -127,7 +127,7 @@ class MediaRecords:
             ) from error
 
     def label(self, index: int) -> int:
-        """Return the number of a sample's class."""
+        """Return the class number of a sample."""
         return self.labels[int(self._row(index)["place"][-1])]
 
     def text(self, index: int) -> str:
@@ -291,7 +291,7 @@ def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reason
 
 
 def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
-    """What shows that a file, or one below a folder of classes, has changed."""
+    """Return values that change when a file, or one below a folder of classes, changes."""
     if file.is_file():
         return str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns
     hasher = hashlib.blake2b(digest_size=16)
@@ -327,7 +327,7 @@ def _in_order(labels: Sequence[int | str]) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Looks at every record once, and writes a row for each that can be used."""
+    """Writer of a table: reads every record once, and adds a row for each usable one."""
 
     def __init__(self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None, survey: Survey):
         self._path, self._files, self._columns, self._in_one_sentence, self._survey = path, files, columns, told, survey

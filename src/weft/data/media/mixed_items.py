@@ -68,7 +68,7 @@ class MixedItems:
         self.records, self.look, self.hearing, self.features, self.seed = records, look, hearing, features, seed
         self._starts = np.concatenate(([0], np.cumsum(records.num_media())))
         self.bands_shape = features.shape(hearing.most_samples)
-        #: The largest shape of an item.
+        #: Largest shape of an item.
         self.shape = (max(3 * look.side**2, 4 * int(np.prod(self.bands_shape))),)
         self.source = _Source(self)
 
@@ -76,7 +76,7 @@ class MixedItems:
         return int(self._starts[-1])
 
     def of_sample(self, index: int) -> range:
-        """Return the numbers of a sample's items."""
+        """Return the item numbers of a sample."""
         return range(int(self._starts[index]), int(self._starts[index + 1]))
 
     def place(self, item: int) -> tuple[int, int]:

@@ -284,7 +284,7 @@ _NUMBERS = 9
 
 @dataclass(frozen=True)
 class MixedRecords(MediaRecords):
-    """Samples of records, in the order of their files."""
+    """Samples of text, pictures and audio in records, in the order of their files."""
 
     def mixed_columns(self) -> MixedColumns:
         """Return the columns of text and media."""
@@ -304,8 +304,7 @@ class MixedRecords(MediaRecords):
         return self._lengths("places") // _NUMBERS
 
     def media_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the sample index of each picture and recording, int64 (media,), and its kind and size, int64 (media,
-        3).
+        """Return the sample index of each picture and recording, int64 (media,), and its size, int64 (media, 3).
 
         The three numbers are the audio flag and the first two numbers of the size in `sizes`.
         """
@@ -350,7 +349,7 @@ class MixedRecords(MediaRecords):
         return printable(name_text(row["name"]))
 
 
-#: Of a sample's tokens and (whether it is a sound, size) of its media: why it is left out; "": it is not.
+#: Returns why a sample is left out, or "", from its tokens and the (is audio, size) of its media.
 Refuse = Callable[[NDArray[np.int32], list[tuple[bool, tuple[int, ...]]]], str]
 
 
@@ -451,7 +450,7 @@ class _Writer:
 # Features that a frozen encoder computed from pictures or recordings, stored once in safetensors shards, read by
 # number.
 
-#: Items of a shard, and shards that a process holds open.
+#: Items per shard, and shards that a process keeps open.
 _ITEMS, _OPEN = 256, 64
 
 
@@ -463,7 +462,7 @@ class FeatureShards:
         key: JSON values that identify the encoder and the transform of the items.
         records: the samples.
         is_sound: the items are recordings, not pictures.
-        blank: features that stand in if a batch has no item, (R, D).
+        blank: substitute features for a batch without items, (R, D).
     """
 
     def __init__(self, folder: Path, key: Sequence[Any], records: MixedRecords, *, is_sound: bool, blank: NDArray[Any]):
@@ -477,7 +476,7 @@ class FeatureShards:
                     self._places[item] = len(origins)
                     origins.append(json.dumps(records.origin(index, number)))
                 item += 1
-        #: Numbers of the items among all media of the samples.
+        #: Item numbers among all media of the samples.
         self.items = list(self._places)
         head = json.dumps([_VERSION, *key])
         self._names = [
@@ -491,7 +490,7 @@ class FeatureShards:
         return len(self._names)
 
     def items_of(self, shard: int) -> list[int]:
-        """Return the numbers of a shard's items, in order."""
+        """Return the item numbers of a shard, in order."""
         return self.items[shard * _ITEMS : (shard + 1) * _ITEMS]
 
     def path(self, shard: int) -> Path:
@@ -499,7 +498,7 @@ class FeatureShards:
         return self.folder / f"{self._names[shard]}.safetensors"
 
     def has(self, shard: int) -> bool:
-        """Return whether a shard is there, whole by its length."""
+        """Return True if a shard exists and has its full length."""
         return self._header(shard) is not None
 
     def write(self, shard: int, rows: Sequence[NDArray[Any]]) -> None:

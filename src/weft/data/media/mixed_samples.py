@@ -26,7 +26,7 @@ _ASKED = ("prompt", "question", "instruction")
 _CHATS = ("messages", "conversations")
 _MARKS = re.compile("(<image>|<audio>)")
 _LEARNT_ROLES = ("assistant", "gpt", "model")
-#: What roles of other chats are called here.
+#: Role names of other chat formats -> role.
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 
 What = Literal["text", "picture", "recording", "turn", "end"]
@@ -105,7 +105,7 @@ class _Media:
         return SamplePart(what, media=media[self._used[mark] - 1] if self._used[mark] <= len(media) else None)
 
     def rest(self) -> Iterator[SamplePart]:
-        """All that is left, pictures first."""
+        """Return the remaining media, pictures first."""
         for mark, (_, media) in self._lists.items():
             for _ in range(self._used[mark], len(media)):
                 yield self.at(mark)
@@ -235,7 +235,7 @@ class ByteText:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """tokens: ids and marks, (T,). learnt: which of them count in the loss, (T,)."""
+    """Token ids with markers, (T,), and a mask `learnt` of those that count in the loss, (T,)."""
 
     tokens: NDArray[np.int32]
     learnt: NDArray[np.uint8]

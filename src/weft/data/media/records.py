@@ -1,4 +1,4 @@
-"""Kinds of media: pictures or audio, with their file suffixes, column names and words for messages."""
+"""Kinds of media: pictures or audio, with their file suffixes, column names and nouns for messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SOUND = MediaKind(
     ("audio", "sound", "recording", "wav", "flac", "ogg", "mp3", "file_name", "audio_path", "audio_filepath", "path",
      "bytes"),
 )  # fmt: skip
-#: Text with any number of both.
+#: Text with any number of pictures and recordings.
 SAMPLE = MediaKind("sample", "samples", "text", (), ())
 #: Kinds by singular name.
 KINDS = {kind.one: kind for kind in (PICTURE, SOUND, SAMPLE)}
@@ -83,6 +83,6 @@ def class_files(root: Path, kind: MediaKind) -> list[tuple[str, str]]:
 
 
 def generator_of(key: tuple[int | str, ...]) -> np.random.Generator:
-    """Return the generator of a key, such as (seed, epoch, index)."""
+    """Return the random generator of a key, such as (seed, epoch, index)."""
     digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

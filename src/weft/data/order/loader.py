@@ -1,4 +1,4 @@
-"""Batches of one rank: which samples are its own follows from the step, so that resuming is a matter of one integer.
+"""Batches of one rank. The rank's samples are a function of the step, so resuming needs one integer.
 
 B = sequences in a microbatch, T = seq_len.
 """
@@ -28,7 +28,7 @@ _PREFETCH = 2
 class Loader:
     """The microbatches of one data-parallel rank.
 
-    The samples of step s are those of `weft.config.partitioning.microbatch_samples`, counted from s * global_batch.
+    Step s has the samples `weft.config.partitioning.microbatch_samples`, counted from s * global_batch.
 
     Args:
         stream: the samples.
@@ -63,7 +63,7 @@ class Loader:
         self._own = shares.microbatch_samples(global_batch, dp_size, accumulation, dp_rank)
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the microbatches of optimizer step `step`, 0 and up."""
+        """Return the microbatches of optimizer step `step`, which starts at 0."""
         first = step * self._global_batch
         return [
             build_batch(self._stream, range(first + own.start, first + own.stop), len(own), pin=self._pin)
@@ -73,16 +73,16 @@ class Loader:
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
         """Return the microbatches of steps start_step .. end_step - 1, built ahead in a thread.
 
-        Close it, or use it in `with`.
+        Close the result, or use it in `with`.
         """
         return Prefetch(self, start_step, end_step)
 
 
 class EvalBatches:
-    """A fixed evaluation set, spread evenly over the sources, with each sample once. It is equal for any number of
-    ranks.
+    """A fixed evaluation set, spread evenly over the sources, with each sample once.
 
-    All ranks get the same number of batches. Rows after the end of the set are padding without labels.
+    The set is equal for any number of ranks. All ranks get the same number of batches. Rows after the end of the set
+    are padding without labels.
 
     Args:
         stream: a stream with shuffle=False.
@@ -200,7 +200,7 @@ class Prefetch:
         """Stop the thread and wait until it has ended. Further calls have no effect."""
         self._closed.set()
         while self._thread.is_alive():
-            # The thread may be waiting for room in the queue.
+            # The thread may be waiting for space in the queue.
             try:
                 self._queue.get_nowait()
             except queue.Empty:
@@ -258,7 +258,7 @@ class TextSegment:
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """One sample for display. num_trained + num_masked tokens are shown; num_padding are not."""
+    """One sample for display. Padding tokens are counted and not displayed."""
 
     segments: tuple[TextSegment, ...]
     num_trained: int

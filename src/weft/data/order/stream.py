@@ -94,9 +94,9 @@ def permutation(size: int, *parts: int | str) -> Permutation:
     return Permutation(size, derive_key(*parts))
 
 
-# Which source a global sample comes from: a pure function of the sample's index, exact in the long run.
+# Assignment of global samples to sources: a pure function of the sample's index, with exact shares in the long run.
 
-#: Weights are kept as integers with this sum: all arithmetic is exact at any index.
+#: Sum of the integer weights. Arithmetic with integers is exact at any index.
 _SCALE = 2**32
 _GRID = 4096
 
@@ -147,7 +147,7 @@ class Mixture:
 
     def _dealt(self, total: int) -> list[int]:
         """Return the number of samples of each source among the first `total`. The sum is `total`."""
-        # The time at which `total` are due is near `total` itself; find the last tick with at most that many.
+        # The time at which `total` samples are due is near `total`. Find the last tick with at most that many.
         low, high = max(0, total - len(self._parts) - 1) * _GRID, (total + len(self._parts) + 1) * _GRID
         while low < high:
             middle = (low + high + 1) // 2
@@ -169,7 +169,7 @@ def _integer_shares(shares: Sequence[float]) -> list[int]:
     return parts
 
 
-# Rows that samples bring to tensors whose rows are no samples, such as patches of images.
+# Row counts of samples in tensors whose rows are not samples, such as patches of images.
 
 
 def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
@@ -208,7 +208,7 @@ def _at(sample: Any, name: Any) -> Any:
 
 
 def _length(value: Any) -> int:
-    """Rows of a value: dim 0 of a tensor or array, entries of a list."""
+    """Return the rows of a value: dim 0 of a tensor or array, entries of a list."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0
@@ -263,7 +263,7 @@ def fit_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
     starts = [0]
     position, total = 0, int(offsets[-1])
     while position < total:
-        # The end token of the last document may be a label without being an input: hence the + 1.
+        # The end token of the last document may be a label without being an input, hence the + 1.
         border = int(offsets[np.searchsorted(offsets, position + seq_len + 1, side="right") - 1])
         position = border if border > position else position + seq_len
         starts.append(position)
@@ -439,13 +439,13 @@ class SampleStream:
         self._ends = np.cumsum([source.num_sequences for source in self._sources])
         self.num_sequences = int(self._ends[-1]) if self._sources else 0
         self.pad_id = sources[0].pad_id if sources else 0
-        #: Whether labels have weights other than 1 somewhere.
+        #: True if some labels have weights other than 1.
         self.is_weighted = any(stored.counts.weights for stored in sources)
         shares = [_sample_share(*pair) for pair in zip(sources, self._sources, strict=True)]
         self._mixture = Mixture(shares, seed=seed) if shuffle else None
 
     def sample(self, index: int) -> Sample:
-        """Return a sample by its global index, 0 and up; the epoch follows from it."""
+        """Return a sample by its global index, from 0. The index determines the epoch."""
         rows = Rows.empty(1, self.seq_len, weighted=self.is_weighted)
         num_inputs, has_border = self.fill(rows, 0, index)
         source, epoch, _ = self._locate(index)
@@ -455,7 +455,7 @@ class SampleStream:
         )  # fmt: skip
 
     def state_at(self, index: int) -> dict[str, int]:
-        """Count the samples taken from each source before `index`, by the source's name."""
+        """Count the samples from each source before `index`, by the source's name."""
         if self._mixture is None:
             epochs, rest = divmod(index, max(1, self.num_sequences))
             counts = []
@@ -467,7 +467,7 @@ class SampleStream:
         return dict(zip(self._names, counts, strict=True))
 
     def _locate(self, index: int) -> tuple[int, int, int]:
-        """(source, epoch of that source, sequence in it)."""
+        """Return (source, epoch of that source, sequence in it)."""
         if self._mixture is None:
             epoch, rest = divmod(index, self.num_sequences)
             number = int(np.searchsorted(self._ends, rest, side="right"))
@@ -478,12 +478,12 @@ class SampleStream:
         return number, epoch, permutation(source.num_sequences, "sequences", self.seed, number, epoch)(rest)
 
     def fill(self, rows: Rows, row: int, index: int) -> tuple[int, bool]:
-        """Write a sample into one row, and return (number of inputs, whether a document starts inside).
+        """Write a sample into one row, and return (number of inputs, True if a document starts inside).
 
         Args:
             rows: arrays of shape (rows, seq_len).
-            row: the row that is written.
-            index: global sample index, 0 and up.
+            row: index of the row to write.
+            index: global sample index, from 0.
         """
         number, epoch, sequence = self._locate(index)
         source = self._sources[number]
@@ -503,7 +503,7 @@ class SampleStream:
             if self.borders:
                 labels[borders - 1] = IGNORED
                 has_border = bool(borders[0] < size)
-            # In "fit" and "pad" the next sequence is another one, whatever the borders.
+            # With "fit" and "pad", documents do not continue in the next sequence, for any setting of `borders`.
             elif source.packing != "concat" and borders[-1] == size:
                 labels[size - 1] = IGNORED
         self._place(rows, row, size, borders[borders < size] if has_border else borders[:0])
@@ -517,7 +517,7 @@ class SampleStream:
         return size, has_border
 
     def _place(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:
-        """Positions and document ids. borders: where documents start inside, 1 .. size - 1."""
+        """Write positions and document ids. `borders` are the starts of documents inside, 1 .. size - 1."""
         seq_len = self.seq_len
         positions, documents = rows.positions[row], rows.document_ids[row]
         positions[:] = np.arange(seq_len)
@@ -534,7 +534,7 @@ class SampleStream:
 
 
 def _sample_share(stored: StoredSource, source: _Source) -> float:
-    """Share of the samples that gives the source its share of the tokens: padded sequences hold fewer."""
+    """Return the share of samples that gives a source its share of the tokens, since padded sequences have fewer."""
     if stored.weight is None:
         return float(source.num_sequences)
     return stored.weight * source.num_sequences / source.reader.num_tokens

@@ -19,7 +19,7 @@ from weft.data.order.stream import rows_of
 from weft.data.random_state import kept_generators, seed_generators
 from weft.errors import DataError
 
-#: Samplers within samplers are looked for under these names.
+#: Attributes of a sampler that may be an inner sampler.
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 
 
@@ -171,7 +171,7 @@ def _epoch_seed(seed: int, epoch: int) -> int:
 
 @contextlib.contextmanager
 def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
-    """Seed all generators that the sampler may draw from, and restore the global ones on leaving."""
+    """Seed all generators that the sampler may draw from, and restore the global ones at exit."""
     for one in _all_of(sampler):
         if isinstance(generator := getattr(one, "generator", None), torch.Generator):
             generator.manual_seed(seed)
@@ -191,7 +191,7 @@ def _all_of(sampler: Any) -> Iterator[Any]:
         found += [inner for name in _INNER if (inner := getattr(one, name, None)) is not None]
 
 
-# A user's own DataLoader, cut for data parallel: each rank reads its slice of every global batch, and can resume.
+# A user's DataLoader for data parallelism: each rank reads its slice of every global batch. It can be resumed.
 
 
 class AsBatch(Protocol):
@@ -204,8 +204,8 @@ class AsBatch(Protocol):
 
         Args:
             batches: the rank's microbatches.
-            numbers: numbers of each microbatch's samples in the global batch. They are empty for a microbatch that
-                stands in for samples that the rank does not have.
+            numbers: numbers of each microbatch's samples in the global batch. They are empty for a dummy microbatch,
+                which replaces samples that the rank does not have.
             rows: rows of the samples, see `rows_of`.
             is_plain: the rank's samples are in one batch, and every rank has samples.
             total: number of samples of the global batch.
@@ -268,7 +268,7 @@ class ShardedLoader:
         slices = self._slices
         for parts, rows in self._loader:
             batch = self._batch(parts, rows, slices.size_of(slices.next_batch))
-            # Counted before it is handed out: a state saved while the batch is in use comes after it.
+            # Counted before the yield, so that a state saved while the batch is in use points to the next batch.
             slices.next_batch += 1
             yield batch
         slices.epoch += 1
@@ -332,8 +332,9 @@ class _CollateParts:
 
 
 class _Slices(Sampler[list[Any]]):
-    """Dataset indices of this rank's part of each global batch. A rank without samples gets the first index of the
-    batch.
+    """Dataset indices of this rank's part of each global batch.
+
+    A rank without samples gets the first index of the batch.
     """
 
     def __init__(

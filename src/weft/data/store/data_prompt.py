@@ -14,7 +14,7 @@ from weft.errors import DataError
 
 _CHATS, _PREFERENCES = ("messages", "instruction"), ("preference", "feedback")
 _MAX_TOKENS = 4096
-#: Tokens of a text that a model continues.
+#: Tokens of the text prompt that the model continues.
 _FIRST_TOKENS = 12
 _MARK = "\U0010fff4"
 

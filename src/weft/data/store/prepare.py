@@ -198,9 +198,7 @@ def _documents(look: _TrainableCheck) -> str:
 
 
 def _of_template(tokenizer: Tokenizer, sources: Sequence[PreparedSource]) -> Iterator[str]:
-    """Yield a problem if a chat template ends the assistant's turn with text that resembles a special token but is not
-    one.
-    """
+    """Yield a problem if a chat template ends the assistant's turn with text that only resembles a special token."""
     template = tokenizer.template
     if template is None or all(source.kind in ("completion", "ids") for source in sources):
         return
@@ -272,7 +270,7 @@ def _add(
 
 # Tokenization of a run's data, once. It runs in every process before any process group exists, under file locks.
 
-#: With fewer documents it is no surprise that one has most tokens.
+#: With fewer documents, one with most of the tokens is not reported.
 _MANY_DOCUMENTS = 10
 
 

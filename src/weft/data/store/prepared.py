@@ -64,12 +64,12 @@ class PreparedSource:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in the split."""
+        """Number of tokens in the split."""
         return self.counts.num_tokens
 
     @property
     def num_documents(self) -> int:
-        """The number of documents in the split."""
+        """Number of documents in the split."""
         return self.counts.num_documents
 
     @property
@@ -180,7 +180,7 @@ def key_of(*parts: Any) -> str:
 # Data that a config requests: its sources with their files, and digests of the files' content.
 
 _READ_BYTES = 2**20
-#: Less is read before a line about it is.
+#: Minimum total size of files for a progress report.
 _TOLD_BYTES = 2**28
 
 
@@ -234,7 +234,7 @@ class RequestedSource:
         yield from DocumentStream(files or self.files, self.schema, limits, 2**31, on_broken=lambda _: None)
 
     def key(self, digests: list[str]) -> list[Any]:
-        """Return the values that determine the tokens of the source. `digests` are those of its files' content."""
+        """Return the values that determine the tokens of the source, including the digests of its files."""
         limits = self.limits
         reading = [limits.holdout, limits.max_record_bytes, limits.piece_bytes]
         files = [
@@ -291,12 +291,12 @@ def _digest(path: Path, name: str) -> str:
     return hasher.hexdigest()
 
 
-# The cache of tokenised data: tokenizers and shards, each made once under a lock, checked when they are taken out.
+# The cache of tokenised data: tokenizers and shards, each made once under a lock and checked on use.
 
 _CHECKED = "checked.json"
-#: How long a check of the digests is believed, while no file is written to: a disk may forget without being asked.
+#: Seconds for which a digest check is valid if files are unchanged. A disk may lose data silently.
 _CHECK_HOLDS_S = 24 * 3600
-#: A check of less is over before a line about it is read.
+#: Minimum total size of shards for a progress report of the check.
 _CACHE_LOG_BYTES = 2**30
 
 
@@ -329,7 +329,7 @@ def ready_tokenizer(
         content = [path.read_bytes().hex() for path in files if path.is_file()]
         key = key_of("file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []))
     else:
-        # The names decide in which order texts are read.
+        # The file names determine the order in which texts are read.
         texts = [
             [w.key(content_digests(cache, w.files, report)), [file.path.name for file in w.files.files]] for w in train
         ]
@@ -340,7 +340,7 @@ def ready_tokenizer(
             try:
                 return folder, Tokenizer.load(folder)
             except DataError:
-                # Damaged: it is made again from the same input.
+                # The folder is damaged and is made again from the same input.
                 shutil.rmtree(folder)
         with new_folder(folder) as temporary:
             if section.kind == "bytes":
@@ -353,8 +353,9 @@ def ready_tokenizer(
 
 
 def _training_text(train: Sequence[RequestedSource], limit: int, report: Report | None) -> Iterator[str]:
-    """Yield text of the train split, at most `limit` bytes in equal parts. Small sources leave their rest to the
-    others.
+    """Yield text of the train split, at most `limit` bytes in equal parts.
+
+    Small sources leave their rest to the others.
     """
     sources = [wanted for wanted in sorted(train, key=lambda w: w.files.size_bytes) if wanted.schema.kind != "ids"]
     if not sources:
@@ -379,7 +380,7 @@ def _training_text(train: Sequence[RequestedSource], limit: int, report: Report 
 
 
 def _source_text(wanted: RequestedSource) -> Iterator[str]:
-    # Files in an order that their names scatter: the first ones of a folder need not be like the rest.
+    # Files in the order of a hash of their names, since the first files of a folder may not be representative.
     files = sorted(wanted.files.files, key=lambda file: hashlib.blake2b(file.path.name.encode()).digest())
     for document in wanted.documents(replace(wanted.files, files=tuple(files))):
         if split_of(document, wanted.limits.holdout) == "train":
@@ -390,8 +391,9 @@ def _source_text(wanted: RequestedSource) -> Iterator[str]:
 def ready_source(
     cache: Path, wanted: RequestedSource, tokenizer: Tokenizer, packing: str | None, seq_len: int, report: Report | None
 ) -> CachedSource:
-    """Return the tokens of a source, tokenised if they are missing or damaged. If `packing` is None, the schema
-    decides.
+    """Return the tokens of a source, tokenised if they are missing or damaged.
+
+    If `packing` is None, the schema decides.
     """
     key = wanted.key(content_digests(cache, wanted.files, report))
     folder = cache / f"data-{key_of(FORMAT_VERSION, tokenizer.digest, key)}"

@@ -45,7 +45,7 @@ class RowWriter:
         self._exits.close()
 
     def add(self, row: Row) -> None:
-        """Append a row; all rows have the columns and dtypes of the first."""
+        """Append a row. All rows have the columns and dtypes of the first."""
         for name, values in row.items():
             if name not in self._files:
                 self._files[name] = self._exits.enter_context((self._folder / f"{name}.values").open("wb"))
@@ -58,7 +58,7 @@ class RowWriter:
         """Write the table's description.
 
         Args:
-            notes: JSON values that the reader gets back.
+            notes: JSON values for the reader.
         """
         self._exits.close()
         columns: dict[str, Any] = {}
@@ -109,15 +109,15 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
         ]
 
     def total(self, name: str) -> int:
-        """Return the sum of all values of a column of whole numbers."""
+        """Return the sum of all values of an integer column."""
         return int(self._values[name].sum(dtype=np.int64)) if name in self._values else 0
 
     def lengths(self, name: str) -> np.ndarray:
-        """Return how many values each row has in a column, int64 (rows,)."""
+        """Return the number of values of each row in a column, int64 (rows,)."""
         return np.diff(self._starts[name])
 
     def column(self, name: str) -> np.ndarray:
-        """Return the values of all rows in a column, one row after another."""
+        """Return the concatenated values of all rows in a column."""
         return self._values[name]
 
     def __len__(self) -> int:

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-#: Marks are in a private area of Unicode. A turn has one mark for each kind of part.
+#: Marks are in a private use area of Unicode. A turn has one mark for each kind of part.
 _FIRST_MARK, _LAST_MARK = 0x108000, 0x10FFF0
 CONTENT, THOUGHT, CALL, INSERTED = range(4)
 _NUM_KINDS = 4
 _NUM_TURNS = (_LAST_MARK - _FIRST_MARK) // _NUM_KINDS
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
-#: Text that templates look for in contents: tags and bracketed names. It is never marked.
+#: Texts that templates search for in contents: tags and bracketed names. They are never marked.
 _TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]")
 _LETTER = re.compile(r"[^\W_]")
 _SIGN = re.compile(r"[^\s\"\\]")
 _THOUGHTS = re.compile(r"(?s)(<(think|thinking|thought|reasoning)>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
 _THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
-#: Keys of a message that hold the thoughts behind an answer.
+#: Keys of a message with the thoughts behind an answer.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 #: Keys whose values templates compare with fixed names.
 _UNMARKED_KEYS = ("type", "id", "index", "tool_call_id")
@@ -70,7 +70,7 @@ class TurnFormat:
 
 @dataclass
 class _Part:
-    """Marked text of a message. lead, trail: the text before its first mark and after its last one."""
+    """Marked text of a message. `lead` is the text before its first mark, and `trail` the text after its last one."""
 
     lead: str = ""
     trail: str = ""
@@ -164,7 +164,7 @@ class MarkedAnswers:
         return (place, self._marked[place]) if place >= 0 else None
 
     def spans(self, text: str, form: TurnFormat) -> Iterator[tuple[int, int, int]]:
-        """Return (message, low, high) of each assistant's turn that the template renders."""
+        """Yield (message, low, high) of each assistant's turn that the template renders."""
         stops = sorted(
             at
             for role, marked in zip(self._roles, self._marked, strict=True)
@@ -183,9 +183,7 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the assistant's messages that are not rendered at all, and the kinds of parts missing in other
-        messages.
-        """
+        """Return the assistant's messages that are not rendered, and the kinds of parts missing in other messages."""
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
             if role != "assistant":
@@ -197,15 +195,16 @@ class MarkedAnswers:
         return missing, kinds
 
     def turn_at(self, low: int, high: int) -> int | None:
-        """Return the assistant's message whose marks are in a range of the text."""
+        """Return the assistant's message with marks in a range of the text, or None."""
         for place, marked in enumerate(self._marked):
             if self._roles[place] == "assistant" and any(low <= at < high for at, _ in marked.found):
                 return place
         return None
 
     def _own(self, place: int) -> list[tuple[int, int]]:
-        """Return the marks of an assistant's turn. Later marks are from a tool's answer that repeats the name of the
-        call.
+        """Return the marks of an assistant's turn.
+
+        Later marks are from a tool's answer that repeats the name of the call.
         """
         marked, seen = self._marked[place], [0] * _NUM_KINDS
         own = []
@@ -262,7 +261,7 @@ def _mark_of(place: int, kind: int) -> str:
 
 
 def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
-    """The parts of an answer that holds thoughts in tags, each with its kind."""
+    """Yield the parts of an answer with thoughts in tags, each with its kind."""
     done = 0
     for match in _THOUGHTS.finditer(content) if "</th" in content or "</reasoning>" in content else ():
         low = match.start(3) if match[1] else match.start(5)
@@ -275,7 +274,10 @@ def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
 
 
 def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
-    """Replace the first and the last letter that is in no tag. Texts without letters have another sign replaced."""
+    """Replace the first and the last letter outside of tags by a mark.
+
+    In a text without letters, another character is replaced.
+    """
     first, last = _free_letters(text, _LETTER, ends=ends, tags=kind != CALL)
     if first < 0 and kind != CALL:
         first, last = _free_letters(text, _SIGN, ends=ends)
@@ -315,7 +317,7 @@ def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool
 
 
 def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
-    """Mark the texts in tool calls: names and arguments."""
+    """Mark the names and arguments of tool calls."""
     if isinstance(value, dict):
         return {key: one if key in _UNMARKED_KEYS else _mark_calls(one, mark, marked) for key, one in value.items()}
     if isinstance(value, list):
@@ -324,7 +326,7 @@ def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
 
 
 def _prompts(prompt: str) -> Iterator[str]:
-    """A generation prompt, then shorter ones for turns that do not begin with all of it."""
+    """Yield a generation prompt, then shorter ones for turns that begin with only a part of it."""
     if not prompt.strip():
         return
     yield prompt
@@ -358,7 +360,7 @@ def without_thought_tags(text: str) -> str:
 
 
 def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with each text in it changed; keys stay."""
+    """Return a JSON value with each string in it changed. Keys are unchanged."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

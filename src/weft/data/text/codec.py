@@ -1,4 +1,4 @@
-"""Texts to token ids and back: bytes, or a tokenizer.json through the tokenizers library."""
+"""Codecs between texts and token ids: bytes, or a tokenizer.json with the tokenizers library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.errors import DataError
 END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, PAD, TURN_START, TURN_END)
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")
-#: Put before the later part of a text that was cut, so that the tokenizer does not take it for a start.
+#: Prefixes for the later part of a split text, so that the tokenizer does not treat it as a start.
 _SENTINELS = ("\n", "x", "0", ".", " ")
 _FILLER = "x"
 
@@ -52,7 +52,7 @@ def weights_of(offsets: np.ndarray, spans: Sequence[TrainedSpan]) -> np.ndarray:
 
 
 class ByteCodec:
-    """One token per byte of UTF-8, then the special tokens."""
+    """Codec with one token per byte of UTF-8, followed by the special tokens."""
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) for text in texts]
@@ -118,7 +118,7 @@ class JsonCodec:
     def __init__(self, text: str, control_ids: Iterable[int]):
         self._text = text
         self._library = _library(text)
-        # Without this, "<|endoftext|>" in a document would become the real end token.
+        # Without this, "<|endoftext|>" in a document would be encoded as the end token.
         self._library.encode_special_tokens = True
         self._control = {token: self._library.id_to_token(token) or "" for token in control_ids if token >= 0}
         self._control_ids = np.array(sorted(self._control))
@@ -235,7 +235,7 @@ class JsonCodec:
 
     @cached_property
     def _names(self) -> re.Pattern[str] | None:
-        """Matches the name of any special token."""
+        """Pattern of the names of all special tokens, or None."""
         names = sorted(filter(None, self.special_names()), key=len, reverse=True)
         first = "".join(sorted({re.escape(name[0]) for name in names}))  # there may be thousands of names
         return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, names))})") if names else None
@@ -327,15 +327,15 @@ def _library(text: str) -> Any:
     library = Library.from_str(text)
     library.no_truncation()
     library.no_padding()
-    # It changes no id here, but may take blanks out of the offsets.
+    # It changes no id here, but may remove blanks from the offsets.
     library.post_processor = None
     return library
 
 
 def _groups(texts: Sequence[str], *, is_limited: bool = True) -> Iterator[list[int]]:
-    """Indices of texts to encode together: the library's result takes a hundred bytes and more per token.
+    """Yield the indices of texts to encode together, since the library's result takes more than 100 bytes per token.
 
-    Texts longer than a window are left out, unless they are not limited.
+    Texts longer than a window are left out if `is_limited`.
     """
     group, num_chars = list[int](), 0
     for index, text in enumerate(texts):

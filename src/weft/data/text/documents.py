@@ -26,7 +26,7 @@ from weft.data.text.turns import (
     without_nulls,
 )
 
-#: Number of values of a document's draw.
+#: Number of possible draws of a document.
 ALL_DRAWS = 2**32
 
 
@@ -176,13 +176,13 @@ def read_verdict(record: Record, schema: Schema) -> Document:
 
 
 class _Plain(NamedTuple):
-    """An answer as text, with the text before it."""
+    """A plain-text answer with its prompt."""
 
     prompt: str
     text: str
 
 
-#: Prompt and answer as one.
+#: Prompt and answer joined.
 _Full = _Plain | tuple[Turn, ...]
 
 

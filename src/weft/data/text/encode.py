@@ -18,19 +18,19 @@ from weft.data.text.documents import Document
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import DataError
 
-#: Ids and weights of a document, or why the chat template does not render it.
+#: Ids and weights of a document, or the reason why the chat template does not render it.
 Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
     """Return (ids, weights) of documents, with the tokens that begin a document and without its end token.
 
-    Weights are bool or float32, or None if all are 1. A conversation that the chat template refuses has its
-    RefusedConversation instead.
+    Weights are bool or float32, or None if all are 1. For a conversation that the chat template refuses, the result is
+    its RefusedConversation.
 
     Args:
-        documents: each one in full.
-        tokenizer: makes the ids.
+        documents: complete documents.
+        tokenizer: the tokenizer.
 
     Raises:
         DataError: if messages call tools and there is no chat template, or if the template cannot be used at all.
@@ -72,7 +72,7 @@ def _conversations(documents: Sequence[Document], tokenizer: Tokenizer) -> Itera
             yield one
             continue
         ids, weights = next(encoded)
-        # A chat template writes its own beginning.
+        # A chat template writes the begin tokens.
         yield (ids, weights) if tokenizer.template is not None else _begun(tokenizer, ids, weights)
 
 

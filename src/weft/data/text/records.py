@@ -1,5 +1,6 @@
-"""Readers of record files: text, jsonl, json, csv and parquet. The delimiter of a csv file is detected in its first
-rows.
+"""Readers of record files: text, jsonl, json, csv and parquet.
+
+The delimiter of a csv file is detected in its first rows.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def _share(lines: list[str], delimiter: str) -> float:
     return sum(len(row) == len(rows[0]) for row in rows) / len(rows)
 
 
-# The elements of a JSON array, one after the other, without holding the whole file.
+# Elements of a JSON array, one by one, without the full file in memory.
 
 _READ_BYTES = 2**20
-#: What ends a string or is escaped in it, and what matters outside of strings.
+#: Escapes and ends of strings, and structural characters outside of strings.
 _IN_STRING, _OUTSIDE = re.compile(r'(?s)\\.|"'), re.compile(r'[][{},"]')
 _SPACE = " \t\r\n"
 
@@ -75,8 +76,9 @@ class BadArray(Exception):
 
 
 class _Text:
-    """A stream of UTF-8 as a text buffer that grows at the end and is dropped at the start. `position` is the next
-    character.
+    """A stream of UTF-8 as a text buffer that grows at the end and is dropped at the start.
+
+    `position` is the next character.
     """
 
     def __init__(self, stream: BinaryIO, max_chars: int):
@@ -162,7 +164,7 @@ def _skip_element(text: _Text, error: BadArray) -> None:
     while True:
         found = (_IN_STRING if in_string else _OUTSIDE).search(text.buffer, text.position)
         if found is None:
-            # A backslash at the end belongs to the character that is read next.
+            # A backslash at the end belongs to the next character to be read.
             text.position = len(text.buffer) - text.buffer.endswith("\\")
             if not text.grow():
                 raise error
@@ -339,7 +341,7 @@ class RecordReader:
             yield _json_record(name, number, line)
 
     def _skip_line(self, stream: BinaryIO, number: int) -> None:
-        """Read up to the end of a line."""
+        """Skip the rest of a line."""
         skipped = 0
         while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
             skipped += len(rest)
@@ -352,8 +354,9 @@ class RecordReader:
                 self._on_progress(self.position())
 
     def _json(self, stream: BinaryIO) -> Iterator[Record | Broken]:
-        """Yield the elements of an array of objects. A file that starts with an object is read as JSON lines, for any
-        suffix.
+        """Yield the elements of an array of objects.
+
+        A file that starts with an object is read as JSON lines, for any suffix.
         """
         head = stream.read(64)
         joined = io.BufferedReader(_Joined(head, stream), _READ_BYTES)
@@ -405,7 +408,7 @@ class RecordReader:
                 yield self._csv_record(rows.line_num, header, row)
 
     def _next_row(self, rows: Iterator[list[str]]) -> list[str]:
-        """The next row. A field that was never closed would swallow the file: the reader gives up on it at our size."""
+        """Return the next row. The csv reader's size limit ends a field without a closing quote."""
         before = csv.field_size_limit(self._max_record_bytes)  # of the process: whoever else reads CSV gets it back
         try:
             return next(rows)
@@ -428,7 +431,7 @@ class RecordReader:
 
         name, size_bytes, number = self._file.name, self._file.size_bytes, 0
         try:
-            # A stream buffer instead of whole column chunks: one row group may be larger than memory.
+            # A stream buffer instead of full column chunks, since one row group may be larger than memory.
             with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
                 num_rows = max(1, parquet.metadata.num_rows)
                 self._notify_all = lambda: size_bytes * number // num_rows
@@ -448,7 +451,7 @@ class RecordReader:
 
 @dataclass(frozen=True, slots=True)
 class _BadRow:
-    """A row that has no Python values. excerpt: the bytes or the message that show why."""
+    """A row that cannot be converted to Python values. `excerpt` is the bytes or the error message."""
 
     reason: str
     excerpt: object
@@ -485,7 +488,7 @@ def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
 
 
 def wide_encoding(file: SourceFile) -> str:
-    """Return "UTF-16" or "UTF-32" if the first bytes of a file are in it, else ""."""
+    """Return "UTF-16" or "UTF-32" if a file has that encoding by its first bytes, else ""."""
     if file.format == "parquet":
         return ""
     try:
@@ -497,7 +500,7 @@ def wide_encoding(file: SourceFile) -> str:
         return "UTF-32"
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "UTF-16"
-    # Without a mark: every other byte of plain letters is zero.
+    # Without a byte order mark: every other byte of plain letters is zero.
     halves = head[0::2], head[1::2]
     zeros = [half.count(0) / max(1, len(half)) for half in halves]
     return "UTF-16" if len(head) >= 8 and max(zeros) > 0.9 and min(zeros) < 0.1 else ""
@@ -518,14 +521,14 @@ def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     if compression == "zst":
         import pyarrow as pa
 
-        # Unlike the stream reader of the zstandard package, it raises for a file that is cut off.
+        # Unlike the stream reader of the zstandard package, it raises an error for a truncated file.
         stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
         return io.BufferedReader(stream, _READ_BYTES)
     return raw
 
 
 class _Joined(io.RawIOBase):
-    """A stream whose first bytes were read already."""
+    """A stream that first returns bytes that were already read."""
 
     def __init__(self, head: bytes, rest: BinaryIO):
         self._head, self._rest = head, rest

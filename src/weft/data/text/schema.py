@@ -102,7 +102,7 @@ class Schema:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that must be read."""
+        """Columns that must be read."""
         names = (
             self.text, self.messages, self.ids, self.mask, self.instruction, self.input, self.output, self.system,
             self.prompt, self.completion, self.tools, self.chosen, self.rejected, self.label,
@@ -182,7 +182,7 @@ def detect_schema(
 
 
 def _refuse_unreadable(files: FileSet) -> None:
-    """Refuse a source without a byte in it, and files in another encoding."""
+    """Raise DataError for an empty source, and for files in another encoding."""
     if files.size_bytes == 0:
         names = f"{files.files[0].path.name} is empty" if len(files.files) == 1 else "all its files are empty"
         raise DataError(f"{files.field}.path={files.path}: {names}. Give a file with data in it.")
@@ -199,7 +199,7 @@ def _kinds_with(columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ..
 
 
 def _refuse_binary(files: FileSet) -> None:
-    """One binary file among others is a broken record; a source that is nothing else is refused by name."""
+    """Raise DataError if all files are binary. One binary file among others is a broken record."""
     if len(files.files) == 1:
         first = next(iter(RecordReader(files.files[0], max_record_bytes=_LOOK_AT)), None)
         if isinstance(first, Broken) and first.reason == BINARY:
@@ -248,7 +248,7 @@ def _check_column_keys(
 
 
 def _first_records(files: FileSet, max_record_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """The first records that can be read, and the delimiter of their file."""
+    """Return the first readable records, and the delimiter of their file."""
     for file in files.files:
         reader = RecordReader(file, max_record_bytes=max_record_bytes)
         records = [item.value for item in islice(reader, _LOOK_AT) if isinstance(item, Record)]
@@ -298,7 +298,7 @@ def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], a
 
 
 def _detect_instruction(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
-    """Instructions and answers. Beside a column of text, only the columns of Alpaca are taken for them."""
+    """Detect instructions and answers. If there is a text column, only Alpaca's column names count."""
     texts = _text_columns(first, names)
     plain = not asked and bool(_pick(texts, _TEXT_COLUMNS))
     instruction = columns.get("instruction") or _pick(texts, _QUESTION_COLUMNS[: 1 if plain else None])

@@ -1,4 +1,4 @@
-"""Where data comes from: a path, a folder, a glob or the built-in source, as a sorted list of files of one format."""
+"""Sources of data: a path, a folder, a glob or the built-in source, as a sorted list of files of one format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _STDLIB_LEFT_OUT = frozenset(
     (
         *("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"),
-        # Tables of characters and help texts, not code: a small model would learn little else.
+        # Character tables and help texts instead of code, of which a small model would learn little else.
         *("encodings", "pydoc_data"),
     )
 )
@@ -47,7 +47,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
-    """The files of one source, all of one format, sorted. field: the config key that named them."""
+    """The sorted files of one source, all of one format. `field` is the config key of the source."""
 
     field: str
     path: str
@@ -57,7 +57,7 @@ class FileSet:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all files together."""
+        """Total size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -140,7 +140,7 @@ def _stdlib_files(root: Path) -> list[Path]:
 
 def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileSet:
     found = list(found)
-    # The order is by path relative to the source, so that a moved folder keeps its order.
+    # Sorted by path relative to the source, so that a moved folder keeps its order.
     known = sorted((_relative(name, root), name) for name in found if _format_of(name))
     if not known:
         seen = sorted({name.suffix or name.name for name in found})[:8]

@@ -16,12 +16,12 @@ import numpy as np
 
 from weft.errors import DataError
 
-#: Characters of a window, and how many more it reads at each end.
+#: Characters of a window, and the overlap at each end.
 WINDOW_CHARS = 2**16
 _OVERLAP_CHARS = 512
 #: Windows that are encoded together, on all cores.
 GROUP_WINDOWS = 16
-#: A longer text without a cut would take gigabytes.
+#: Maximum size of a window. A longer text without a border would take gigabytes.
 _MAX_WINDOW_CHARS = 2**24
 
 
@@ -74,19 +74,22 @@ class _Window(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """Tokens of a window near one of its ends, as (id, first character, end); `first` is the index of the first."""
+    """Tokens of a window near one of its ends, as (id, first character, end).
+
+    `first` is the index of the first token.
+    """
 
     first: int
     tokens: list[tuple[int, int, int]]
 
 
 class TextEncoder:
-    """Encodes one text that arrives in parts.
+    """Encoder of one text that is fed in parts.
 
     Args:
-        encoder: encodes windows.
+        encoder: codec of the windows.
         window_chars: characters of a window.
-        with_offsets: whether results have offsets, which takes half as long again.
+        with_offsets: return offsets too, which takes 1.5 times as long.
     """
 
     def __init__(self, encoder: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
@@ -97,11 +100,11 @@ class TextEncoder:
         self._before = 0
         #: Start of the characters in the buffer whose ids were not returned yet. The characters before it are context.
         self._begin = 0
-        #: The first token of that part in the first window.
+        #: The first token in the first window whose id was not returned yet.
         self._first = 0
 
     def feed(self, part: str) -> Tokens:
-        """Add a part of the text, and return the tokens that no further part can change."""
+        """Add a part of the text, and return the tokens that are final."""
         self._parts.append(part)
         self._num_chars += len(part)
         if self._num_chars < GROUP_WINDOWS * self._window_chars:
@@ -109,7 +112,7 @@ class TextEncoder:
         return self._advance(is_end=False)
 
     def finish(self) -> Tokens:
-        """Return the tokens of the rest."""
+        """Return the remaining tokens."""
         return self._advance(is_end=True)
 
     def _advance(self, *, is_end: bool) -> Tokens:
@@ -138,7 +141,7 @@ class TextEncoder:
         return _joined(done)
 
     def _part(self, window: _Window, first: int, last: int) -> Tokens:
-        """Some tokens of a window, with offsets in the text."""
+        """Return a range of a window's tokens, with offsets in the text."""
         ids = window.tokens.ids[first:last]
         offsets = window.tokens.offsets()[first:last] + (self._before + window.low) if self._with_offsets else None
         return Tokens(ids, offsets)
@@ -149,7 +152,7 @@ class TextEncoder:
         return [Tokens(ids, None) for ids in self._encoder.ids(texts)]
 
     def _cuts(self, text: str, *, is_end: bool) -> list[int]:
-        """Where windows begin, and the end of the last: after a newline or before a space if there is one."""
+        """Return the starts of windows and the end of the last, after a newline or before a space if possible."""
         size, start, cuts = self._window_chars, self._begin, [self._begin]
         limit = len(text) if is_end else len(text) - _OVERLAP_CHARS
         while limit - start > size:
@@ -168,9 +171,9 @@ class TextEncoder:
         return [_Window(*bound, tokens) for bound, tokens in zip(bounds, encoded, strict=True)]
 
     def _agreed(self, text: str, current: _Window, following: _Window) -> tuple[int, int, int] | None:
-        """Where two windows can be cut: the token of each that is the following one's first, and its first character.
+        """Return a border between two windows, or None unless all tokens near it are equal in both.
 
-        None unless all tokens near the cut are the same in both.
+        The border is the token of each window at which the following one begins, and its first character.
         """
         cut, half = following.begin, _OVERLAP_CHARS // 2
         edges = (
@@ -190,9 +193,9 @@ class TextEncoder:
         return None
 
     def _edge(self, text: str, window: _Window, until: int, *, is_end: bool) -> _Edge:
-        """The tokens of a window from `until` to its end, or from its start to `until`.
+        """Return the tokens of a window from `until` to its end, or from its start to `until`.
 
-        Windows have no offsets as a rule. They come from encoding the edge alone, as far as that gives the same ids.
+        Windows usually have no offsets. The edge is encoded again for them, as far as that gives equal ids.
         """
         if is_end:
             low, high = max(window.low, until - _OVERLAP_CHARS), window.high
@@ -210,7 +213,10 @@ class TextEncoder:
         return _Edge(len(own) - same if is_end else 0, found)
 
     def _aligned(self, text: str, current: _Window, following: _Window) -> _Window:
-        """The following window, beginning at a token of the current one: in runs of one letter each shift differs."""
+        """Return the following window, moved to begin at a token of the current one.
+
+        In runs of one letter, the tokens differ for each shift.
+        """
         edge = self._edge(text, current, following.low, is_end=True)
         low = max((token[1] for token in edge.tokens if token[1] <= following.low), default=following.low)
         if low == following.low:
@@ -219,7 +225,10 @@ class TextEncoder:
         return following._replace(low=low, tokens=tokens)
 
     def _merged(self, text: str, current: _Window, windows: list[_Window], index: int) -> tuple[int, _Window]:
-        """The current window with as many of the following ones as double it, and the index of the next."""
+        """Merge the current window with the following ones until its size doubles.
+
+        Return the window and the index of the next one.
+        """
         wanted = current.high + (current.high - current.begin)
         while index + 1 < len(windows) and windows[index].high < wanted:
             index += 1
@@ -238,10 +247,10 @@ def encode_long(
     """Return the tokens of a text of any length.
 
     Args:
-        text: encoded in windows if it is longer than one.
-        codec: encodes windows.
+        text: the text, which is encoded in windows if it is longer than one.
+        codec: codec of the windows.
         window_chars: characters of a window.
-        with_offsets: whether the result has offsets.
+        with_offsets: return offsets too.
     """
     stream = TextEncoder(codec, window_chars=window_chars, with_offsets=with_offsets)
     step = GROUP_WINDOWS * window_chars

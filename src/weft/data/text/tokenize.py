@@ -1,4 +1,4 @@
-"""Tokenise one source once: files -> records -> documents -> token ids -> shards, in bounded memory."""
+"""Tokenization of one source: files -> records -> documents -> token ids -> shards, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.data.token_files import SHARD_BYTES, SplitCounts, SplitWriter
 from weft.errors import DataError
 
-#: Changes when the same input would give other shards, so that old ones are not used.
+#: Increased when the same input would give other shards, so that old ones are not used.
 FORMAT_VERSION = 4
 QUARANTINE = "quarantine.jsonl"
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 2048
 _MAX_PIECE_BYTES = 2**20
 _MIN_PIECE_BYTES = 256
-#: A single early mistake in a large source is not "too many": before this many records, the limit is as for this many.
+#: Before this many records, the limit of broken ones is the limit for this many, so that one early error is not fatal.
 _EARLY_RECORDS = 1000
 #: Longer texts are tokenised in chunks: a token id takes eight times the memory of its character.
 _LONG_CHARS = 2**21
@@ -148,7 +148,7 @@ class DocumentStream:
                 document = (
                     record if isinstance(record, Broken) else read_document(record, self._schema, self._vocab_size)
                 )
-                # A blank text file (an empty __init__.py) is nothing to complain about.
+                # A blank text file (an empty __init__.py) is not reported.
                 if isinstance(document, Broken) and self._schema.file_text and document.reason == "empty":
                     continue
                 self.num_records += 1
@@ -360,7 +360,7 @@ class _Router:
             self._append(split, self._encoder.finish().ids, None)
             self._encoder = None
         writer = self._writers[split]
-        # Ids that were made elsewhere may have their end token already, and a chat template may write it.
+        # Given ids may already have their end token, and a chat template may write it.
         if self._last_id != self._tokenizer.end_id:
             writer.append(np.array([self._tokenizer.end_id]), np.array([liking if end_trained else 0.0], np.float32))
         writer.end_document()
@@ -377,8 +377,9 @@ def _is_piece(document: Document) -> bool:
 
 
 def _end_trained(document: Document) -> bool:
-    """Return True if the end token is trained: for texts, and for ids whose last token is trained. A chat has its own
-    end.
+    """Return True if the end token is trained.
+
+    It is trained for texts, and for ids whose last token is trained. A chat ends with its last turn.
     """
     if document.turns is not None:
         return False

@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-#: Keys of a JSON schema whose value is data, so that null means something.
+#: Keys of a JSON schema whose value is data, in which null has a meaning.
 _DATA_KEYS = ("default", "const", "example", "examples", "enum")
-#: Objects that stay if everything in them is dropped.
+#: Objects that are kept if everything in them is dropped.
 _KEPT_EMPTY = ("properties", "parameters", "arguments")
 
 
