@@ -21,9 +21,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file, and return True if it succeeded. The system releases the lock when its last process ends.
+    """Try to lock an open file, and return True if it succeeded.
 
-    On a file system without locks, nothing is locked and the result is True.
+    The system releases the lock when its last process ends. On a file system without locks, nothing is locked and the
+    result is True.
 
     Args:
         descriptor: descriptor of the open file.

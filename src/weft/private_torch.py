@@ -114,7 +114,8 @@ graph_task = torch._C._current_graph_task_id
 
 @contextmanager
 def without_modes() -> Generator[None]:
-    """Disable dispatch modes inside the block, such as for collectives in a region whose operations are counted.
+    """Hide operations inside the block from dispatch modes, such as collectives in a region whose operations are
+    counted.
 
     Modes that emulate a device stay active, such as torch's FakeTensorMode, since fake tensors do not work without it.
     """
@@ -166,13 +167,15 @@ def groups_made() -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def naming_group(description: str) -> Generator[None]:
-    """Name new process groups by `description` inside the block, for groups that only their members create.
+    """Use `description` as the name of process groups created inside the block, by only their members.
 
     torch names a group by its ranks and by the number of groups that this rank has created. If only members create a
     group, that number differs between ranks, and they would wait under different names. `new_group` has no name
-    argument. If the default group is bound to a device, torch creates the NCCL communicator of a new group with
-    ncclCommSplit, in which all ranks must take part, and the members would wait forever. The block unbinds the device,
-    so the members create a communicator on first use.
+    argument.
+
+    If the default group is bound to a device, torch creates the NCCL communicator of a new group with ncclCommSplit, in
+    which all ranks must take part, and the members would wait forever. The block unbinds the device, so the members
+    create a communicator on first use.
     """
     names = dist.distributed_c10d
     default = names._get_default_group()

@@ -31,7 +31,7 @@ def kept_generators(device: torch.device | None = None) -> Iterator[None]:
 
 
 def seed_generators(seed: int, *, devices: bool = True) -> None:
-    """Restart torch's, numpy's and Python's global generators from a seed.
+    """Start torch's, numpy's and Python's global generators from a seed.
 
     Args:
         seed: any integer.

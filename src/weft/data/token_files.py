@@ -27,7 +27,7 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Lock the file `path`. `waiting` is called once if another process has the lock.
+    """Hold a lock on the file `path`. `waiting` is called once if another process has the lock.
 
     The file stays after the lock is released, since removing it would let two processes lock two files of one name.
     """
