@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,  # the class for modes that see operations; documented under this path, and under no other
+    TorchDispatchMode,  # base class of dispatch modes, documented only under this path
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
-from torch.utils._pytree import (  # torch has no public trees of values yet
+from torch.utils._pytree import (  # torch has no public pytree API yet
     register_pytree_node,
     tree_flatten,
     tree_leaves,
@@ -114,10 +114,10 @@ graph_task = torch._C._current_graph_task_id
 
 @contextmanager
 def without_modes() -> Generator[None]:
-    """Hide operations inside the block from dispatch modes, such as collectives in a region whose operations are
-    counted.
+    """Hide operations inside the block from dispatch modes, such as those that count operations.
 
-    Modes that emulate a device stay active, such as torch's FakeTensorMode, since fake tensors do not work without it.
+    It is used for collectives in recomputed regions. Modes that emulate a device stay active, such as torch's
+    FakeTensorMode, since fake tensors do not work without it.
     """
     disabled: Any = _disable_current_modes()  # pyright: ignore[reportUnknownVariableType] - torch leaves it untyped
     with disabled as modes, ExitStack() as stays:

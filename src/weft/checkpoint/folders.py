@@ -125,7 +125,7 @@ def new_temp_folder(root: Path, step: int) -> Path:
 def move_to_trash(path: Path) -> Path:
     """Move a folder to the trash with one rename, and return its new path."""
     trash = path.parent / _TRASH_NAME
-    if trash.is_symlink():  # somebody's: what is deleted stays in this folder
+    if trash.is_symlink():  # deletions must not leave this folder
         trash.unlink()
     trash.mkdir(exist_ok=True)
     target = trash / f"{path.name}-{secrets.token_hex(4)}"
@@ -163,7 +163,7 @@ def is_being_read(path: Path) -> bool:
     try:
         return not try_lock(handle)
     except OSError:
-        return False  # no exclusive locks on what is open for reading, as over NFS
+        return False  # no exclusive locks on files that are open for reading, as over NFS
     finally:
         os.close(handle)
 

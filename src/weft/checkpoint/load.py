@@ -155,7 +155,7 @@ class Checkpoint:
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
         """Return the private tensors of one rank, by name."""
-        if group in self._manifest.tensors:  # of a checkpoint that one rank wrote
+        if group in self._manifest.tensors:  # a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)
         if file not in self._manifest.files:

@@ -299,7 +299,7 @@ class StoreTarget:
         pass
 
     def discard(self, place: Location) -> None:
-        with contextlib.suppress(OSError):  # what stays has no COMMIT
+        with contextlib.suppress(OSError):  # leftovers have no COMMIT
             self.remove([place])
 
     def remove(self, places: Collection[Location]) -> None:
@@ -365,7 +365,7 @@ class _Upload:
     def close(self) -> None:
         if self._is_finished:
             return
-        with contextlib.suppress(Exception):  # an upload that is given up leaves nothing that counts
+        with contextlib.suppress(Exception):  # an aborted upload leaves no object
             self._file.discard()
         self._file.closed = True
 

@@ -481,7 +481,7 @@ def _converted(
             parts = _described(operation, parts, converter, target, model)
         whole = {pattern: one for pattern, (one,) in parts.items()}
         return dict(_named(target, whole))
-    except (_NotDescribed, ValueError):  # ValueError: parts that differ, of which transformers may make one yet
+    except (_NotDescribed, ValueError):  # ValueError: parts that differ, which transformers may still be able to join
         return _computed(target, converter, names, plain, model)
 
 
@@ -540,7 +540,7 @@ def _computed(
 
     try:
         shapes = carry_out(lambda name: torch.empty(plain[name].shape, dtype=formats[plain[name].dtype], device="meta"))
-    except Exception as error:  # what it raises depends on the shapes that it is given
+    except Exception as error:  # the exception depends on the shapes
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         kinds = ", ".join(type(one).__name__ for one in converter.operations)
         raise CheckpointError(

@@ -160,7 +160,7 @@ class OwnershipMap:
     def holder(self, position: int) -> int:
         """Return the rank that owns the element at this position. For an empty part, it is the rank at its start."""
         number, rest = divmod(self.start + position, self.length)
-        if number * self.times >= len(self.ranks):  # a part without elements at the end of everything
+        if number * self.times >= len(self.ranks):  # an empty part at the end of the flat buffer
             number, rest = len(self.ranks) // self.times - 1, 0
         return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
 

@@ -158,14 +158,14 @@ class _Source:
         reach = [from_[dim] for dim in order]
         out = np.lib.stride_tricks.as_strided(target, sizes, [strides[dim] * width for dim in order])
         run, inner = 1, len(sizes)
-        while inner and reach[inner - 1] == run:  # dims that lie close together in the file
+        while inner and reach[inner - 1] == run:  # dims that are contiguous in the file
             run *= sizes[inner - 1]
             inner -= 1
         outer = sizes[:inner]
         if not outer or run * width >= _LONG_RUN:
             for place in np.ndindex(*outer):
                 there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                self._fill_box(out[(*place, ...)], file, there, run)  # `...`: of an array without dims a view, too
+                self._fill_box(out[(*place, ...)], file, there, run)  # `...` gives a view of an array without dims too
             return
         step, rows = reach[inner - 1], outer[-1]
         at_once = max(1, _WINDOW // (step * width))

@@ -405,7 +405,7 @@ def open_tensors(path: Location, framework: str = "pt") -> Any:
 def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[str]:
     """Return the differences between a file's header and the manifest: names, dtypes, shapes."""
     try:
-        handle = open_tensors(path, "numpy")  # for names and shapes alone
+        handle = open_tensors(path, "numpy")  # only for names and shapes
     except CheckpointError as error:
         return [str(error)]
     present, expected = set(handle.keys()), set(entries)

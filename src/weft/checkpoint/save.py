@@ -251,7 +251,7 @@ def write_manifest(
 ) -> bytes:
     """Write the manifest of a folder, make the names in it durable, and return the manifest's bytes."""
     written_by = {"weft": env.weft_version()}
-    if "torch" in sys.modules:  # not where another engine trains
+    if "torch" in sys.modules:  # it is not loaded with another engine
         written_by["torch"] = str(sys.modules["torch"].__version__)
     manifest = Manifest(step, files, entries, written_by).to_bytes()
     write_file(place / MANIFEST_NAME, manifest)
@@ -451,12 +451,12 @@ class _Saving:
                     self._target.discard(place)
                     return {"unfit": unfit[0]}
                 files = {name: FileEntry(*entry) for answer in answers for name, entry in answer["files"].items()}
-                names = {path.name for path in place.iterdir()}  # one listing, however many ranks there are
+                names = {path.name for path in place.iterdir()}  # one listing for all ranks
                 self._check_shared_folder(names, files)
                 entries = self._join(place, names)
                 files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
                 manifest = write_manifest(place, self._step, files, entries)
-                parse_manifest(manifest)  # what no reader would take is refused here, where it can still be said
+                parse_manifest(manifest)  # refuse an invalid manifest before the commit
                 return {"name": publish(self._root, self._step, place, manifest).name}
         except BaseException:
             self._target.discard(place)
@@ -486,7 +486,7 @@ class _Saving:
                     (found,) = read_slices([one["slice"]], shape, tables)
                     entry = parts.setdefault(group, {}).setdefault(name, (one["dtype"], shape, []))
                     if not any(_overlap(found.part, known.part) for known in entry[2]):
-                        entry[2].append(found)  # else another stage has the same: one of them counts
+                        entry[2].append(found)  # else another stage saved it too
         return {
             group: {
                 name: TensorEntry("", dtype, shape, None, tuple(slices)) for name, (dtype, shape, slices) in m.items()

@@ -199,7 +199,7 @@ class FolderTarget:
             target = final.with_name(final.name + ".again")
         else:
             target = final
-            if os.path.lexists(final):  # Left by a killed writer, or a link to nowhere: it never counted.
+            if os.path.lexists(final):  # From a killed writer, or a dangling link: it was not a checkpoint.
                 folders.move_to_trash(final)
         cast(Path, place).rename(target)
         return target

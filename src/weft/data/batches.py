@@ -94,7 +94,7 @@ def check_batch(holder: Tensor, given: Tensor) -> None:
     if values is None:
         return
     if values.stride() != holder.stride():
-        values = torch.empty_like(values).copy_(values)  # strides as the holder was given them
+        values = torch.empty_like(values).copy_(values)  # strides that match the holder's
     for one in checks:
         one.look(_same_part(one.part, holder, values))
 

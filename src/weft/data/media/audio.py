@@ -140,7 +140,7 @@ def soundfile() -> Any:
     """
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # OSError: libsndfile is not there
+    except (ImportError, OSError) as error:  # OSError: libsndfile is missing
         raise MissingExtra("soundfile", "media", "a folder of recordings") from error
     return soundfile
 
@@ -216,7 +216,7 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             found = self._encoded.part(self._at, len(buffer))
-        except DataError as error:  # a library written in C calls, which knows no exceptions
+        except DataError as error:  # called from C, where exceptions are lost
             self.fault, found = error, b""
         buffer[: len(found)] = found
         self._at += len(found)
@@ -330,7 +330,7 @@ def _frames_end(encoded: Encoded) -> int:
     """Return the end of an MP3 by the table that encoders write into its first frame, or 0 if it is missing."""
     head = encoded.part(0, 10)
     start = 0
-    if head[:3] == b"ID3" and len(head) == 10:  # tags, with 7 bits of their length in each of four bytes
+    if head[:3] == b"ID3" and len(head) == 10:  # tags: four bytes with 7 bits of the length each
         start = 10 + sum((byte & 127) << 7 * (3 - place) for place, byte in enumerate(head[6:10]))
     first = encoded.part(start, 256)
     at = max(first.find(b"Xing"), first.find(b"Info"))

@@ -269,7 +269,7 @@ def _loaded(folder: str, changed_ns: int) -> Any:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from error
     try:
         return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on what the file holds
+    except Exception as error:  # the exception depends on the file's content
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise DataError(
             f"model.path={folder}: transformers cannot read its {_FILE} ({first}). Copy that file of the model again."

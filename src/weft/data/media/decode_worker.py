@@ -90,9 +90,9 @@ def main(ring_fd: int, num_slots: int) -> None:
         ring_fd: file descriptor of the shared memory.
         num_slots: number of slots of the ring.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank hears of it, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets the signal too, and ends this process
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keep output of libraries out of the answers
     jobs = sys.stdin.buffer
     told = json.loads(jobs.read(int.from_bytes(jobs.read(8), "little")))
     samples: Decodable = named_object(_KINDS[told["kind"]]).of(told)
@@ -112,7 +112,7 @@ def _serve(samples: Decodable, ring: Any, jobs: BinaryIO, answers: Any) -> None:
             status, text = DONE, json.dumps(made.shape).encode()
         except DataError as error:
             status, text = FAULTY, str(error).encode("utf-8", "backslashreplace")
-        except Exception as error:  # a decoder may raise anything, and the rank says of which sample
+        except Exception as error:  # a decoder may raise anything, and the rank adds the sample's name
             status, text = BROKEN, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
         try:
             answers.write(ANSWER.pack(slot, status, len(text)) + text)

@@ -144,7 +144,7 @@ class DecodePool:
                 self._replace(worker)
         for worker in list(self._workers) if not ready else ():
             if worker.is_hung():
-                worker.process.kill()  # its end is seen as an answer
+                worker.process.kill()  # the closed pipe is handled like an answer
 
     def _take(self, key: Key, slot: int, status: int, text: str) -> None:
         if status == DONE:
@@ -260,7 +260,7 @@ def _shared_memory(size: int, workers: int, smaller: str) -> int:
                 fd = os.dup(file.fileno())
         os.ftruncate(fd, size)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)  # now, or a write into it would end the process later
+            os.posix_fallocate(fd, 0, size)  # allocate now, since a failed allocation on write would kill the process
         return fd
     except OSError as error:
         if fd >= 0:

@@ -201,7 +201,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
         size, before = path.stat().st_size, -1
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                vars(tar)["members"].clear()  # it would remember every member
+                vars(tar)["members"].clear()  # it would store every member
                 if tar.offset <= before or member.size < 0:  # it would be read again and again
                     raise _truncated(path, f"the size of {member.name[:200]!r} is {member.size}")
                 before = tar.offset
@@ -225,7 +225,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
             _check_end(path, tar.offset)
     except (tarfile.TarError, struct.error, RecursionError, MemoryError) as error:
         raise _truncated(path, str(error) or type(error).__name__) from error
-    except (ValueError, OverflowError, TypeError, IndexError) as error:  # of tarfile, for numbers in headers
+    except (ValueError, OverflowError, TypeError, IndexError) as error:  # from tarfile, for numbers in headers
         if isinstance(error, WeftError):
             raise
         raise _truncated(path, str(error)) from error
@@ -331,7 +331,7 @@ def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
         try:
             yield _line_record(path, number, line, offset, record, columns)
         except DataError as error:
-            if is_first:  # a wrong name for all of them
+            if is_first:  # an option with a wrong name
                 raise
             yield FoundRecord(f"{path}, line {number}", reason=str(error).removeprefix(f"{path}: "))
         is_first = False

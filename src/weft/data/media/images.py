@@ -352,7 +352,7 @@ def _rgb(picture: Any, image: Any) -> Any:
         return image.fromarray((wide / top * 255.0).clip(0, 255).astype(np.uint8)).convert("RGB")
     if picture.mode == "RGB":
         picture.load()
-        return picture  # `convert` would copy it
+        return picture  # avoid the copy of `convert`
     return picture.convert("RGB")
 
 

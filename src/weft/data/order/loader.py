@@ -149,7 +149,7 @@ def _starts(ids: np.ndarray) -> np.ndarray:
     """Return the start positions of documents from their ids (B, T), which are 0, 1, ... in each row."""
     num_rows, seq_len = ids.shape
     most = 1 << int(ids[:, -1].max()).bit_length()
-    most += most == seq_len  # what has the sequence in dim 1 is cut by cp
+    most += most == seq_len  # cp would shard a tensor with seq_len in dim 1
     found = np.full((num_rows, most), seq_len, np.int64)
     found[:, 0] = 0
     row, place = np.nonzero(np.diff(ids, axis=1))

@@ -292,7 +292,7 @@ class ShardedLoader:
         slices, num_parts = self._slices, self._num_microbatches
         everyone_has_some = global_batch >= slices.dp_size
         numbers: Sequence[Sequence[int]] = slices.numbers_of(global_batch)
-        if len(parts) < num_parts:  # in one piece: the step cuts it along dim 0
+        if len(parts) < num_parts:  # collated together: the step splits it along dim 0
             if not everyone_has_some:
                 raise DataError(
                     f"loader: a batch has {global_batch} samples, fewer than the {slices.dp_size} data-parallel ranks, "

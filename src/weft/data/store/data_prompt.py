@@ -70,7 +70,7 @@ def _question(tokenizer: Tokenizer, ids: list[int]) -> str:
     shown = tokenizer.decode(ids, specials=True)
     try:
         asked = tokenizer.decode(tokenizer.encode_prompt([Turn("user", _MARK)]), specials=True)
-    except DataError:  # the template takes no question without a system message
+    except DataError:  # the template requires a system message
         return ""
     before, _, after = asked.partition(_MARK)
     names = [tokenizer.decode([token], specials=True) for token in set(ids) if tokenizer.is_special(token)]

@@ -85,7 +85,7 @@ def _look(source: RequestedSource) -> _Look:
         num_chars += len(document.text or "") + sum(len(turn.content) for turn in document.turns or ())
         num_chars += document.ids.size if document.ids is not None else 0
         if document.part and source.files.format != "text":
-            continue  # more of a very long record; pieces of a text file are drawn one by one
+            continue  # a later part of a very long record; chunks of a text file are drawn one by one
         if split_of(document, source.limits.holdout) == "eval":
             look.num_kept += 1
         else:
@@ -205,7 +205,7 @@ def _of_template(tokenizer: Tokenizer, sources: Sequence[PreparedSource]) -> Ite
     try:
         after = template.after_answer()
     except DataError:
-        return  # the template takes no such conversation; what it takes, the data has shown
+        return  # the template refuses this conversation, but the data was rendered
     name = after.split()[0] if after.split() else ""
     if name.startswith(("<", "[")) and not template.begins_with_special(name):
         yield (
@@ -218,7 +218,7 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens at which generation stops: the ends of a document and of an assistant's turn."""
     found = {tokenizer.end_id, tokenizer.vocabulary.turn_end_id}
     if tokenizer.template is not None:
-        with contextlib.suppress(DataError):  # the template takes no conversation of one question
+        with contextlib.suppress(DataError):  # the template refuses a conversation of one question
             names = tokenizer.template.end_marks()
             special = filter(tokenizer.is_special, range(tokenizer.vocab_size))
             found |= {token for token in special if tokenizer.decode([token], specials=True) in names}
@@ -258,7 +258,7 @@ def _add(
     look.has_stop = look.has_stop or bool(np.isin(tokens[trained], stops).any())
     longer = np.flatnonzero(np.diff(offsets) - 1 > seq_len)
     if source.packing == "concat":
-        return  # every document is cut somewhere, and goes on in the next sequence
+        return  # documents are split anywhere and continue in the next sequence
     for place in longer[each[longer] > 0]:
         begin, end = int(offsets[place]), int(offsets[place + 1])
         where = np.flatnonzero(trained[begin:end])

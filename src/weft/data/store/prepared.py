@@ -266,7 +266,7 @@ def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[
         if isinstance(digests, list) and len(digests) == len(files.files):
             return [str(digest) for digest in digests]
     except (OSError, ValueError):
-        pass  # not read yet, or damaged: the files tell
+        pass  # missing or damaged: digest the files
     digests, done = [], 0
     for file in files.files:
         digests.append(_digest(file.path, file.name))

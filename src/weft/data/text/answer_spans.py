@@ -226,7 +226,7 @@ class MarkedAnswers:
         part = self._marked[place].parts.get(kind, _Part())
         lead = next((one for one in (part.lead, part.lead.lstrip()) if text.endswith(one, done, first)), "")
         low = first - len(lead)
-        while low > done and text[low - 1] == " ":  # a space belongs to the token of the word behind it
+        while low > done and text[low - 1] == " ":  # a space belongs to the token of the letters after it
             low -= 1
         return low
 
@@ -335,7 +335,7 @@ def _prompts(prompt: str) -> Iterator[str]:
         shorter = "".join(units[:size])
         if not shorter.strip() or not (units[size - 1].isspace() or units[size - 1][-1] in ">]"):
             continue
-        if not _OPEN_TAG.search(shorter):  # thoughts begin with their tag
+        if not _OPEN_TAG.search(shorter):  # thoughts include their tag
             yield shorter
 
 

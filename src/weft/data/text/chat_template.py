@@ -182,7 +182,7 @@ class ChatTemplate:
         Raises:
             DataError: as in `render`.
         """
-        self.after_answer()  # refuses what it refuses
+        self.after_answer()  # raises its errors
         return list(self._turn_format.stops)
 
     def begins_with_special(self, text: str) -> bool:
@@ -315,7 +315,7 @@ class ChatTemplate:
     def _sandbox(self) -> Sandbox:
         try:
             return Sandbox(self._template)
-        except Exception as error:  # jinja2 and the compiler raise many kinds for a damaged template
+        except Exception as error:  # jinja2 and the compiler raise many exceptions for an invalid template
             raise DataError(
                 f"tokenizer: its chat template cannot be used ({_first_line(error)}). Repair it, "
                 "or use the model's own."
@@ -334,7 +334,7 @@ class ChatTemplate:
             raise DataError(
                 f"tokenizer: its chat template {why}. Use the model's own chat template, or repair this one."
             ) from error
-        except Exception as error:  # a template raises what it likes, such as that roles must alternate
+        except Exception as error:  # a template may raise any error, such as that roles must alternate
             roles = ", ".join(str(message["role"]) for message in messages[:8])
             more = ", ..." if len(messages) > 8 else ""
             why = _first_line(error)

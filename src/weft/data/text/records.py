@@ -296,7 +296,7 @@ class RecordReader:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(error) from error
         except OSError as error:
-            if error.errno is None:  # of pyarrow, for compressed data
+            if error.errno is None:  # from pyarrow, for compressed data
                 raise self._damaged(error) from error
             raise DataError(
                 f"{self._file.name}: cannot be read ({error.strerror or error}). Repair it or leave it out."
@@ -409,7 +409,7 @@ class RecordReader:
 
     def _next_row(self, rows: Iterator[list[str]]) -> list[str]:
         """Return the next row. The csv reader's size limit ends a field without a closing quote."""
-        before = csv.field_size_limit(self._max_record_bytes)  # of the process: whoever else reads CSV gets it back
+        before = csv.field_size_limit(self._max_record_bytes)  # global to the process, so it is restored
         try:
             return next(rows)
         finally:

@@ -275,7 +275,7 @@ def _each(value: Any) -> Any:
     budget = _current()
     if not hasattr(value, "__len__"):
         if not isinstance(value, Iterable):
-            return value  # the loop raises what jinja2 raises
+            return value  # the loop raises jinja2's error
         value = list(islice(value, budget.steps + 1))
     budget.spend(1 + len(value))
     return value

@@ -195,7 +195,7 @@ def _in_parts(document: Document) -> Iterator[Document]:
     text = document.text
     if text is None or document.prompt is not None or len(text) <= _LONG_CHARS:
         yield document
-        if document.other is not None:  # a pair is two documents, one after the other, in the same split
+        if document.other is not None:  # a pair is two consecutive documents in the same split
             yield document.other
         return
     starts = range(0, len(text), _LONG_CHARS // 2)

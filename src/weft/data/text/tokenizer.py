@@ -304,9 +304,9 @@ def _save(folder: Path, vocabulary: Vocabulary, text: str | None) -> Tokenizer:
 
 def _digest(vocabulary: Vocabulary, text: str | None) -> str:
     numbers = {**asdict(vocabulary), "digest": ""}
-    if vocabulary.chat is None:  # as before there were templates
+    if vocabulary.chat is None:  # equal to digests from before templates were added
         del numbers["chat"]
-    if not vocabulary.begin_ids:  # as before documents had a beginning
+    if not vocabulary.begin_ids:  # equal to digests from before begin tokens were added
         del numbers["begin_ids"]
     content = json.dumps(numbers, sort_keys=True) + "\n" + (text or "")
     return hashlib.sha256(content.encode("utf-8")).hexdigest()
