@@ -1,4 +1,4 @@
-"""`python -m weft` is the `weft` command."""
+"""Entry point of `python -m weft`, which is the `weft` command."""
 
 from weft.cli.app import main
 

@@ -5,18 +5,18 @@
 | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT | set by torchrun for each rank |
 | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID | set by srun for each task |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, TORCHELASTIC_RESTART_COUNT | set by torch's elastic launcher |
-| TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher where ranks use its store |
-| GLOO_SOCKET_IFNAME | set to the loopback interface where all ranks meet there, unless the user sets it |
+| TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher if ranks use its store |
+| GLOO_SOCKET_IFNAME | set to the loopback interface if all ranks are on this machine, unless the user sets it |
 | PYTORCH_ALLOC_CONF, TORCH_NCCL_HIGH_PRIORITY | set for ranks on GPUs (mesh/gpu_settings.py), unless the user does |
-| WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
-| WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
-| WEFT_PARENT | the process that a rank was started by, or forked from, and that it is not to outlive |
-| WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |
+| WEFT_HOME | folder of tokenised data and profiles (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
+| WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts |
+| WEFT_PARENT | id of the process that started or forked a rank. The rank exits when it ends |
+| WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts |
 | WEFT_HOST | ranks with another value count as ranks of another host: two hosts on one machine, for tests |
-| WEFT_DRILL | a fault that `weft drill` has one of its ranks suffer, as JSON |
+| WEFT_DRILL | a fault that `weft drill` injects into one of its ranks, as JSON |
 | WEFT_TRACEBACK | 1: scripts print the traceback of Weft's errors on every rank |
-| OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
-| OPENBLAS_NUM_THREADS | set to 1 by `weft plan`, whose numpy multiplies no matrices, unless the user sets it |
+| OMP_NUM_THREADS | threads of one CPU rank. If unset, `weft train` divides the cores |
+| OPENBLAS_NUM_THREADS | set to 1 by `weft plan`, which multiplies no matrices in numpy, unless the user sets it |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
 """
 
@@ -37,13 +37,13 @@ _SECRET = re.compile(
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
-#: The address of this machine that no other machine can reach.
+#: Loopback address, which other machines cannot reach.
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """Who this process is, as its starter said."""
+    """Rank, world size and rendezvous address of this process, as its launcher set them."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class RankEnv:
 
 
 def weft_version() -> str:
-    """Version of the installed distribution; "not installed" where Weft runs from a source tree on the path."""
+    """Return the version of the installed distribution, or "not installed" if Weft runs from a source tree."""
     from importlib.metadata import PackageNotFoundError, version  # it parses mail headers: slow to load
 
     try:
@@ -65,9 +65,10 @@ def weft_version() -> str:
 
 
 def rank_env() -> RankEnv | None:
-    """This process's place among the ranks, or None when nobody started it as a rank.
+    """Return this process's rank environment, or None if it was not started as a rank.
 
-    Raises LaunchError when the variables are no numbers or contradict each other.
+    Raises:
+        LaunchError: if the variables are not numbers or contradict each other.
     """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -86,7 +87,7 @@ def rank_env() -> RankEnv | None:
             "RANK",
             "LOCAL_RANK",
         )
-    # A bare `sbatch` or `salloc` shell has SLURM_NTASKS too; only a task started by srun has a step id.
+    # A plain `sbatch` or `salloc` shell also has SLURM_NTASKS, but only a task started by srun has a step id.
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number("SLURM_NTASKS", 1, lowest=1) > 1:
         return _slurm_rank()
     return None
@@ -97,10 +98,10 @@ def _slurm_rank() -> RankEnv:
     world_size = _number("SLURM_NTASKS", lowest=1)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     num_nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1, lowest=1), lowest=1)
-    # Jobs that share a node must not share a port: derive it from the job's number.
+    # Jobs that share a node must not share a port, so it is derived from the job's number.
     port = 20_000 + _number("SLURM_JOB_ID", 0) % 20_000
     tasks_here = _slurm_local_tasks(world_size, num_nodes)
-    # Tasks of one machine meet on its loopback interface, where nobody else can come.
+    # Tasks on one machine rendezvous on its loopback interface, which other machines cannot reach.
     host = "127.0.0.1" if tasks_here == world_size else first_slurm_host(nodes)
     return _consistent(
         RankEnv(
@@ -118,7 +119,10 @@ def _slurm_rank() -> RankEnv:
 
 
 def _slurm_local_tasks(world_size: int, num_nodes: int) -> int:
-    """Tasks on this node. SLURM lists them by node, '4(x2),3'; without the list an even spread is taken."""
+    """Return the number of tasks on this node.
+
+    SLURM lists them by node, '4(x2),3'. Without the list, an even distribution is assumed.
+    """
     listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
     node = _number("SLURM_NODEID", 0)
     counts: list[int] = []
@@ -135,7 +139,7 @@ def _slurm_local_tasks(world_size: int, num_nodes: int) -> int:
 
 
 def _number(name: str, default: int | None = None, lowest: int = 0, highest: int = 10**9) -> int:
-    """One variable as a whole number."""
+    """Return one variable as an integer."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -161,7 +165,10 @@ def _consistent(place: RankEnv, rank_name: str, local_name: str) -> RankEnv:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """First host of SLURM's compressed list: 'gpu[003-007,9],login1' -> 'gpu003'; 'r[1-2]n[5,7]' -> 'r1n5'."""
+    """Return the first host of SLURM's compressed list: 'gpu[003-007,9],login1' -> 'gpu003'.
+
+    Ranges may occur anywhere in a name: 'r[1-2]n[5,7]' -> 'r1n5'.
+    """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip())
     if first is None:
         return nodelist
@@ -169,7 +176,7 @@ def first_slurm_host(nodelist: str) -> str:
 
 
 def export_rank(place: RankEnv) -> None:
-    """Give torch.distributed the variables its env:// rendezvous reads (srun does not set them)."""
+    """Set the variables that torch.distributed's env:// rendezvous reads. srun does not set them."""
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world_size),
@@ -181,51 +188,51 @@ def export_rank(place: RankEnv) -> None:
 
 
 def default_for_libraries(**values: str) -> None:
-    """Set variables that libraries of this process read, where the user has not set them."""
+    """Set variables that libraries of this process read, unless the user has set them."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def keeps_agent_store() -> bool:
-    """True where the program that started this rank hosts the store of the process group (torchrun, `weft train`)."""
+    """Return True if the launcher of this rank hosts the process group's store (torchrun, `weft train`)."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_count() -> str:
-    """How often torch's elastic launcher has started this rank again."""
+    """Return the number of restarts of this rank by torch's elastic launcher."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def wants_traceback() -> bool:
-    """True when scripts are to print the tracebacks of Weft's errors."""
+    """Return True if scripts should print the tracebacks of Weft's errors."""
     return os.environ.get("WEFT_TRACEBACK", "") not in ("", "0")
 
 
 def child_env(**extra: str) -> dict[str, str]:
-    """A copy of the environment for a child process, with `extra` on top."""
+    """Return a copy of the environment for a child process, updated with `extra`."""
     return {**os.environ, **extra}
 
 
 def bare_env() -> dict[str, str]:
-    """The environment for a child that is to know no secrets: where programs, modules and temporary files are."""
+    """Return a minimal environment without secrets for a child: paths of programs, modules and temporary files."""
     names = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR", "LANG", "LC_ALL")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def take_over(environment: Mapping[str, str]) -> None:
-    """Have the environment that another process gave (`child_env`), and nothing of one's own."""
+    """Replace the environment by one that another process made with `child_env`."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def set_for_children(**extra: str) -> None:
-    """Set variables that children started by another library will inherit."""
+    """Set variables for children that another library starts."""
     os.environ.update(extra)
 
 
 @contextmanager
 def lent_to_children(**extra: str) -> Generator[None]:
-    """Set variables for children started inside the block by another library, then put the old values back."""
+    """Set variables inside the block, for children that another library starts. Restore the old values afterwards."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:
@@ -239,23 +246,23 @@ def lent_to_children(**extra: str) -> Generator[None]:
 
 
 def launcher_pid() -> int | None:
-    """Process id of the `weft train` that started this rank; None when it was not started so."""
+    """Return the process id of the `weft train` that started this rank, or None."""
     return _number("WEFT_LAUNCHED", lowest=1) if "WEFT_LAUNCHED" in os.environ else None
 
 
 def parent_pid() -> int | None:
-    """Process id of what started this rank: the launcher, or the server that it forks ranks from; None: neither."""
+    """Return the process id of the launcher, or of the server that forked this rank, or None."""
     return _number("WEFT_PARENT", lowest=1) if "WEFT_PARENT" in os.environ else None
 
 
 def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str]:
-    """The variables of one of the ranks that `weft train` starts on this machine.
+    """Return the variables of a rank that `weft train` starts on this machine.
 
     Args:
-        rank: which of num_ranks.
-        num_ranks: of the world, which is on this machine.
-        port: of the store where they meet, on the loopback interface.
-        parent: the process that starts it.
+        rank: the rank.
+        num_ranks: world size. All ranks are on this machine.
+        port: port of the rendezvous store, on the loopback interface.
+        parent: id of the process that starts the rank.
     """
     return {
         "RANK": str(rank),
@@ -264,7 +271,7 @@ def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        # torch's names: the first rank connects to the store as all others do, and does not host it.
+        # torch's variables: the first rank connects to the store like all others, and does not host it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WEFT_PARENT": str(parent),
@@ -272,12 +279,12 @@ def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str
 
 
 def pretended_host() -> str:
-    """The host that this rank is to be on, whatever machine it is on; empty: its own."""
+    """Return the host that this rank pretends to be on, or ""."""
     return os.environ.get("WEFT_HOST", "")
 
 
 def cache_dir() -> Path:
-    """Where tokenised data and machine profiles are kept between runs."""
+    """Return the folder of tokenised data and machine profiles, which is kept between runs."""
     if os.environ.get("WEFT_HOME"):
         return Path(os.environ["WEFT_HOME"]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -285,19 +292,19 @@ def cache_dir() -> Path:
 
 
 def is_ci() -> bool:
-    """True under a CI system, where progress bars are noise."""
+    """Return True in a CI system, in which progress bars are noise."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 
 def get(name: str, default: str = "") -> str:
-    """One variable by name, for reports such as `weft doctor`."""
+    """Return one variable by name, for reports such as `weft doctor`."""
     return os.environ.get(name, default)
 
 
 def report(prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Variables whose name starts with one of `prefixes`, sorted, fit to be shown to others.
+    """Return the variables whose name starts with one of `prefixes`, sorted and redacted.
 
-    The value of a name that sounds secret (TOKEN, KEY, PASSWORD, ...) is replaced, as is a login inside a URL.
+    The value of a secret name (TOKEN, KEY, PASSWORD, ...) is replaced, and so is a login inside a URL.
     """
     shown: dict[str, str] = {}
     for name in sorted(os.environ):
@@ -307,5 +314,5 @@ def report(prefixes: tuple[str, ...]) -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """True when a variable's name says that its value must not be shown."""
+    """Return True if a variable's name indicates a secret value."""
     return _SECRET.search(name.upper()) is not None

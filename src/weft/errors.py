@@ -1,22 +1,22 @@
-"""Everything Weft can raise on purpose.
+"""Exceptions that Weft raises on purpose.
 
     WeftError
-    ├── ConfigError (ValueError)       a config file or override breaks a rule; carries every problem found
-    ├── PlanError (ValueError)         a plan cannot be parsed, or breaks a rule; carries every problem found
+    ├── ConfigError (ValueError)       a config file or override breaks a rule; lists every problem found
+    ├── PlanError (ValueError)         a plan cannot be parsed, or breaks a rule; lists every problem found
     ├── LayoutError (ValueError)       a layout does not fit the model
     ├── ModelError (ValueError)        a model's name or shape cannot be used
     ├── DataError (ValueError)         a source, record, column or tokenizer cannot be used
     ├── CheckpointError                nothing valid to load, or a file is damaged
-    ├── CommError                      ranks cannot meet, or do not agree
-    ├── LaunchError                    ranks could not be started, or the machine lacks what was asked for
-    ├── TrainingHalted                 the run stopped itself: non-finite values, a limit
-    ├── ActionAsked                    the run left its loop as asked: to be held, or to go back to an older checkpoint
-    ├── OutOfMemory (MemoryError)      a rank has no memory left; the text lists what is live and what would help
+    ├── CommError                      ranks cannot connect, or disagree
+    ├── LaunchError                    ranks could not be started, or the machine lacks a requested resource
+    ├── TrainingHalted                 the run stopped: non-finite values, a limit
+    ├── ActionAsked                    the run stopped on request: to pause, or to roll back to an older checkpoint
+    ├── OutOfMemory (MemoryError)      a rank is out of memory; the message lists live memory and remedies
     └── MissingExtra (ImportError)     an optional dependency is not installed
 
-    WeftWarning (UserWarning)          training goes on, with other numbers than the user may expect
+    WeftWarning (UserWarning)          training continues, with other numbers than the user may expect
 
-One grammar for every text: `<field>=<value>: <rule with the limit>. <what to type instead>.`
+Every message has the form `<field>=<value>: <rule with the limit>. <what to type instead>.`
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from dataclasses import dataclass
 
 
 class WeftError(Exception):
-    """Base of all errors that Weft raises on purpose; the command line prints its text without a traceback."""
+    """Base of all errors that Weft raises on purpose. The command line prints the message without a traceback."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake of the user: what it concerns, the sentence, and where it was typed.
+    """One mistake of the user.
 
-    field: dotted key, such as "optimizer.lr". origin: "train.toml:14", "command line", or "" where unknown.
+    Attributes:
+        field: dotted key, such as "optimizer.lr".
+        message: the sentence.
+        origin: "train.toml:14", "command line", or "" if unknown.
     """
 
     field: str
@@ -48,7 +51,7 @@ class Problem:
 
 
 class _ListedError(WeftError, ValueError):
-    """Base of errors that carry every mistake found: `problems`; the text has one line for each."""
+    """Base of errors that list every mistake found in `problems`. The message has one line for each."""
 
     def __init__(self, problems: str | Iterable[Problem]):
         if isinstance(problems, str):
@@ -61,11 +64,11 @@ class _ListedError(WeftError, ValueError):
 
 
 class ConfigError(_ListedError):
-    """A config breaks one rule or more; `problems` holds all of them, each with its origin."""
+    """A config breaks one rule or more. `problems` has all of them, each with its origin."""
 
 
 class PlanError(_ListedError):
-    """A plan cannot be parsed, or breaks a rule; `problems` holds all of them, by the plan's fields."""
+    """A plan cannot be parsed, or breaks a rule. `problems` has all of them, by the plan's fields."""
 
 
 class LayoutError(WeftError, ValueError):
@@ -81,17 +84,18 @@ class DataError(WeftError, ValueError):
 
 
 class CheckpointError(WeftError):
-    """Nothing valid to load, or a checkpoint file is damaged."""
+    """There is no valid checkpoint to load, or a file of one is damaged."""
 
 
 class UnfitError(CheckpointError):
-    """What was to be saved is useless to train on. Nothing was committed."""
+    """The values to save are useless for training. Nothing was committed."""
 
 
 class CommError(WeftError):
-    """Ranks cannot meet, or do not agree with each other. peer_ends: the other rank is known to run still, and to end.
+    """Ranks cannot connect to each other, or disagree.
 
-    It may then finish what both had begun beside training.
+    `peer_ends` is True if the other rank is still running and will end. It may then finish background work that both
+    had started.
     """
 
     exit_code = 1
@@ -99,40 +103,46 @@ class CommError(WeftError):
 
 
 class LaunchError(WeftError):
-    """Ranks could not be started, or the machine lacks what was asked for."""
+    """Ranks could not be started, or the machine lacks a requested resource."""
 
 
 class TrainingHalted(WeftError):
-    """The run stopped itself before its weights were spoilt; the text names the cause and how to go on."""
+    """The run stopped before its weights were damaged. The message has the cause and how to continue."""
 
     exit_code = 3
 
 
 class ActionAsked(WeftError):
-    """The run left its loop because a person, a page or an alert asked for it, on all ranks after the same step.
+    """The run left its loop on request of a user, a page or an alert, on all ranks after the same step.
 
     Args:
-        text: what is told.
-        action: "hold": all is saved, and a person decides when it goes on; "roll_back": the next start goes on from an
-            older checkpoint.
+        text: the message.
+        action: "hold": everything is saved, and the user decides when the run continues. "roll_back": the next start
+            continues from an older checkpoint.
         step: the steps done.
     """
 
     def __init__(self, text: str, action: str = "hold", step: int | None = None):
         super().__init__(text)
         self.action, self.step = action, step
-        # 75 (EX_TEMPFAIL) is what schedulers and torchrun take for "start again".
+        # 75 (EX_TEMPFAIL) makes schedulers and torchrun start the job again.
         self.exit_code = 3 if action == "hold" else 75
 
 
 class OutOfMemory(WeftError, MemoryError):
-    """A rank has no memory left. The same plan would end so again; the text lists what is live and what would help."""
+    """A rank is out of memory, and would be again under this plan. The message lists live memory and remedies."""
 
     exit_code = 4
 
 
 class MissingExtra(WeftError, ImportError):
-    """An optional dependency is not installed; the text holds the pip command."""
+    """An optional dependency is not installed. The message has the pip command.
+
+    Args:
+        package: the missing package.
+        extra: Weft's extra that installs it.
+        purpose: the feature that needs it.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(f"{package} is not installed: {purpose} needs it. {install_extra(extra)}.")
@@ -143,27 +153,27 @@ class MissingExtra(WeftError, ImportError):
 
 
 def install_extra(extra: str) -> str:
-    """How to install one of Weft's extras, as a sentence without its full stop."""
+    """Return a sentence without its period that explains how to install one of Weft's extras."""
     return f'In a checkout of Weft, run: pip install -e ".[{extra}]"'
 
 
 class WeftWarning(UserWarning):
-    """Training goes on, and its numbers may not be those that the user expects; the text says what to write."""
+    """Training continues, and its numbers may differ from the user's expectation. The message has the remedy."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that was probably meant, or '' when none is near."""
+    """Return the element of `known` that was probably meant, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' Did you mean 'x'?' for the nearest known name, or '' when none is near."""
+    """Return " Did you mean 'x'?" for the most similar element of `known`, or "" if none is similar."""
     near = nearest_name(name, known)
     return f" Did you mean '{near}'?" if near else ""
 
 
 def shown(value: object) -> str:
-    """The value in an error: on one line, and short."""
+    """Return a value for an error message: short and on one line."""
     if isinstance(value, int) and abs(value) > 10**18:
         return "(a huge number)"  # str() of an int refuses thousands of digits
     text = value if isinstance(value, str) and value.isprintable() else repr(value)

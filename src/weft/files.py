@@ -1,4 +1,4 @@
-"""Lock files, and open and copy regular files only: no pipes, no devices, no links that leave their folder."""
+"""File locks, and access to regular files only: no pipes, no devices, no links that leave their folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file and return whether that was possible. The system releases the lock when its last holder ends.
+    """Try to lock an open file, and return True if it succeeded.
 
-    On a file system without locks nothing is locked, and the result is True.
+    The system releases the lock when its last process ends. On a file system without locks, nothing is locked and the
+    result is True.
 
     Args:
-        descriptor: of the open file.
-        shared: other processes may hold it too, if they also share it.
+        descriptor: descriptor of the open file.
+        shared: allow other shared locks of the file.
 
     Raises:
-        OSError: for any other failure than a lock that is held.
+        OSError: for any failure except a conflicting lock.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -43,11 +44,11 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
-    """Open a regular file for reading and return its descriptor. Never waits, as opening a pipe would.
+    """Open a regular file for reading and return its descriptor. It never blocks, unlike opening a pipe.
 
     Args:
-        path: of the file.
-        follow: whether the last part of the path may be a symbolic link.
+        path: path of the file.
+        follow: allow the last component of the path to be a symbolic link.
 
     Raises:
         OSError: if the file cannot be opened, or is not a regular file.
@@ -92,7 +93,7 @@ def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES)
     """Return the contents of a regular file of `folder`.
 
     Args:
-        file: what is read.
+        file: path of the file.
         folder: links must not lead out of it, see `resolved_inside`.
         max_bytes: larger files are refused.
 
@@ -107,7 +108,7 @@ def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_CO
     """Copy the contents of a regular file of `folder` to `target`.
 
     Args:
-        file: what is copied.
+        file: path of the file.
         target: path of the copy.
         folder: links must not lead out of it, see `resolved_inside`.
         max_bytes: larger files are refused.
@@ -121,15 +122,15 @@ def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_CO
 
 
 def copy_companions(source: Path, out: Path, *, overwrite: bool = True) -> None:
-    """Copy the files beside the weights of a model's folder. Index files of weights are left out.
+    """Copy the files of a model's folder that are not weights, such as config and tokenizer. Index files are left out.
 
     Args:
         source: a folder in the format of Hugging Face.
         out: an existing folder.
-        overwrite: whether files that `out` already has are replaced.
+        overwrite: replace files that `out` already has.
 
     Raises:
-        CheckpointError: for a file that `copy_regular` refuses.
+        CheckpointError: if `copy_regular` refuses a file.
         OSError: if a copy cannot be written.
     """
     for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern)}):

@@ -1,4 +1,4 @@
-"""Names that are loaded only when they are first asked for: a package's own (PEP 562), and those of users."""
+"""Lazy imports of a package's public names (PEP 562), and imports of user objects by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 
 
 def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`: `homes` maps each public name to its module, as in `{"Plan": ".spec.plan"}`.
+    """Return the `__getattr__` of `package`.
 
-    A name that was loaded becomes an ordinary attribute, so the function is asked once for each.
+    An imported name becomes an attribute of the package, so the function is called once for each.
+
+    Args:
+        package: name of the package.
+        homes: the module of each public name, as in `{"Plan": ".spec.plan"}`.
     """
 
     def load(name: str) -> Any:
@@ -27,9 +31,10 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def named_object(source: str) -> Any:
-    """What `package.module:name` or `path/to/file.py:name` names; the working folder can be imported from.
+    """Return the object of `package.module:name` or `path/to/file.py:name`.
 
-    Raises whatever importing that module raises, and AttributeError where it has no such name.
+    The working directory is on the import path. Exceptions of the import propagate. A missing name is an
+    AttributeError.
     """
     module_name, _, name = source.rpartition(":")
     if str(Path.cwd()) not in sys.path:
@@ -39,7 +44,7 @@ def named_object(source: str) -> Any:
 
 
 def _module_in(file: Path) -> ModuleType:
-    """The module that a file holds, loaded once. Its folder can be imported from, as of a script that is run."""
+    """Return the module of a file, which is loaded once. Its folder is added to the import path, as for a script."""
     import hashlib
     import importlib.util
 

@@ -1,8 +1,8 @@
-"""Private names of torch that more than one floor uses, and those of the mesh; and types that torch leaves out.
+"""Private names of torch that several packages use, or that the mesh uses, and types that torch lacks.
 
-A floor that needs a private name alone keeps it in its own file of this name; no other file of Weft touches one.
-`tests/repo/test_private_torch.py` checks that, and names what a release of torch has moved. Read in torch 2.11 and
-2.13, where not said otherwise.
+A package that needs other private names has them in its `private_torch.py`. No other file of Weft uses one.
+`tests/repo/test_private_torch.py` checks that, and reports names that a release of torch has moved. Verified in torch
+2.11 and 2.13 unless noted.
 """
 
 # This file is where private names are used.
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,  # the class for modes that see operations; documented under this path, and under no other
+    TorchDispatchMode,  # base class of dispatch modes, documented only under this path
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
-from torch.utils._pytree import (  # torch has no public trees of values yet
+from torch.utils._pytree import (  # torch has no public pytree API yet
     register_pytree_node,
     tree_flatten,
     tree_leaves,
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
         def __get__(self, instance: None, owner: type[_HasForward[P, R]]) -> Callable[P, R]: ...
 
     class Function(torch.autograd.Function):
-        """A step of autograd whose `apply` takes what its `forward` takes after `ctx`, and gives the same."""
+        """torch.autograd.Function with types: `apply` has the arguments of `forward` after `ctx`, and its result."""
 
         apply: ClassVar[_Apply]  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's takes and gives anything
 
@@ -89,7 +89,7 @@ class _Split(Protocol):
 
 
 _untyped: Any = torch
-#: `torch.split`, which has no types. sizes: of each part, or of all but the last.
+#: `torch.split` with types. `sizes` are the sizes of all parts, or the size of all but the last.
 split: _Split = _untyped.split
 
 
@@ -97,26 +97,27 @@ class _Wrapper(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
 
 
-#: `torch.compiler.disable`, whose types lose those of the function.
+#: `torch.compiler.disable` with types that preserve the function's types.
 uncompiled: _Wrapper = _untyped.compiler.disable
 
-#: Many tensors in one call. torch's documentation lists these functions, under names that type checkers call private.
+#: Operations on many tensors in one call. torch documents them, but type checkers report their names as private.
 foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], None] = _untyped._foreach_lerp_
 foreach_mul_: Callable[[list[torch.Tensor], float | list[float] | torch.Tensor], None] = _untyped._foreach_mul_
 foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
 
-#: The innermost mode that sees operations; None where there is none.
+#: Returns the innermost active dispatch mode, or None.
 current_mode = _get_current_dispatch_mode
 
-#: Number of the backward pass under way; -1 outside of one. Tells a recomputed forward from a first one.
+#: Returns the number of the current backward pass, or -1 outside of one. It distinguishes a recomputed forward.
 graph_task = torch._C._current_graph_task_id
 
 
 @contextmanager
 def without_modes() -> Generator[None]:
-    """While inside, no mode sees operations: of collectives in a recomputed region, which counts them.
+    """Hide operations inside the block from dispatch modes, such as those that count operations.
 
-    A mode that stands for a device stays, as torch's FakeTensorMode: tensors without values cannot do without it.
+    It is used for collectives in recomputed regions. Modes that emulate a device stay active, such as torch's
+    FakeTensorMode, since fake tensors do not work without it.
     """
     disabled: Any = _disable_current_modes()  # pyright: ignore[reportUnknownVariableType] - torch leaves it untyped
     with disabled as modes, ExitStack() as stays:
@@ -127,52 +128,54 @@ def without_modes() -> Generator[None]:
 
 
 def is_watched() -> bool:
-    """Whether a mode sees operations that does not stand for a device, such as selective recompute's."""
+    """Return True if a dispatch mode is active that does not emulate a device, such as selective recompute's."""
     mode = current_mode()
     return mode is not None and not _stands_for_device(mode)
 
 
 def _stands_for_device(mode: Any) -> bool:
-    """Whether the mode carries operations out, and neither watches nor rewrites them."""
+    """Return True if the mode executes operations, and neither records nor rewrites them."""
     key = getattr(mode, "_mode_key", None)
     return mode.is_infra_mode() and key in (None, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """`model.named_modules()`, which has no types."""
+    """Return `model.named_modules()` with types."""
     untyped: Any = model
     return untyped.named_modules()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written to in place. Documented in torch's notes on autograd, by this name."""
+    """Return the number of in-place writes to a tensor. torch's notes on autograd document the attribute."""
     return tensor._version
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that another is a view of, as autograd knows it; None where it is none."""
+    """Return the base of a view, as autograd records it, or None for a tensor that is not a view."""
     return tensor._base
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """What tells a living storage from others, on the meta device too, where all addresses are 0."""
+    """Return a key that is unique among living storages, also on the meta device, where all addresses are 0."""
     return storage._cdata
 
 
 def groups_made() -> Iterator[dist.ProcessGroup]:
-    """All process groups of this process. torch gives no list of them."""
+    """Yield all process groups of this process. torch has no public list of them."""
     yield from dist.distributed_c10d._world.pg_map
 
 
 @contextmanager
 def naming_group(description: str) -> Generator[None]:
-    """While inside, a group that only its members make is named by its description alone, and made by them alone.
+    """Use `description` as the name of process groups created inside the block, by only their members.
 
-    torch names it by its ranks and by how many groups this rank has made, which is not the same on all ranks where only
-    members make a group: they would wait for each other under different names. `new_group` takes no name.
-    Where the default group is bound to a device, torch splits NCCL's communicator of a new group from that of all
-    ranks, and each of those must take part in ncclCommSplit: the members would wait for ever. Without a device the
-    members make a communicator of their own when they first use it.
+    torch names a group by its ranks and by the number of groups that this rank has created. If only members create a
+    group, that number differs between ranks, and they would wait under different names. `new_group` has no name
+    argument.
+
+    If the default group is bound to a device, torch creates the NCCL communicator of a new group with ncclCommSplit, in
+    which all ranks must take part, and the members would wait forever. The block unbinds the device, so the members
+    create a communicator on first use.
     """
     names = dist.distributed_c10d
     default = names._get_default_group()
@@ -187,9 +190,9 @@ def naming_group(description: str) -> Generator[None]:
 
 
 def default_timeout() -> timedelta | None:
-    """How long collectives of the default group wait; None where its backend has no such limit.
+    """Return the timeout of the default group's collectives, or None if its backend has no timeout.
 
-    `new_group` does not ask it: groups made without a timeout wait for 30 minutes.
+    `new_group` ignores it: groups created without a timeout use 30 minutes.
     """
     world = dist.distributed_c10d._get_default_group()
     backends = (world._get_backend(kind) for kind in world._device_types)
@@ -198,5 +201,5 @@ def default_timeout() -> timedelta | None:
 
 
 def default_device_types() -> set[str]:
-    """The kinds of devices for which the default group has a backend; empty before there is one."""
+    """Return the device types for which the default group has a backend. The set is empty without a default group."""
     return {kind.type for kind in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()

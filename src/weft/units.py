@@ -1,6 +1,6 @@
-"""Bytes, seconds and counts: read what people type, print what people read.
+"""Parsing and formatting of bytes, seconds and counts.
 
-GiB is 2**30 bytes and GB is 10**9; the two are never mixed, and a bare number of bytes has no suffix.
+GiB is 2**30 bytes and GB is 10**9. A plain number of bytes has no suffix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BYTE_UNITS = {
 }  # fmt: skip
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-# At most 18 digits: a longer number is a slip of the hand, and the product stays far from the limits of a float.
+# At most 18 digits: a longer number is a typing error, and the product stays far below the limits of a float.
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]{0,17}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]*)\s*$", re.ASCII)
 _SCIENTIFIC = re.compile(r"\s*[0-9]{1,18}(?:\.[0-9]{1,18})?[eE]\+?[0-9]{1,2}\s*", re.ASCII)
 # Several numbers, each with its unit: 3h30m.
@@ -40,7 +40,11 @@ def _whole(number: int, kind: str) -> int:
 
 
 def parse_bytes(text: str | int) -> int:
-    """'80GiB' -> 85899345920; '1.5 GB' -> 1500000000; 4096 -> 4096. ValueError on anything else."""
+    """Parse a size: '80GiB' -> 85899345920; '1.5 GB' -> 1500000000; 4096 -> 4096.
+
+    Raises:
+        ValueError: for any other value.
+    """
     if isinstance(text, int):
         return _whole(text, "a size")
     number, unit = _split(text, _BYTE_UNITS, "a size", "12GiB")
@@ -48,7 +52,11 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_count(text: str | int) -> int:
-    """'4M' -> 4000000; '1_000' -> 1000; '1.5e12' -> 1500000000000; 7 -> 7. ValueError on anything else."""
+    """Parse a count: '4M' -> 4000000; '1_000' -> 1000; '1.5e12' -> 1500000000000; 7 -> 7.
+
+    Raises:
+        ValueError: for any other value.
+    """
     if isinstance(text, int):
         return _whole(text, "a count")
     if _SCIENTIFIC.fullmatch(text):
@@ -58,7 +66,11 @@ def parse_count(text: str | int) -> int:
 
 
 def parse_seconds(text: str | float) -> float:
-    """'15min' -> 900.0; '3h30m' -> 12600.0; 3 -> 3.0. ValueError on anything else."""
+    """Parse a duration: '15min' -> 900.0; '3h30m' -> 12600.0; 3 -> 3.0.
+
+    Raises:
+        ValueError: for any other value.
+    """
     if isinstance(text, int | float):
         if isinstance(text, bool) or not 0 <= text < math.inf:
             raise ValueError(f"{text} is not a duration. Write a number of seconds of at least 0")
@@ -70,7 +82,7 @@ def parse_seconds(text: str | float) -> float:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Binary units, three digits: 13314398617 -> '12.4 GiB'."""
+    """Return a size in binary units with three digits: 13314398617 -> '12.4 GiB'."""
     size = float(num_bytes)
     if abs(size) < 1023.5:
         return f"{size:.0f} B"
@@ -82,7 +94,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Decimal units, three digits: 8030261248 -> '8.03 B'; 512 -> '512'."""
+    """Return a count in decimal units with three digits: 8030261248 -> '8.03 B'; 512 -> '512'."""
     size = float(count)
     if abs(size) < 999.5:
         return f"{size:.0f}" if size == round(size) else _three_digits(size)
@@ -94,12 +106,18 @@ def format_count(count: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """A number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'. more: the plural."""
+    """Return a number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'.
+
+    Args:
+        number: the number.
+        one: the singular.
+        more: the plural, if it is not the singular with an "s".
+    """
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0123 -> '12.3 ms'; 75 -> '1:15'; 7322 -> '2:02:02'; '?' where there is no estimate."""
+    """Return a duration: 0.0123 -> '12.3 ms'; 75 -> '1:15'; 7322 -> '2:02:02'; '?' for inf or nan."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 0:

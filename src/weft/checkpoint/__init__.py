@@ -1,1 +1,1 @@
-"""Committed, digested checkpoints that any plan can read."""
+"""Committed and digested checkpoints that can be loaded under any plan."""

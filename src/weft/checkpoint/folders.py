@@ -1,4 +1,7 @@
-"""What saving and loading ask of the other ranks, said by who calls: a checkpoint knows no collectives."""
+"""Folders of a run's checkpoints, and the rank group that a save or load runs on.
+
+This package issues no collectives. Callers pass functions for the communication between ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,14 @@ def _only(record: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """One rank among all, and what it may ask of the others.
+    """A rank, the number of ranks, and functions for communication between them.
 
-    on_first: the JSON value that the first rank's function returns, on all ranks; what it raises, all raise. gather:
-    the
-    bytes of every rank in their order, on the first rank; others may get none.
+    Attributes:
+        rank: this rank.
+        number: number of ranks.
+        on_first: runs a function on the first rank and returns its JSON value on all ranks. An exception is raised on
+            all ranks.
+        gather: returns the bytes of all ranks in order on the first rank. It may return [] on the others.
     """
 
     rank: int = 0
@@ -40,11 +46,11 @@ class RankGroup:
     gather: Callable[[bytes], list[bytes]] = _only
 
 
-#: A process of its own.
+#: Group of a single process.
 ALONE = RankGroup()
 
 
-# The folder that holds a run's checkpoints: names, order, the writer's lock, moving aside, clearing debris.
+# The folder of a run's checkpoints: names, order, writer lock, moves, cleanup.
 
 _STEP_FOLDER = re.compile(r"step_(\d{8,15})(?:\.again(\d*))?")
 _TEMP_PREFIX = ".tmp-"
@@ -53,9 +59,12 @@ _TRASH_NAME = ".trash"
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFolder:
-    """A folder named as a checkpoint. Sorts by step; the second save of a step comes after the first.
+    """A folder with the name of a checkpoint. Sorts by step. The second save of a step comes after the first.
 
-    again: how many saves of this step came before. path: a Path, or what an object store has instead.
+    Attributes:
+        step: optimizer steps done.
+        again: number of earlier saves of this step.
+        path: a Path, or its equivalent for an object store.
     """
 
     step: int
@@ -73,13 +82,13 @@ def folder_name(step: int) -> str:
 
 
 def step_in_name(name: str) -> int | None:
-    """Return the step: 'step_00000120' or 'step_00000120.again' -> 120; None for any other name."""
+    """Return the step of a folder name, or None: 'step_00000120' or 'step_00000120.again' -> 120."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def step_folder(path: Any) -> StepFolder:
-    """A path that is named as a checkpoint."""
+    """Return the StepFolder of a path that has the name of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(path.name)
     assert match is not None
     again = match.group(2)
@@ -87,7 +96,7 @@ def step_folder(path: Any) -> StepFolder:
 
 
 def step_folders(root: Path) -> list[StepFolder]:
-    """All folders named as checkpoints, complete or not, oldest step first. Empty when `root` does not exist."""
+    """List all folders with names of checkpoints, oldest step first. Empty if `root` does not exist."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -98,7 +107,7 @@ def step_folders(root: Path) -> list[StepFolder]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make names created, renamed or removed in a folder durable."""
+    """Flush the entries of a folder to the disk: created, renamed and removed names."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -107,16 +116,16 @@ def sync_folder(path: Path) -> None:
 
 
 def new_temp_folder(root: Path, step: int) -> Path:
-    """An empty folder beside the checkpoints that no reader looks at."""
+    """Create an empty folder next to the checkpoints. Readers ignore it."""
     path = root / f"{_TEMP_PREFIX}{folder_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
     path.mkdir()
     return path
 
 
 def move_to_trash(path: Path) -> Path:
-    """Take a folder out of sight in one rename, and return where it is now."""
+    """Move a folder to the trash with one rename, and return its new path."""
     trash = path.parent / _TRASH_NAME
-    if trash.is_symlink():  # somebody's: what is deleted stays in this folder
+    if trash.is_symlink():  # deletions must not leave this folder
         trash.unlink()
     trash.mkdir(exist_ok=True)
     target = trash / f"{path.name}-{secrets.token_hex(4)}"
@@ -126,7 +135,7 @@ def move_to_trash(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder; one that readers might see goes out of their sight first, in one rename."""
+    """Delete a folder. A folder that readers may find is first moved to the trash with one rename."""
     if path.name.startswith(_TEMP_PREFIX):
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
@@ -135,7 +144,7 @@ def discard(path: Path) -> None:
 
 
 def lock_for_reading(path: Path) -> int | None:
-    """A descriptor that keeps a checkpoint from being pruned until it is closed; None where there is no such lock."""
+    """Return a descriptor that keeps a checkpoint from being pruned until it is closed, or None without COMMIT."""
     try:
         handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -146,7 +155,7 @@ def lock_for_reading(path: Path) -> int | None:
 
 
 def is_being_read(path: Path) -> bool:
-    """Whether some process of this machine, or of those that share the file system's locks, reads a checkpoint."""
+    """Return True if a process reads a checkpoint, on any machine that shares the file system's locks."""
     try:
         handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -154,20 +163,20 @@ def is_being_read(path: Path) -> bool:
     try:
         return not try_lock(handle)
     except OSError:
-        return False  # no exclusive locks on what is open for reading, as over NFS
+        return False  # no exclusive locks on files that are open for reading, as over NFS
     finally:
         os.close(handle)
 
 
 def empty_trash(root: Path) -> None:
-    """Delete what was moved aside. What cannot be deleted now stays out of sight and is tried again next time."""
+    """Delete the folders in the trash. The next call tries those again that could not be deleted."""
     trash = root / _TRASH_NAME
     if trash.is_dir():
         shutil.rmtree(trash, ignore_errors=True)
 
 
 def remove_debris(root: Path) -> None:
-    """Delete what killed writers left. Call it only with the writer's lock held."""
+    """Delete the leftovers of killed writers. Call it only with the writer lock."""
     for name in os.listdir(root):
         if name.startswith(_TEMP_PREFIX):
             shutil.rmtree(root / name, ignore_errors=True)
@@ -176,9 +185,12 @@ def remove_debris(root: Path) -> None:
 
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
-    """Hold `root` for one writer. CheckpointError at once when another process is writing there.
+    """Lock `root` for one writer.
 
-    The kernel lets go of the lock when its holder dies. File systems that know no locks are used without one.
+    The kernel releases the lock when its process dies. File systems without locks are used without one.
+
+    Raises:
+        CheckpointError: immediately, if another process has the lock.
     """
     handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:

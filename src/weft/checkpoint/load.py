@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is whole, prove it, and read it lazily. Nothing here writes."""
+"""Find the newest complete checkpoint, verify it, and read it lazily. This module writes nothing."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 #: A manifest of a million tensors is about 150 MB; COMMIT is 65 bytes.
 _MAX_MANIFEST_BYTES = 512 * 2**20
 _VERIFY_THREADS = 4
-#: The most problems that are told.
+#: Maximum number of problems in a report.
 _MOST_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A newer checkpoint that was not taken, and why."""
+    """A newer checkpoint that was skipped, and the reason."""
 
     path: Location
     reason: str
@@ -62,7 +62,7 @@ class PassedOver:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest whole checkpoint, and the newer ones that were passed over (newest first)."""
+    """The newest complete checkpoint, and the newer ones that were skipped (newest first)."""
 
     path: Location
     step: int
@@ -71,7 +71,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was opened. `state` is what was saved; `written_by` has the versions of weft and torch."""
+    """An open checkpoint. `state` is the saved state, and `written_by` has the versions of weft and torch."""
 
     path: Location
     step: int
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names of its groups, such as "model" and "optimizer"."""
+        """Names of its groups, such as "model" and "optimizer"."""
         return tuple(self._manifest.tensors)
 
     @property
@@ -91,7 +91,7 @@ class Checkpoint:
         return {name: entry.num_bytes for name, entry in self._manifest.files.items()}
 
     def files_of(self, group: str, name: str) -> list[str]:
-        """Return the files that hold a tensor of a group, or a part of it."""
+        """Return the names of the files with a tensor of a group, or with parts of it."""
         entry = self.entries(group)[name]
         if entry.file:
             return [entry.file]
@@ -99,7 +99,7 @@ class Checkpoint:
         return sorted({shard_name(group, rank) for ranks in runs for rank, _, _ in ranks})
 
     def tensors_in(self, file: str) -> list[str]:
-        """Return "group/name" of each tensor of which a file holds something."""
+        """Return "group/name" of each tensor with data in a file."""
         whole_ones = [
             f"{group}/{name}"
             for group, entries in self._manifest.tensors.items()
@@ -113,7 +113,7 @@ class Checkpoint:
         """Return the tensors of a group by name, in the order they were saved.
 
         Raises:
-            CheckpointError: for an unknown group.
+            CheckpointError: if the group is unknown.
         """
         if group not in self._manifest.tensors:
             known = ", ".join(self.groups) or "none"
@@ -123,23 +123,23 @@ class Checkpoint:
         return TensorGroup(self.path, group, self._manifest.tensors[group], self._reader)
 
     def entries(self, group: str) -> Mapping[str, TensorEntry]:
-        """Return the shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
+        """Return the shapes and dtypes of a group's tensors by name, or {} for a group that was not saved."""
         return self._manifest.tensors.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with elements of a part of a tensor, in the saved dtype.
 
-        Reads the bytes that are asked for and no others, under whatever plan they were written.
+        Only the requested bytes are read, for any plan that wrote them.
 
         Args:
-            group: such as "model".
-            name: of the tensor in its group.
-            part: which elements of the whole tensor, as a line.
-            start: place in that line where reading begins, in elements.
-            out: filled to its end: whole elements, contiguous.
+            group: name of the group, such as "model".
+            name: name of the tensor in its group.
+            part: the part of the full tensor, which is flattened.
+            start: first element to read, as an index into the flattened part.
+            out: contiguous buffer to fill, a multiple of the element size.
 
         Raises:
-            CheckpointError: where bytes are missing or cannot be read.
+            CheckpointError: if bytes are missing or cannot be read.
         """
         try:
             self._reader.read(group, name, self.entries(group)[name], part, start, out)
@@ -147,15 +147,15 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {error}. Use another checkpoint.") from error
 
     def block(self, path: str) -> RawArray:
-        """Return all of the array "group/name", without torch."""
+        """Return the full array "group/name", without torch."""
         group, _, name = path.partition("/")
         entry = self.entries(group)[name]
         data = whole(entry, lambda part, out: self.read(group, name, part, 0, out))
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
-        """Return what one rank kept to itself, by name."""
-        if group in self._manifest.tensors:  # of a checkpoint that one rank wrote
+        """Return the private tensors of one rank, by name."""
+        if group in self._manifest.tensors:  # a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)
         if file not in self._manifest.files:
@@ -166,13 +166,13 @@ class Checkpoint:
     def write_atomic(
         self, file: Location, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
     ) -> None:
-        """Write tensors of a group, whole, into a new safetensors file. All are in memory at once.
+        """Write full tensors of a group into a new safetensors file. All of them are in memory together.
 
         Args:
             file: path of the new file.
-            group: such as "model".
-            names: which of the group's tensors.
-            convert: what is written in place of each.
+            group: name of the group, such as "model".
+            names: names of the tensors.
+            convert: returns the array to write for a stored array.
         """
         blocks = {name: convert(self.block(f"{group}/{name}")) for name in names}
         entries = self.entries(group)
@@ -180,23 +180,23 @@ class Checkpoint:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of tensors that `read` took from files so far."""
+        """Bytes of tensors that `read` has read from files."""
         return self._reader.num_bytes
 
 
 def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
-    """Open a checkpoint. Bytes of tensors are read when they are asked for.
+    """Open a checkpoint. Bytes of tensors are read on access.
 
     COMMIT, the manifest and the state are always checked.
 
     Args:
-        path: a step's folder.
-        verify: also digest every tensor's bytes (`newest_checkpoint` has already done so for the one it returns).
-        lazily: check a file's size and header when something is read of it, so that a rank looks at no files but those
-            it needs. False: those of all files, now.
+        path: folder of a step.
+        verify: also check the digests of all tensors. `newest_checkpoint` has already done so for its result.
+        lazily: check the size and header of a file on first access, so that a rank opens only the files that it needs.
+            If False, check all files now.
 
     Raises:
-        CheckpointError: says what is damaged.
+        CheckpointError: if the checkpoint is damaged. The message names the damage.
     """
     path = located(path)
     try:
@@ -213,13 +213,13 @@ def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = Fals
 def verify_checkpoint(
     path: Location, *, digests: bool = True, together: RankGroup = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
-    """Return all problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
+    """Return a sentence for each problem of a checkpoint. An empty list means that every byte is as written.
 
     Args:
-        path: a step's folder.
-        digests: False skips the digests of tensor files and finds only missing, resized and mislabelled files.
-        together: ranks that divide the files among them, and all learn what each found.
-        report: called by several threads with the number of bytes that were digested since the last call.
+        path: folder of a step.
+        digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files.
+        together: ranks that share the work. The result on all ranks has the problems of all files.
+        report: called by several threads with the number of bytes digested since the last call.
     """
     found = json.dumps(_problems(located(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
@@ -231,7 +231,7 @@ def verify_checkpoint(
 
 
 def _problems(path: Location, digests: bool, together: RankGroup, report: Callable[[int], None]) -> list[str]:
-    """What this rank finds in its share of the files."""
+    """Return the problems in this rank's share of the files."""
     try:
         manifest = _read_manifest(path)
         problems = _file_problems(path, manifest, digests=digests, together=together, report=report)
@@ -243,27 +243,27 @@ def _problems(path: Location, digests: bool, together: RankGroup, report: Callab
 
 
 def list_checkpoints(root: Location) -> list[Location]:
-    """Return the committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
+    """Return the committed checkpoints, oldest step first, one for each step. Their digests are not verified."""
     by_step: dict[int, Location] = {}
     for folder in target_at(located(root)).step_folders():
-        # A second save of a step stands beside the first only after a crash: it counts when it is whole.
+        # A second save of a step exists next to the first only after a crash. It counts if it is complete.
         if folder.committed and not (folder.step in by_step and verify_checkpoint(folder.path)):
             by_step[folder.step] = folder.path
     return list(by_step.values())
 
 
 def newest_checkpoint(root: Location, *, verify: bool = True, together: RankGroup = ALONE) -> Found | None:
-    """Return the newest whole checkpoint of a run, or None when none was ever finished.
+    """Return the newest complete checkpoint of a run, or None if none was finished.
 
-    The result lists each newer one that was passed over, and why; a folder without COMMIT is only listed.
+    The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed.
 
     Args:
         root: the folder of the steps' folders.
-        verify: digest all bytes; False trusts them and checks the rest.
-        together: ranks that look at it together, each at its share of the files; all find the same.
+        verify: check the digests of all bytes. If False, check everything else.
+        together: ranks that share the work. The result is equal on all of them.
 
     Raises:
-        CheckpointError: when all finished checkpoints are damaged: starting over silently would lose the run.
+        CheckpointError: if all finished checkpoints are damaged, since a silent restart would lose the run.
     """
     passed_over: list[PassedOver] = []
     damaged, target = False, target_at(located(root))
@@ -320,7 +320,7 @@ def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
 
 
 def _read_small(path: Location, max_bytes: int) -> bytes:
-    """A whole file, when it is a plain one and not larger than expected. FileNotFoundError when it is missing"""
+    """Return the content of a regular file of at most `max_bytes`. Raise FileNotFoundError if it is missing."""
     try:
         target = target_at(path.parent)
         size = target.size(path)
@@ -366,7 +366,8 @@ def _file_problems(
         except OSError as error:
             return [f"{name} cannot be read ({error.strerror or error})"]
 
-    # By the rank in the name, so that a rank that goes on under the same plan reads its own files once from the disk.
+    # Files are assigned by the rank in their name, so a rank that continues under an unchanged plan reads its files
+    # once.
     share = list(manifest.files)
     if together.number > 1:
         share = [name for name in share if rank_of(name) % together.number == together.rank]
@@ -377,7 +378,7 @@ def _file_problems(
 
 
 def _slices_in(path: Location, manifest: Manifest) -> list[str]:
-    """Where a rank's file lacks what the manifest says of it."""
+    """Return the differences between a rank's file and the manifest."""
     wanted = runs_in(path.name, manifest)
     return missing_slices(path, wanted) if wanted else []
 

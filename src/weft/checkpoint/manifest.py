@@ -1,4 +1,4 @@
-"""Slices of tensors in the manifest: which part of a tensor lies over which ranks' files, and how."""
+"""Manifest of a checkpoint: its files, and the slices of tensors in the ranks' files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MOST = 2**48
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a tensor, and who has which run of it. All slices together are the tensor."""
+    """A part of a tensor, and the ranks that have its elements. All slices together are the tensor."""
 
     part: Part
     deal: OwnershipMap
 
     def to_json(self, tables: RankLists) -> dict[str, object]:
-        """For the manifest; what is as usual is left out."""
+        """Return JSON values for the manifest. Default values are omitted."""
         deal, part = self.deal, self.part
         said: dict[str, object] = {"ranks": tables.index(deal.ranks)}
         said |= {name: getattr(deal, name) for name in _NUMBERS if getattr(deal, name) != _USUAL[name]}
@@ -39,13 +39,13 @@ _USUAL = {"length": -1, "start": 0, "times": 1, "each": 0, "turn": 0}
 
 @dataclass(slots=True)
 class RankLists:
-    """Lists of ranks that many slices refer to."""
+    """Lists of ranks that slices refer to by number."""
 
     rows: list[tuple[int, ...]] = field(default_factory=list)
     _known: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def index(self, ranks: tuple[int, ...]) -> int:
-        """The number of a list, which is added where it is new."""
+        """Return the number of a list. A new list is added."""
         if ranks not in self._known:
             self._known[ranks] = len(self.rows)
             self.rows.append(ranks)
@@ -53,7 +53,11 @@ class RankLists:
 
 
 def read_slices(said: Any, shape: tuple[int, ...], tables: RankLists) -> tuple[Slice, ...]:
-    """Check and read slices from untrusted JSON. ValueError, TypeError or KeyError say what is wrong."""
+    """Parse and check slices from untrusted JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: if it is not valid.
+    """
     if not isinstance(said, list) or not said:
         raise ValueError("not a list of slices")
     return tuple(_read(one, shape, tables) for one in said)
@@ -88,7 +92,11 @@ def _check_ownership(deal: OwnershipMap, numel: int) -> None:
 
 
 def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:
-    """ValueError where slices are not all of the tensor, each element once."""
+    """Check that the slices cover the tensor, each element once.
+
+    Raises:
+        ValueError: if they do not.
+    """
     if any(one.part.rows is None for one in slices):
         if len(slices) > 1:
             raise ValueError("the whole tensor and parts of it")
@@ -115,15 +123,15 @@ def shard_name(group: str, rank: int) -> str:
 
 
 def rank_of(file: str) -> int:
-    """Return the rank in the name of its file; 0 for a name without one."""
+    """Return the rank in the name of its file, or 0 for a name without one."""
     number = file.removesuffix(".safetensors").rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
-# The manifest: which files a checkpoint has, their sizes and digests, and where each tensor lies.
+# The manifest: files of a checkpoint, their sizes and digests, and the location of each tensor.
 
 FORMAT = "weft-checkpoint"
-#: Of checkpoints whose tensors lie whole in one file each, and of those in slices over the files of several ranks.
+#: Format versions: each tensor in one file, and slices of tensors in the files of several ranks.
 VERSION, SHARDED_VERSION = 1, 2
 MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "COMMIT"
@@ -153,9 +161,9 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: whole in a file, or in slices over the files of several ranks, where `file` is "".
+    """Location of one tensor: a file, or slices in the files of several ranks, for which `file` is "".
 
-    `same_as` names the tensor of the same group that it shares its memory with.
+    `same_as` is the name of a tensor in the group that shares its memory.
     """
 
     file: str
@@ -171,7 +179,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one checkpoint holds. `written_by` has the versions of weft and torch."""
+    """Content of one checkpoint. `written_by` has the versions of weft and torch."""
 
     step: int
     files: Mapping[str, FileEntry]
@@ -213,12 +221,16 @@ class Manifest:
 
 
 def commit_text(manifest: bytes) -> bytes:
-    """What COMMIT holds: the digest of the manifest, in hexadecimal, and a newline."""
+    """Return the content of COMMIT: the digest of the manifest, in hexadecimal, and a newline."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """Read a manifest from bytes that nobody vouches for. CheckpointError says what is wrong."""
+    """Parse a manifest from untrusted bytes.
+
+    Raises:
+        CheckpointError: if it is not valid.
+    """
     raw = strict_json.decode(text, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise _bad(f"format is not '{FORMAT}'")
@@ -259,7 +271,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _file_name(name: str) -> str:
-    # One plain name: no folder, no '..', nothing absolute, nothing hidden, and none of the names that have a meaning.
+    # A plain name: no folder, no '..', not absolute, not hidden, and not a reserved name.
     if not _FILE_NAME.fullmatch(name) or name in (MANIFEST_NAME, COMMIT_NAME):
         raise _bad(f"{name[:120]!r} is not a legal file name")
     return name
@@ -328,7 +340,7 @@ def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """Return, of each tensor of which a rank's file holds a run, dtype and number of elements by name."""
+    """Return dtype and number of elements by name, for each tensor with elements in a rank's file."""
     group, rank = file.rpartition("-")[0], rank_of(file)
     entries = manifest.tensors.get(group)
     if entries is None or file != shard_name(group, rank):

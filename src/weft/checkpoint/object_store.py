@@ -1,7 +1,7 @@
-"""Addresses in object stores: as much of pathlib's paths as reading needs, on any file system that fsspec knows.
+"""Object store paths with the part of pathlib's API that reading needs, on any file system of fsspec.
 
-s3://bucket/prefix, gs://bucket/prefix, abfs://container/prefix, memory://name ... Who may read and write there is
-settled outside of Weft, as each store's own tools do: by variables of the environment or by files in the home folder.
+Examples are s3://bucket/prefix, gs://bucket/prefix, abfs://container/prefix, memory://name. Credentials are configured
+outside of Weft, as for each store's tools: by environment variables or by files in the home folder.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weft.checkpoint.manifest import COMMIT_NAME
 from weft.errors import CheckpointError, MissingExtra
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
-#: The package and Weft's extra of protocols that need one more than fsspec, which torch brings along.
+#: Package and Weft extra of protocols that need a package in addition to fsspec, which torch depends on.
 _EXTRAS = {
     "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"),
     "az": ("adlfs", "azure"), "abfs": ("adlfs", "azure"), "abfss": ("adlfs", "azure"),
 }  # fmt: skip
-#: Seconds before a request that failed is made again, at first; and how often.
+#: Seconds before the first retry of a failed request, and number of retries.
 _PAUSE_S, _RETRIES = 0.25, 3
-#: Errors that stay, by the names of their classes: the stores' own packages are loaded only where they are used.
+#: Names of exception classes that are not retried. They are names because the stores' packages are imported on use.
 _FINAL = {
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError",
     "ClientAuthenticationError", "ParamValidationError", "InvalidBucketName",
@@ -37,9 +37,9 @@ _NO_ACCESS = "the store refused access: check the credentials of this machine, a
 
 
 class StoreError(CheckpointError, OSError):
-    """A store refuses a request, or does not answer. Also an OSError, as a disk's errors are.
+    """A store refuses a request, or does not answer. Also an OSError, like errors of a disk.
 
-    strerror: the reason. filename: the URL.
+    `strerror` is the reason, and `filename` the URL.
     """
 
     def __init__(self, code: int, reason: str, url: str):
@@ -51,7 +51,7 @@ class StoreError(CheckpointError, OSError):
 
 
 class StoreStatus(NamedTuple):
-    """Size in bytes, and when it was written (s since 1970); 0.0 where the store does not say."""
+    """Size in bytes, and modification time (s since 1970), which is 0.0 if the store does not report it."""
 
     st_size: int
     st_mtime: float
@@ -59,7 +59,12 @@ class StoreStatus(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class StorePath:
-    """One address in a store. url: without a slash at its end. system: what reaches it; None: fsspec's, by the URL."""
+    """One address in a store.
+
+    Attributes:
+        url: URL without a slash at its end.
+        system: file system, or None to resolve the URL with fsspec.
+    """
 
     url: str
     system: Any = field(default=None, compare=False, repr=False)
@@ -71,13 +76,13 @@ class StorePath:
 
     @property
     def parent(self) -> StorePath:
-        """The address one level up; of a bucket, itself."""
+        """The address one level up. For a bucket, it is the bucket."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith(":/") else replace(self, url=above)
 
     @property
     def bucket(self) -> StorePath:
-        """The address of the bucket or container that it lies in."""
+        """The address of its bucket or container."""
         scheme, _, rest = self.url.partition("://")
         return StorePath(f"{scheme}://{rest.partition('/')[0]}")
 
@@ -85,26 +90,26 @@ class StorePath:
         return replace(self, url=f"{self.url}/{name}")
 
     def with_name(self, name: str) -> StorePath:
-        """Return the address of another one beside it."""
+        """Return the sibling address with another name."""
         return self.parent / name
 
     def __str__(self) -> str:
         return self.url
 
     def is_dir(self) -> bool:
-        """Return whether objects lie below it."""
+        """Return True if there are objects below it."""
         return bool(ask(self, "isdir", self._key))
 
     def is_file(self) -> bool:
-        """Return whether it is an object."""
+        """Return True if it is an object."""
         return bool(ask(self, "isfile", self._key))
 
     def exists(self) -> bool:
-        """Return whether it is an object or objects lie below it."""
+        """Return True if it is an object or there are objects below it."""
         return bool(ask(self, "exists", self._key))
 
     def iterdir(self) -> Iterator[StorePath]:
-        """Yield what lies directly in it."""
+        """Yield the addresses directly below it."""
         try:
             found = ask(self, "ls", self._key, detail=False)
         except FileNotFoundError:
@@ -113,14 +118,18 @@ class StorePath:
         yield from (self / name for name in sorted(names))
 
     def stat(self) -> StoreStatus:
-        """Ask the store for size and time. FileNotFoundError where there is no object of that name."""
+        """Return size and modification time from the store.
+
+        Raises:
+            FileNotFoundError: if there is no such object.
+        """
         found = ask(self, "info", self._key)
         when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
         stamp = when.timestamp() if hasattr(when, "timestamp") else float(when) if isinstance(when, int | float) else 0
         return StoreStatus(int(found.get("size") or 0), stamp)
 
     def lstat(self) -> StoreStatus:
-        """Return `stat`: stores have no links."""
+        """Return `stat`, since stores have no links."""
         return self.stat()
 
     @property
@@ -132,10 +141,10 @@ Location = Path | StorePath
 
 
 def located(words: str | Path | StorePath) -> Location:
-    """Return the location that a person named: a URL of an object store, or a path. file:// is a path.
+    """Return the location for a user's input: a URL of an object store, or a path. file:// is a path.
 
     Raises:
-        CheckpointError: for a URL that holds a user, a password or a query, which would be printed and stored.
+        CheckpointError: if a URL contains a user, a password or a query, which would be printed and stored.
     """
     match = _SCHEME.fullmatch(words) if isinstance(words, str) else None
     if match is None:
@@ -154,12 +163,16 @@ def located(words: str | Path | StorePath) -> Location:
 
 
 def key_of(path: StorePath) -> str:
-    """What the store's own file system calls it."""
+    """Return the path's key in its file system."""
     return _opened(path)[1]
 
 
 def file_system(path: StorePath) -> Any:
-    """fsspec's file system of a URL, kept for the process. MissingExtra where its package is not there."""
+    """Return the fsspec file system of a URL, which is cached in the process.
+
+    Raises:
+        MissingExtra: if its package is not installed.
+    """
     return _opened(path)[0]
 
 
@@ -180,15 +193,22 @@ def _opened(path: StorePath) -> tuple[Any, str]:
 
 
 def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:
-    """The answer to a request: a method of fsspec's file systems by name."""
+    """Call a method of the path's file system by name, with retries."""
     act: Callable[..., Any] = getattr(file_system(path), request)
     return insisted(path, lambda: act(*args, **options))
 
 
 def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -> Any:
-    """What `act` returns, tried again with growing pauses where a store's answer may be another one next time.
+    """Return the result of `act`, with retries and exponential backoff for transient errors of a store.
 
-    Raises FileNotFoundError and a refusal at once, what else goes wrong after the last try: StoreError.
+    Args:
+        path: the address, for errors.
+        act: the request.
+        retries: number of retries.
+
+    Raises:
+        FileNotFoundError: if the object does not exist. This is not retried.
+        StoreError: if access is denied, which is not retried, or after the last retry.
     """
     for number in range(retries + 1):
         try:
@@ -213,15 +233,15 @@ def _first_line(error: BaseException) -> str:
     return text.rstrip(".") or type(error).__name__
 
 
-# Checkpoints in an object store, which has no rename, no locks, and lists what it likes in pages.
+# Checkpoints in an object store, which has no rename and no locks, and lists objects in pages.
 
 _ASIDE = ".aside"
 _PROBE = ".weft-can-write"
-#: Bytes of an upload's part, and of a request of a large read; several of them are under way at a time.
+#: Bytes of a part of an upload, and of a request of a large read. Several of them are in flight.
 _UPLOAD_PART, _READ_PART = 32 * 2**20, 8 * 2**20
-#: Most bytes of one read, so that what is in memory twice stays small.
+#: Maximum bytes of one read, to limit the memory of the second copy.
 _AT_ONCE = 4 * _READ_PART
-#: Smaller reads ask for this much, since what comes next in the file is wanted next.
+#: Minimum bytes of a request. Smaller reads are usually sequential.
 _READ_AHEAD = 4 * 2**20
 
 
@@ -279,7 +299,7 @@ class StoreTarget:
         pass
 
     def discard(self, place: Location) -> None:
-        with contextlib.suppress(OSError):  # what stays has no COMMIT
+        with contextlib.suppress(OSError):  # leftovers have no COMMIT
             self.remove([place])
 
     def remove(self, places: Collection[Location]) -> None:
@@ -329,7 +349,7 @@ class StoreTarget:
 
 
 class _Upload:
-    """An object that appears once it is finished. The store's file system sends a part again where that fails."""
+    """An object that appears when it is finished. The store's file system retries failed parts."""
 
     def __init__(self, path: StorePath):
         self._path, self._is_finished = path, False
@@ -345,18 +365,21 @@ class _Upload:
     def close(self) -> None:
         if self._is_finished:
             return
-        with contextlib.suppress(Exception):  # an upload that is given up leaves nothing that counts
+        with contextlib.suppress(Exception):  # an aborted upload leaves no object
             self._file.discard()
         self._file.closed = True
 
 
 def _in_one_sentence(path: StorePath, act: Callable[[], object]) -> object:
-    """Once: a part must not be sent twice. Raises OSError in words."""
+    """Call `act` without retries, since a part must not be sent twice, and convert its errors into OSError."""
     return insisted(path, act, retries=0)
 
 
 class _OpenObject:
-    """Ranges of an object. What is small comes from a stretch that was read ahead; large ones come in parts at once."""
+    """Range reads of an object.
+
+    Small reads are served from a read-ahead buffer. Large reads request several parts together.
+    """
 
     chunk_bytes = 2 * _READ_PART
 

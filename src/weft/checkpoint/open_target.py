@@ -1,4 +1,4 @@
-"""The one place that tells a folder from an object store."""
+"""Selection of the checkpoint target: a folder or an object store."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from weft.checkpoint.targets import FolderTarget, Target
 
 
 def target_at(root: Location) -> Target:
-    """Return what keeps the checkpoints that lie in `root`."""
+    """Return the target for the checkpoints in `root`."""
     return StoreTarget(root) if isinstance(root, StorePath) else FolderTarget(root)

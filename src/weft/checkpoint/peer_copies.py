@@ -1,10 +1,10 @@
-"""Files in the memory of one process, for the ranks of its host and of others: checkpoints that outlive ranks.
+"""In-memory checkpoint files in one process per host, for the ranks of all hosts. They survive a failure of ranks.
 
-They are memory of that process and nothing else, so the system takes them back however it ends. One connection asks one
-thing. Server and client each send a number that is used once. The client then sends a line of JSON with an HMAC of both
-numbers and the line; the server answers with an HMAC of both numbers. The token, which is the key of both, is never
-sent. What is written follows in pieces, each after its length, 0 at the end: a file is there once that end has come.
-Nothing is encrypted, and pieces are not signed.
+The files are memory of the process, so the system frees them whenever it ends. Each connection carries one request.
+Server and client each send a nonce. The client then sends a line of JSON with an HMAC of both nonces and the line. The
+server answers with an HMAC of both nonces. The token, which is the key of both, is never sent. Written data follows in
+chunks, each after its length, with length 0 at the end. A file exists after that end has been received. Nothing is
+encrypted, and chunks are not signed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TOKEN_BYTES = 32
 _ONCE_BYTES = 16
 _PROOF_BYTES = 32
 _LONGEST_LINE = 2**20
-#: How long (s) a connection may be silent: a machine that is gone closes nothing.
+#: Seconds of silence after which a connection counts as lost. A machine that is gone does not close connections.
 SILENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyHome:
-    """Where a server is, and what proves the right to ask it. token: hex digits, a secret of the run's ranks."""
+    """Address of a server, and the token that authenticates requests: hex digits, a secret of the run's ranks."""
 
     host: str
     port: int
@@ -43,9 +43,13 @@ class CopyHome:
 
 
 class CopyServer:
-    """Holds files and answers, in threads of this process, until `close`. OSError where `host` gives no port.
+    """Stores files and answers requests, in threads of this process, until `close`.
 
-    host: the address on which it listens, "" for all.
+    Args:
+        host: address to listen on, or "" for all.
+
+    Raises:
+        OSError: if no port of `host` is available.
     """
 
     def __init__(self, host: str = "127.0.0.1"):
@@ -59,14 +63,17 @@ class CopyServer:
         threading.Thread(target=self._answer, name="weft-copies", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more, and let go of all files."""
+        """Stop answering and free all files."""
         with contextlib.suppress(OSError):  # wakes accept()
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._files.clear()
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest checkpoint that is complete here as far as this host can know."""
+        """Return the step of the newest committed checkpoint on this host, or None.
+
+        Files on other hosts are not checked.
+        """
         paths = [name.split("/") for name in [*self._files] if name.endswith(f"/{COMMIT_NAME}")]
         found = (step_in_name(path[-2]) for path in paths if len(path) > 1)
         return max((step for step in found if step is not None), default=None)
@@ -80,7 +87,7 @@ class CopyServer:
             threading.Thread(target=self._serve, args=(call,), name="weft-copy", daemon=True).start()
 
     def _serve(self, call: socket.socket) -> None:
-        # Who goes away in the middle has written nothing.
+        # A client that disconnects early has written nothing.
         with call, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             call.settimeout(SILENCE_S)
             own = secrets.token_bytes(_ONCE_BYTES)
@@ -118,15 +125,15 @@ class CopyServer:
 
 
 def ask(call: socket.socket, token: str, line: bytes) -> None:
-    """Send a line on a new connection, and make sure that the server has the token.
+    """Send a request on a new connection, and verify that the server has the token.
 
     Args:
         call: the connection.
-        token: of the server.
-        line: what is asked for.
+        token: token of the server.
+        line: the request.
 
     Raises:
-        OSError: if the server goes away, or does not prove that it has the token.
+        OSError: if the server disconnects, or does not prove that it has the token.
     """
     own = secrets.token_bytes(_ONCE_BYTES)
     both = bytes(received(call, _ONCE_BYTES)) + own
@@ -140,7 +147,11 @@ def _proof(token: str, text: bytes) -> bytes:
 
 
 def received(call: socket.socket, size: int) -> bytearray:
-    """So many bytes. ConnectionError where the other end closes before."""
+    """Return `size` bytes from a connection.
+
+    Raises:
+        ConnectionResetError: if the peer closes the connection early.
+    """
     data = bytearray(size)
     view, read = memoryview(data), 0
     while read < size:
@@ -153,7 +164,7 @@ def received(call: socket.socket, size: int) -> bytearray:
 
 
 def received_size(call: socket.socket) -> int:
-    """The length that comes before bytes."""
+    """Return the length prefix of the next bytes."""
     return PIECE.unpack(received(call, PIECE.size))[0]
 
 
@@ -161,40 +172,45 @@ def _is_below(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(f"{prefix}/")
 
 
-# The copy servers of a run as one file system, with as much of fsspec's methods as `StoreTarget` asks for.
+# The copy servers of a run as one file system, with the methods of fsspec that `StoreTarget` uses.
 
 _CONNECT_S = 10.0
 _WRITTEN_AT_ONCE = 8 * 2**20
 
 
 def copies_at(homes: Sequence[CopyHome], own: int) -> StorePath:
-    """Return the place of the checkpoints in memory.
+    """Return the root of the checkpoints in memory.
 
     Args:
-        homes: the server of each host, in an order that is the same on all ranks.
-        own: which of them is on this rank's host.
+        homes: the server of each host, in an order that is equal on all ranks.
+        own: index of the server on this rank's host.
     """
     return StorePath("copies://run", CopyFiles(homes, own))
 
 
 class CopyFiles:
-    """Files on several servers. Names are keys such as "run/step_00000012/COMMIT"; folders are what names imply.
+    """Files on several servers, with the API of fsspec's file systems.
 
-    homes, own: as `copies_at`. Methods are those of fsspec's file systems, and raise OSError where a server is lost.
+    Names are keys such as "run/step_00000012/COMMIT". Folders are the prefixes of names. Methods raise OSError if a
+    server is lost.
+
+    Args:
+        homes: as in `copies_at`.
+        own: as in `copies_at`.
     """
 
     def __init__(self, homes: Sequence[CopyHome], own: int):
         self._near = [*homes[own:], *homes[:own]]
-        # The host after this one keeps what this one writes.
+        # This host and the next one store the files that are written here.
         self._kept_by = self._near[:2]
 
     def open(self, key: str, mode: str = "rb", block_size: int = 0) -> _NewCopy:
-        """Begin a new file; it is there on all its servers once it is closed."""
+        """Open a new file for writing. It exists on its servers after it is closed."""
         del mode, block_size
         return _NewCopy(self._kept_by, key)
 
     def pipe_file(self, key: str, value: bytes) -> None:
-        """Write a whole file."""
+        """Write a complete file."""
         file = self.open(key, "wb")
         try:
             file.write(value)
@@ -203,7 +219,7 @@ class CopyFiles:
             file.discard()
 
     def cat_file(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a stretch of a file."""
+        """Read a byte range of a file."""
         lost: OSError | None = None
         for home in self._near:
             try:
@@ -218,16 +234,16 @@ class CopyFiles:
         raise FileNotFoundError(key)
 
     def cat_ranges(self, keys: Sequence[str], starts: Sequence[int], ends: Sequence[int], on_error: str) -> list[bytes]:
-        """Read several stretches."""
+        """Read several byte ranges."""
         del on_error
         return [self.cat_file(*one) for one in zip(keys, starts, ends, strict=True)]
 
     def cat(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Read whole files."""
+        """Read complete files."""
         return {key: self.cat_file(key) for key in keys}
 
     def rm(self, keys: str | Sequence[str], recursive: bool = True) -> None:
-        """Delete files and what is below folders, on every server that is there."""
+        """Delete files and the contents of folders, on every reachable server."""
         del recursive
         for key in [keys] if isinstance(keys, str) else keys:
             for home in self._near:
@@ -237,7 +253,11 @@ class CopyFiles:
     rm_file = rm
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return name, size and type ("file", "directory"). FileNotFoundError where there is neither."""
+        """Return name, size and type ("file", "directory").
+
+        Raises:
+            FileNotFoundError: if neither exists.
+        """
         sizes = self._sizes(key)
         if not sizes:
             raise FileNotFoundError(key)
@@ -245,7 +265,7 @@ class CopyFiles:
         return {"name": key, "size": sizes.get(key, 0), "type": "file" if is_file else "directory"}
 
     def ls(self, key: str, detail: bool = True) -> list[Any]:
-        """List what lies directly in a folder."""
+        """List the direct children of a folder."""
         found: dict[str, dict[str, Any]] = {}
         for name, size in self._sizes(key).items():
             first, *more = name[len(key) + 1 :].split("/")
@@ -254,19 +274,19 @@ class CopyFiles:
         return [*found.values()] if detail else [*found]
 
     def exists(self, key: str) -> bool:
-        """Return whether there is a file or folder of that name."""
+        """Return True if a file or folder of that name exists."""
         return bool(self._sizes(key))
 
     def isfile(self, key: str) -> bool:
-        """Return whether there is a file of that name."""
+        """Return True if a file of that name exists."""
         return key in self._sizes(key)
 
     def isdir(self, key: str) -> bool:
-        """Return whether something lies below that name."""
+        """Return True if there are files below that name."""
         return any(name != key for name in self._sizes(key))
 
     def _sizes(self, key: str) -> dict[str, int]:
-        """Of all files there and below, on any server that answers."""
+        """Return the sizes of the files at and below a key, from all reachable servers."""
         sizes: dict[str, int] = {}
         for home in self._near:
             with contextlib.suppress(OSError), _asked(home, "list", key) as call:
@@ -275,7 +295,7 @@ class CopyFiles:
 
 
 class _NewCopy:
-    """A file on its way to several servers."""
+    """A file that is being written to several servers."""
 
     def __init__(self, homes: Sequence[CopyHome], key: str):
         self.closed = False
@@ -288,7 +308,7 @@ class _NewCopy:
             raise
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add bytes."""
+        """Send bytes to all servers."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for start in range(0, len(view), _WRITTEN_AT_ONCE):
             piece = view[start : start + _WRITTEN_AT_ONCE]
@@ -297,7 +317,7 @@ class _NewCopy:
                 call.sendall(piece)
 
     def close(self) -> None:
-        """Return once all servers have it whole."""
+        """Finish the file, and return when all servers have it."""
         try:
             for call in self._calls:
                 call.sendall(PIECE.pack(0))
@@ -307,13 +327,13 @@ class _NewCopy:
             self.discard()
 
     def discard(self) -> None:
-        """Hang up; what was not closed is nowhere."""
+        """Close the connections. A file that was not finished does not exist."""
         for call in self._calls:
             call.close()
 
 
 def _asked(home: CopyHome, act: str, name: str, start: int = 0, end: int = 0) -> socket.socket:
-    """A connection to a server that has been told what is wanted."""
+    """Return a connection to a server, on which the request has been sent."""
     call = socket.create_connection((home.host, home.port), _CONNECT_S)
     try:
         call.settimeout(SILENCE_S)

@@ -1,4 +1,4 @@
-"""Which tensors a folder of safetensors files has: from the headers alone, with every file checked for its end."""
+"""Tensors in a folder of safetensors files. Only headers are read, and every file's length is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """What lies in a folder: tensors by their names in the files, and the files with their sizes."""
+    """Weights of a folder: tensors by their names in the files, and the files with their sizes."""
 
     folder: Path
     entries: Mapping[str, TensorEntry]
@@ -39,7 +39,7 @@ class StoredWeights:
 
 
 def no_folder(folder: Path) -> str:
-    """Return what to say where model.path is no folder, as where it is the name of a model to download."""
+    """Return the error text for a model.path that is not a folder, such as the name of a model to download."""
     is_name = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.is_dir()
     fetch = f" Weft downloads nothing: type hf download {folder} --local-dir {folder} first." if is_name else ""
     remedy = fetch or " Give a Hugging Face model's: config.json, safetensors weights, tokenizer."
@@ -50,11 +50,11 @@ def stored_weights(folder: Path) -> StoredWeights:
     """Read the headers of a folder's weights: one safetensors file, or several with an index.
 
     Args:
-        folder: of a Hugging Face model.
+        folder: folder of a Hugging Face model.
 
     Raises:
-        CheckpointError: names the file or the tensor that is missing, cut off, damaged or not what the index says, and
-            what to do about weights in pickles.
+        CheckpointError: if a file or tensor is missing, cut off, damaged or differs from the index, or the weights are
+            pickles. The message names it and the remedy.
     """
     if not folder.is_dir():
         raise CheckpointError(no_folder(folder))
@@ -110,7 +110,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _size(file: Path) -> int:
-    """The bytes of a regular file. CheckpointError for a pipe, a device and the like."""
+    """Return the size of a regular file. Raise CheckpointError for a pipe, a device and the like."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file.name} is not a regular file")
@@ -129,24 +129,28 @@ def _no_weights(folder: Path) -> str:
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."
 
 
-# Tensors put together from others, such as the stacked weights of experts from one matrix each; read in place.
+# Tensors composed of stored ones, such as stacked weights of experts from one matrix each, read without a copy.
 
-#: Bits of the exponent of each float format: all of them are set in values that are not finite.
+#: Exponent bits of each float format. All of them are set in values that are not finite.
 _EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
-#: Elements that are looked at together, so that they stay in the processor's cache.
+#: Elements that are checked together, so that they stay in the processor's cache.
 _CHECKED_ELEMENTS = 2**16
 #: Bytes of tensors that are compared together.
 _COMPARED_BYTES = 2**22
-#: Whole numbers as wide as an element, by its bytes.
+#: Unsigned integer dtypes by element size in bytes.
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorSlice:
-    """Elements of a stored tensor in the whole.
+    """A slice of a stored tensor as a part of a composed tensor.
 
-    shape: of those elements, in the stored order of dims. start: the first of them in the stored tensor. corner: where
-    it lies in the whole. dims: which dim of the whole each stored dim is.
+    Attributes:
+        name: name of the stored tensor.
+        shape: shape of the slice, in the stored order of dims.
+        start: first index of the slice in the stored tensor.
+        corner: first index of the slice in the composed tensor.
+        dims: dim of the composed tensor for each stored dim.
     """
 
     name: str
@@ -164,7 +168,7 @@ class _TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """One tensor as pieces of stored ones: its shape, its format as safetensors names it."""
+    """A tensor composed of slices of stored tensors, with its shape and its dtype in the safetensors format."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -172,7 +176,7 @@ class Joined:
 
     @classmethod
     def of(cls, name: str, entry: TensorEntry) -> Joined:
-        """Return a stored tensor as it is."""
+        """Return the composition of a single stored tensor."""
         rank = len(entry.shape)
         return cls(
             entry.shape, entry.dtype, (_TensorSlice(name, entry.shape, (0,) * rank, (0,) * rank, tuple(range(rank))),)
@@ -180,10 +184,10 @@ class Joined:
 
     @classmethod
     def stacked(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Return tensors of one shape along a new dim.
+        """Return tensors of equal shape stacked along a new dim.
 
         Raises:
-            ValueError: where shapes or formats differ.
+            ValueError: if shapes or dtypes differ.
         """
         _expect_equal([(one.shape, one.dtype) for one in parts])
         pieces = [
@@ -200,10 +204,10 @@ class Joined:
 
     @classmethod
     def end_to_end(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Return tensors one after the other along a dim.
+        """Return tensors concatenated along a dim.
 
         Raises:
-            ValueError: where formats, or sizes along the other dims, differ.
+            ValueError: if dtypes, or sizes of the other dims, differ.
         """
         dim %= len(parts[0].shape)
         _expect_equal([((*one.shape[:dim], *one.shape[dim + 1 :]), one.dtype) for one in parts])
@@ -218,10 +222,10 @@ class Joined:
         return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
     def cut(self, dim: int, low: int, high: int) -> Joined:
-        """Return some rows of a dim.
+        """Return a range of rows of a dim.
 
         Args:
-            dim: of the whole.
+            dim: dim of the composed tensor.
             low: the first row.
             high: the row after the last.
         """
@@ -244,7 +248,7 @@ class Joined:
         return Joined((*self.shape[:dim], high - low, *self.shape[dim + 1 :]), self.dtype, tuple(pieces))
 
     def turned(self, dim0: int, dim1: int) -> Joined:
-        """Return it with two dims exchanged."""
+        """Return the tensor with two dims exchanged."""
         order = list(range(len(self.shape)))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         pieces = [
@@ -260,9 +264,13 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One tensor that comes out of stored ones by a computation on them whole.
+    """A tensor that is computed from full stored tensors.
 
-    name: of it in what `make` returns. make: gives tensors by name, from a function that gives a stored tensor.
+    Attributes:
+        shape: its shape.
+        dtype: its dtype in the safetensors format.
+        name: its name in the result of `make`.
+        make: returns tensors by name. Its argument is a function that returns a stored tensor by name.
     """
 
     shape: tuple[int, ...]
@@ -272,12 +280,12 @@ class Computed:
 
 
 class JoinedTensors:
-    """Tensors by a model's names, of which any part is read from the files of a folder.
+    """Tensors by a model's names. Any part of them is read from the files of a folder.
 
     Args:
         stored: tensors of the folder.
         entries: composition of each of the model's tensors.
-        finite: names of tensors whose values must be finite, which is checked as they are read.
+        finite: names of tensors whose values must be finite, which is checked on reading.
     """
 
     def __init__(
@@ -286,22 +294,22 @@ class JoinedTensors:
         self.entries, self._finite = entries, finite
         self._stored = stored
         self._reader = SliceReader(stored.folder, stored.files)
-        #: What the last computation made: tensors that come from the same ones are read one after the other.
+        #: Cached results of the last computation, since tensors computed from the same ones are read in succession.
         self._made: tuple[object, Mapping[str, Tensor]] = (None, {})
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of tensors read so far."""
+        """Bytes of tensors that were read."""
         return self._reader.num_bytes
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line.
+        """Fill `out` with elements of a flattened part of a tensor.
 
         Args:
-            name: of the tensor.
-            part: which elements of the whole tensor.
-            start: place in its line where reading begins, in elements.
-            out: filled to its end, in the stored dtype.
+            name: name of the tensor.
+            part: the part of the full tensor.
+            start: first element to read, as an index into the flattened part.
+            out: buffer to fill, in the stored dtype.
 
         Raises:
             CheckpointError: if bytes are missing or cannot be read, or a weight is not finite.
@@ -312,12 +320,12 @@ class JoinedTensors:
             raise CheckpointError(self._not_finite(name))
 
     def without(self, names: Collection[str]) -> JoinedTensors:
-        """Return the same tensors without some."""
+        """Return the tensors except those with the given names."""
         kept = {name: entry for name, entry in self.entries.items() if name not in names}
         return JoinedTensors(self._stored, kept, self._finite)
 
     def is_equal(self, first: str, second: str) -> bool:
-        """Return whether two tensors have the same shape, format and bytes. Reads both, some megabytes at a time."""
+        """Return True if two tensors have equal shape, dtype and bytes. Both are read, some megabytes at a time."""
         one, other = self.entries[first], self.entries[second]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
@@ -372,7 +380,7 @@ class JoinedTensors:
         self._reader.read_box(piece.name, self._stored.entries[piece.name], target, want)
 
     def _computed(self, one: Computed) -> np.ndarray:
-        """The bits of a tensor, in its shape."""
+        """Return the bits of a computed tensor, in its shape."""
         if self._made[0] is not one.make:
             self._made = (one.make, one.make(self._stored_tensor))
         flat = self._made[1][one.name].detach().contiguous().view(-1).view(torch.uint8).numpy()
@@ -389,7 +397,7 @@ class JoinedTensors:
 
 
 def _all_finite(out: memoryview, dtype: str) -> bool:
-    """Whether the exponent of each float is below the highest."""
+    """Return True if no float has all bits of its exponent set."""
     exponent = _EXPONENTS[dtype]
     bits: Any = np.frombuffer(out, _BITS[DTYPE_BYTES[dtype]])
     for start in range(0, len(bits), _CHECKED_ELEMENTS):
@@ -399,7 +407,7 @@ def _all_finite(out: memoryview, dtype: str) -> bool:
 
 
 def _copy_array(source: np.ndarray, target: np.ndarray, view: BoxView) -> None:
-    """Copy a box of an array to where the view says, counted in elements of `target`."""
+    """Copy a box of an array to its position in `target`, where offset and strides count elements of `target`."""
     inside = source[tuple(slice(low, high) for low, high in view.box)]
     steps = tuple(stride * target.itemsize for stride in view.strides)
     np.lib.stride_tricks.as_strided(target[view.offset :], inside.shape, steps)[...] = inside
@@ -410,25 +418,25 @@ def _expect_equal(kinds: Sequence[object]) -> None:
         raise ValueError(f"its parts differ: {kinds[0]} and {next(one for one in kinds if one != kinds[0])}")
 
 
-# What transformers does to stored tensors before a model has them, as descriptions: renamed, joined, cut, turned.
+# Conversions of stored tensors by transformers, as compositions: renamed, joined, split, transposed.
 
-#: Tensors by the pattern of a table that they came by, as they go through the operations of a conversion.
+#: Tensors by the source pattern of a conversion, between its operations.
 _Parts = dict[str, list[Joined]]
 
 
 class _NotDescribed(Exception):
-    """An operation moves elements in a way that pieces do not describe."""
+    """An operation cannot be expressed as a composition of slices."""
 
 
 def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined | Computed], list[str]]:
-    """Return what each tensor of a model is made of, and the stored names that the model has no place for.
+    """Return the composition of each tensor of a model, and the stored names that the model does not use.
 
     Args:
-        model: of transformers, as shapes.
-        stored: what its folder has.
+        model: transformers model on the meta device.
+        stored: weights of its folder.
 
     Raises:
-        CheckpointError: for tensors that cannot be put together as the model's class says.
+        CheckpointError: if tensors cannot be composed as the model's class requires.
     """
     plain = {name: Joined.of(name, entry) for name, entry in stored.entries.items()}
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
@@ -463,8 +471,8 @@ def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Join
 def _converted(
     target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
 ) -> dict[str, Joined | Computed]:
-    """What comes out of one conversion, by the model's names."""
-    # In the table's order: how tensors are joined follows it.
+    """Return the results of one conversion, by the model's names."""
+    # In the table's order, which determines the order of concatenation.
     parts = {
         pattern: [plain[name] for name in names[pattern]] for pattern in converter.source_patterns if pattern in names
     }
@@ -473,12 +481,12 @@ def _converted(
             parts = _described(operation, parts, converter, target, model)
         whole = {pattern: one for pattern, (one,) in parts.items()}
         return dict(_named(target, whole))
-    except (_NotDescribed, ValueError):  # ValueError: parts that differ, of which transformers may make one yet
+    except (_NotDescribed, ValueError):  # ValueError: parts that differ, which transformers may still be able to join
         return _computed(target, converter, names, plain, model)
 
 
 def _described(operation: Any, parts: _Parts, converter: Any, target: str, model: Any) -> _Parts:
-    """Carry out one operation of transformers on descriptions of tensors."""
+    """Apply one operation of transformers to compositions of tensors."""
     kind, targets = type(operation).__name__, list(converter.target_patterns)
     if kind == "MergeModulelist":
         stacked = {pattern: [Joined.stacked(each, operation.dim)] for pattern, each in parts.items()}
@@ -510,7 +518,7 @@ def _split_part(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence
 
 
 def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Full names in place of patterns: what stands before and after the pattern in the first of them is common."""
+    """Replace patterns by full names. The text before and after the pattern in the first name is common to all."""
     first = next((pattern for pattern in whole if pattern in target), None)
     before, _, after = target.partition(first) if first is not None else ("", "", "")
     return ((f"{before}{pattern}{after}" if first is not None else pattern, one) for pattern, one in whole.items())
@@ -519,7 +527,7 @@ def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _computed(
     target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
 ) -> dict[str, Joined | Computed]:
-    """Leave a conversion to transformers, whole tensor by whole tensor; shapes come from doing it without data."""
+    """Describe a conversion that transformers runs on full tensors. The shapes are computed on the meta device."""
     formats = torch_formats()
 
     def carry_out(tensor_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -532,7 +540,7 @@ def _computed(
 
     try:
         shapes = carry_out(lambda name: torch.empty(plain[name].shape, dtype=formats[plain[name].dtype], device="meta"))
-    except Exception as error:  # what it raises depends on the shapes that it is given
+    except Exception as error:  # the exception depends on the shapes
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         kinds = ", ".join(type(one).__name__ for one in converter.operations)
         raise CheckpointError(
@@ -546,7 +554,7 @@ def _computed(
 def _with_prefix(
     plain: Mapping[str, Joined], state: Mapping[str, Any], base: str
 ) -> tuple[dict[str, Joined | Computed], list[str]]:
-    """Names with the prefix of the base model, where a folder was saved from it alone, or without."""
+    """Return the tensors by the model's names, which may differ by the prefix of the base model."""
     prefix = f"{base}."
     found: dict[str, Joined | Computed] = {}
     left: list[str] = []

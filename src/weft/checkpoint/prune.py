@@ -1,4 +1,4 @@
-"""Delete old checkpoints but never the last good one, or set them aside, where resuming and pruning ignore them."""
+"""Delete old checkpoints but never the last good one, or rename them so that resuming and pruning ignore them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def prune_checkpoints(
 ) -> list[Location]:
     """Delete old checkpoints and return their paths.
 
-    The newest `keep` good checkpoints stay. A damaged one does not count, and stays until `keep` good ones are newer.
-    A checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the newest
-    checkpoint were left by killed writers, and are deleted too. Each folder is renamed before it is deleted, so that a
-    crash leaves no half-deleted checkpoint.
+    The newest `keep` good checkpoints stay. A damaged one does not count, and stays until `keep` good ones are newer. A
+    checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the newest
+    checkpoint are from killed writers, and are deleted too. Each folder is renamed before it is deleted, so that a
+    crash leaves no partly deleted checkpoint.
 
     Args:
         root: the folder of the steps' folders.
         keep: number of good checkpoints to keep, at least 1.
-        best_step: stays too.
-        spared: further steps that stay.
+        best_step: a step to keep, or None.
+        spared: further steps to keep.
         whole: a step that was just written and digested, which is not verified again. Of older steps only sizes and
-            headers are verified then. None: all bytes are verified.
-        delete: False returns what would be deleted.
+            headers are then verified. If None, all bytes are verified.
+        delete: if False, return the paths without deleting them.
 
     Raises:
         CheckpointError: if `keep` is below 1, another process is saving there, or a folder cannot be deleted.
@@ -60,20 +60,20 @@ def prune_checkpoints(
 def _doomed(
     target: Target, keep: int, spared: Collection[int | None], proven: int | None
 ) -> tuple[list[StepFolder], list[StepFolder]]:
-    """Return the checkpoints to delete, and the older folders that were never finished."""
+    """Return the checkpoints to delete, and the older folders that were not finished."""
     found = target.step_folders()
     committed = [folder for folder in found if folder.committed]
 
     def is_good(folder: StepFolder) -> bool:
         if folder.step == proven:
             return True
-        # A later step than the one just saved is there only if resuming skipped it: it is read in full.
+        # A step after the one just saved exists only if resuming skipped it, so it is read in full.
         return not verify_checkpoint(folder.path, digests=proven is None or folder.step > proven)
 
     doomed: list[StepFolder] = []
     num_good = 0
     for step in sorted({folder.step for folder in committed}, reverse=True):
-        # An `.again` folder is a replacement that the next save finishes: it counts as its step does.
+        # An `.again` folder is a replacement that the next save finishes. It counts for its step.
         of_step = [folder for folder in committed if folder.step == step]
         if num_good >= keep:
             doomed += [one for one in of_step if step not in spared and not target.is_being_read(one.path)]
@@ -85,23 +85,23 @@ def _doomed(
 
 
 def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Location]:
-    """Set the chosen checkpoints aside, where nothing of Weft reads or deletes them, and return their new names.
+    """Move checkpoints to names that Weft neither reads nor deletes, and return the new paths.
 
     Raises:
-        CheckpointError: where another process is saving there, or one cannot be set aside.
+        CheckpointError: if another process is saving there, or a checkpoint cannot be moved.
     """
     target = target_at(located(root))
     return _each_aside(target, [one for one in target.step_folders() if chosen(one)], target.set_aside)
 
 
 def set_unfinished_aside(root: Location) -> list[Location]:
-    """Set folders without COMMIT aside, and delete what killed writers left where no reader looks.
+    """Move folders without COMMIT to names that Weft ignores, and delete leftovers of killed writers.
 
-    A folder without COMMIT is left by a killed writer or by a copy that left files out. The second save of a step is
-    left alone. In an object store they stay, and are deleted by the next pruning.
+    A folder without COMMIT is from a killed writer or an incomplete copy. The second save of a step is not moved. In an
+    object store such folders stay, and the next pruning deletes them.
 
     Raises:
-        CheckpointError: if another process is saving there, or a folder cannot be set aside.
+        CheckpointError: if another process is saving there, or a folder cannot be moved.
     """
     target = target_at(located(root))
     target.clear_debris()

@@ -1,11 +1,12 @@
-"""Which elements of a whole array lie in a stretch of memory, and which rank has which of them. Pure arithmetic.
+"""Mapping between elements of a full array, flat slices in memory, and ranks. Pure arithmetic.
 
-A rank holds rows of one dim of an array (all rows of an array that is not cut) and, of those rows flattened, one run:
+A rank has rows of one dim of an array (all rows if the array is not sharded) and one range of these rows, flattened:
 
-    whole (8, 4), cut over two ranks of tp along dim 0      part: rows 4 to 8, so 16 elements in a line
-    those in a flat bucket, divided over ranks              deal: the line from its start on, cut into equal lengths
+    full (8, 4), sharded over two ranks of tp along dim 0   part: rows 4 to 8, flattened to 16 elements
+    these in a flat bucket, divided over ranks              deal: the flat slice from its start, split into equal
+        lengths
 
-Both are described without naming every rank, so the description of a tensor does not grow with the number of ranks.
+Neither description lists elements per rank, so its size does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,25 +21,27 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """Elements of a box of the whole in memory: that at the box's first corner is at `offset`, counted in elements."""
+    """Memory layout of a box of the full array. `offset` is the position of its first corner, in elements."""
 
     box: Box
     offset: int
     strides: tuple[int, ...]
 
     def at(self, box: Box) -> int:
-        """Return where the first corner of a box inside of this one lies."""
+        """Return the position in memory of the first corner of a box inside of this one."""
         steps = zip(box, self.box, self.strides, strict=True)
         return self.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one dim of an array, and the order in which its elements lie one after another.
+    """Rows of one dim of an array, flattened in a given order of dims.
 
-    shape: of the whole. rows: ranges of `dim`, joined in this order; None: all. They may reach beyond the whole, where
-    rows were padded: what lies there belongs to nothing. order: dims from the slowest to the fastest in memory; () is
-    row-major.
+    Attributes:
+        shape: shape of the full array.
+        dim: the dim of the rows.
+        rows: ranges of rows of `dim`, joined in this order, or None for all. Ranges beyond the full array are padding.
+        order: dims from the slowest to the fastest in memory, or () for row-major.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +51,7 @@ class Part:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the joined rows."""
+        """Shape of the joined rows."""
         if self.rows is None:
             return self.shape
         number = sum(end - start for start, end in self.rows)
@@ -56,16 +59,16 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """Number of elements."""
         return math.prod(self.local_shape)
 
     @property
     def is_padded(self) -> bool:
-        """Whether rows reach beyond the whole."""
+        """True if rows reach beyond the full array."""
         return self.rows is not None and any(end > self.shape[self.dim] for _, end in self.rows)
 
     def strides(self) -> tuple[int, ...]:
-        """Return how far apart neighbours along each dim lie in the line."""
+        """Return the stride of each dim in the flattened part."""
         local, found, step = self.local_shape, [0] * len(self.shape), 1
         for dim in reversed(self.order or range(len(self.shape))):
             found[dim] = step
@@ -73,7 +76,10 @@ class Part:
         return tuple(found)
 
     def views(self, start: int, end: int) -> Iterator[BoxView]:
-        """Yield the elements of the line from `start` to `end` as boxes of the whole; offsets count from `start`."""
+        """Yield the elements of the flattened part from `start` to `end` as boxes of the full array.
+
+        Offsets of the boxes count from `start`.
+        """
         order, local, strides = self.order or tuple(range(len(self.shape))), self.local_shape, self.strides()
         for first, last in _boxes([local[dim] for dim in order], start, end):
             low, high = [0] * len(order), [0] * len(order)
@@ -84,7 +90,7 @@ class Part:
             yield from self._in_full(BoxView(box, offset, strides))
 
     def span(self, box: Box) -> tuple[int, int] | None:
-        """Return from where to where in the line the elements of a box lie, with others between them; None: none do."""
+        """Return the smallest range (start, end) of the flattened part that covers its elements of a box, or None."""
         strides, found = self.strides(), []
         for place, low, high in self._segments():
             lower, upper = max(low, box[self.dim][0]), min(high, box[self.dim][1])
@@ -98,7 +104,7 @@ class Part:
         return (min(one[0] for one in found), max(one[1] for one in found)) if found else None
 
     def _segments(self) -> Iterator[tuple[int, int, int]]:
-        """Ranges of rows of the whole: (first row here, first row there, end there)."""
+        """Yield ranges of rows: (first row in the part, first row in the full array, end row in the full array)."""
         place = 0
         for low, high in self.rows if self.rows is not None else ((0, self.shape[self.dim]),) if self.shape else ():
             yield place, low, min(high, self.shape[self.dim])
@@ -119,11 +125,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipMap:
-    """Who has which elements of a part: its line lies in a longer one, from `start` on, which is cut into lengths.
+    """Ranks that own the elements of a flattened part.
 
-    Each length is cut again for `times` ranks that hold the same: they have `each` elements of it, the last ones less
-    or none. ranks: those of the first length, then those of the second, ...; turn: by how many places the ranks of a
-    length are moved on, so that small tensors go to different ones.
+    The part is a range, from `start` on, of a longer flat buffer that is split into equal lengths. Each length is
+    replicated on `times` ranks. For saving, it is split among them into shares of `each` elements, the last ones
+    smaller or empty.
+
+    Attributes:
+        ranks: the ranks of the first length, then those of the second, ...
+        length: elements of each length.
+        start: position of the part in the flat buffer.
+        times: number of ranks that replicate a length.
+        each: elements per share, or 0 for the full length.
+        turn: rotation of the ranks of a length, so that small tensors are owned by different ranks.
     """
 
     ranks: tuple[int, ...]
@@ -135,27 +149,27 @@ class OwnershipMap:
 
     @classmethod
     def to_one(cls, rank: int, numel: int) -> OwnershipMap:
-        """Deal all elements to one rank."""
+        """Build a map with one owner of all elements."""
         return cls((rank,), max(numel, 1))
 
     @property
     def share(self) -> int:
-        """The most elements that one rank has."""
+        """Maximum number of elements that one rank owns."""
         return self.each or self.length
 
     def holder(self, position: int) -> int:
-        """Return the rank that has the element at this place; of a part without elements the one at its start."""
+        """Return the rank that owns the element at this position. For an empty part, it is the rank at its start."""
         number, rest = divmod(self.start + position, self.length)
-        if number * self.times >= len(self.ranks):  # a part without elements at the end of everything
+        if number * self.times >= len(self.ranks):  # an empty part at the end of the flat buffer
             number, rest = len(self.ranks) // self.times - 1, 0
         return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
 
     def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Return (rank, from, to) for each rank that has any elements of a stretch of a part.
+        """Return (rank, from, to) for each rank that owns elements of a range of the part.
 
         Args:
-            start: first element of the stretch, as a place in the part.
-            end: the element after its last.
+            start: first element of the range, as an index into the part.
+            end: the element after the last.
             numel: elements of the part.
         """
         position = start
@@ -167,12 +181,12 @@ class OwnershipMap:
             position = stop
 
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
-        """Return what a rank has of a stretch of a part, as (from, to); None: nothing.
+        """Return the elements of a range of the part that a rank owns, as (from, to), or None.
 
         Args:
-            rank: the one that is asked about.
-            start: first element of the stretch, as a place in the part.
-            end: the element after its last.
+            rank: the rank.
+            start: first element of the range, as an index into the part.
+            end: the element after the last.
             numel: elements of the part.
         """
         if not numel:
@@ -186,32 +200,32 @@ class OwnershipMap:
         return (low, high) if low < high else None
 
 
-#: Fewer elements than this are not divided among ranks that hold the same.
+#: Minimum elements of a share. Smaller lengths are not divided among their replicas.
 LEAST_SHARE = 65536
 
 
 def assign_evenly(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> OwnershipMap:
-    """Divide a line into equal lengths, each held by ranks that share its work evenly but for what is small.
+    """Divide a flat buffer into equal lengths, and each length evenly among its replicas unless it is small.
 
     Args:
-        ranks: in the order of the lengths that they hold, `times` for each.
+        ranks: ranks in the order of their lengths, `times` for each.
         length: elements of each length.
-        times: how many ranks hold the same length.
-        start: the place of the part's first element in the line.
-        turn: which of the `times` ranks takes the first share.
+        times: number of ranks that replicate a length.
+        start: position of the part's first element in the flat buffer.
+        turn: index of the replica that owns the first share.
     """
     each = min(length, max(-(-length // times), LEAST_SHARE))
     return OwnershipMap(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
 
 
 def meet(one: Box, other: Box) -> Box | None:
-    """Return what two boxes share; None: nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(low >= high for low, high in found) else found
 
 
 def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A run of a row-major array as boxes, at most 2 n - 1 for n dims: (first corner, end corner)."""
+    """Split a range of a row-major array into at most 2 n - 1 boxes for n dims, as (first corner, end corner)."""
     if end <= start:
         return
     if not shape:

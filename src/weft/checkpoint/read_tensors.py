@@ -1,6 +1,6 @@
-"""Read any stretch of any tensor of a checkpoint: only the bytes that are asked for, whatever plan wrote them.
+"""Read any flat slice of any tensor of a checkpoint: only the requested bytes, for any plan that wrote them.
 
-Bytes are read, not mapped: a file that is cut off or cannot be read is an error then, and not the end of the process.
+Files are read and not mapped, so a truncated or unreadable file is an error and does not kill the process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 _OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 #: Open files at a time.
 _MOST_OPEN = 32
-#: Runs at least so long are read one by one: a page, of which a disk gives no part. Of shorter ones everything between
-#: them is read too.
+#: Minimum bytes of a run that is read separately: a page, which a disk reads completely. Shorter runs are read
+#: together with the bytes between them.
 _LONG_RUN = 4 * 2**10
-#: Bytes that are read at once where runs are short.
+#: Bytes of one read if runs are short.
 _WINDOW = 4 * 2**20
 
 
 class SliceReader:
-    """Reads stretches of one checkpoint's tensors. `num_bytes`: what it has read of tensors so far."""
+    """Reads flat slices of one checkpoint's tensors. `num_bytes` counts the bytes of tensors that were read."""
 
     def __init__(self, folder: Location, files: Mapping[str, FileEntry]):
         self._folder, self._files = folder, files
@@ -45,9 +45,18 @@ class SliceReader:
         self.num_bytes = 0
 
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with the elements of the part's line from `start` on; what is padded becomes zero.
+        """Fill `out` with the elements of the flattened part from `start` on. Padding becomes zero.
 
-        Raises CheckpointError, which names the file, where bytes are missing.
+        Args:
+            group: name of the group.
+            name: name of the tensor in its group.
+            entry: location of the tensor.
+            part: the part of the full tensor.
+            start: first element to read, as an index into the flattened part.
+            out: buffer to fill, in the saved dtype.
+
+        Raises:
+            CheckpointError: if bytes are missing. The message names the file.
         """
         if tuple(part.shape) != entry.shape:
             raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
@@ -68,12 +77,12 @@ class SliceReader:
             raise CheckpointError(f"{self._folder.name}: {error.filename or name}: {error.strerror}") from error
 
     def read_box(self, name: str, entry: TensorEntry, target: np.ndarray, want: BoxView) -> None:
-        """Copy a box of a tensor that lies whole in one file to where `want` says, counted in elements of `target`."""
+        """Copy a box of a tensor that is in one file to the position `want`, in elements of `target`."""
         whole_line = Slice(Part(entry.shape), OwnershipMap.to_one(0, math.prod(entry.shape)))
         _Source(self, "", name, entry, whole_line).copy_view(target, want)
 
     def file(self, name: str) -> RangedTensors:
-        """An open file, of which the ones used last stay open."""
+        """Return an open file. The most recently used files stay open."""
         if name not in self._open:
             if name not in self._files:
                 raise CheckpointError(f"{name} is missing in the manifest")
@@ -98,14 +107,14 @@ class _Source:
         self._width = DTYPE_BYTES[entry.dtype]
 
     def copy_line(self, target: np.ndarray, start: int, end: int) -> None:
-        """The same part: runs of the same line."""
+        """Copy a range of the part, if the requested part is the stored one."""
         for rank, low, high in self._ownership.runs(start, end, self._numel):
             first, last = max(low, start), min(high, end)
             file, offset = self._place(rank, high - low)
             self._fill(target[first - start : last - start], file, offset + (first - low) * self._width)
 
     def copy_view(self, target: np.ndarray, want: BoxView) -> None:
-        """What of this slice lies in a box of the whole."""
+        """Copy the elements of this slice that are in a box of the full array."""
         span = self._part.span(want.box)
         if span is None:
             return
@@ -139,21 +148,24 @@ class _Source:
         from_: tuple[int, ...],
         box: Box,
     ) -> None:
-        """A box from a file into memory. strides, from_: in elements, there and in the file."""
+        """Copy a box from a file into memory.
+
+        `strides` and `from_` are the strides in memory and in the file, in elements.
+        """
         width = self._width
         order = sorted(range(len(box)), key=lambda dim: -from_[dim])
         sizes = [box[dim][1] - box[dim][0] for dim in order]
         reach = [from_[dim] for dim in order]
         out = np.lib.stride_tricks.as_strided(target, sizes, [strides[dim] * width for dim in order])
         run, inner = 1, len(sizes)
-        while inner and reach[inner - 1] == run:  # dims that lie close together in the file
+        while inner and reach[inner - 1] == run:  # dims that are contiguous in the file
             run *= sizes[inner - 1]
             inner -= 1
         outer = sizes[:inner]
         if not outer or run * width >= _LONG_RUN:
             for place in np.ndindex(*outer):
                 there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                self._fill_box(out[(*place, ...)], file, there, run)  # `...`: of an array without dims a view, too
+                self._fill_box(out[(*place, ...)], file, there, run)  # `...` gives a view of an array without dims too
             return
         step, rows = reach[inner - 1], outer[-1]
         at_once = max(1, _WINDOW // (step * width))
@@ -177,7 +189,7 @@ class _Source:
 
 
 def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
-    """All bytes of a tensor, row-major."""
+    """Return all bytes of a tensor, row-major."""
     data = bytearray(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype])
     if data:
         read(Part(entry.shape), memoryview(data))
@@ -185,10 +197,10 @@ def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memor
 
 
 class TensorGroup(Mapping[str, "Tensor"]):
-    """The tensors of one group, each read from its file, memory-mapped in a folder, when it is asked for.
+    """The tensors of one group. Each is read on access. In a folder, files are memory-mapped.
 
-    Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
-    second look-up of the same name. Names that shared memory when saved share it again.
+    Tensors are on the CPU and private to this process. Writing to one never changes the file, but a second access of
+    the name returns the changed values. Names that shared memory when saved share it again.
     """
 
     def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: SliceReader):

@@ -1,4 +1,4 @@
-"""An array as bytes with a type and a shape: what checkpoints hold, in no framework's own words."""
+"""Arrays as bytes with a dtype and a shape, and files in the safetensors format, without torch if possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: numpy's types by the format's names; the others are moved as bytes of their width.
+#: numpy's dtypes by the format's names. Other dtypes are handled as bytes of their width.
 _NUMPY = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "C64": np.complex64, "I64": np.int64, "I32": np.int32,
     "I16": np.int16, "I8": np.int8, "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32,
@@ -38,7 +38,13 @@ _NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items()}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawArray:
-    """dtype: the name in safetensors files, such as "F32" or "BF16". data: its bytes, row-major and contiguous."""
+    """An array as bytes.
+
+    Attributes:
+        dtype: name of the dtype in the safetensors format, such as "F32" or "BF16".
+        shape: its shape.
+        data: its bytes, row-major and contiguous.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,22 +52,25 @@ class RawArray:
 
     @classmethod
     def of(cls, array: np.ndarray) -> RawArray:
-        """Return the same memory as a numpy array, where it is contiguous."""
+        """Return a RawArray of a numpy array, in its memory if it is contiguous."""
         whole = np.ascontiguousarray(array)
         return cls(_NAMES[array.dtype], tuple(array.shape), whole.reshape(-1).view(np.uint8).data)
 
     def array(self) -> np.ndarray:
-        """Return the same memory as numpy; types that numpy lacks (BF16, F8) as whole numbers of their width."""
+        """Return a numpy view of the memory.
+
+        Dtypes that numpy lacks (BF16, F8) become unsigned integers of equal width.
+        """
         kind = _NUMPY.get(self.dtype, _OF_WIDTH[DTYPE_BYTES[self.dtype]])
         return np.frombuffer(self.data, kind).reshape(self.shape)
 
     def values(self) -> np.ndarray:
-        """Return the same numbers as numpy: BF16 widened to float32, and F8 as whole numbers of its width."""
+        """Return the values as a numpy array. BF16 is widened to float32, and F8 becomes unsigned integers."""
         values = self.array()
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32) if self.dtype == "BF16" else values
 
     def largest(self) -> float:
-        """Return the largest magnitude, nan where there is one; 0 for what has no floats."""
+        """Return the largest magnitude, or nan if a value is nan. It is 0 for arrays without floats."""
         if self.dtype not in ("F64", "F32", "F16", "BF16") or not math.prod(self.shape):
             return 0.0
         values = self.values()
@@ -70,16 +79,16 @@ class RawArray:
         return math.nan if math.isnan(low) else max(-low, high)
 
 
-# Read byte ranges of a safetensors file in any target. Nothing is mapped, so a file that is cut off is an error.
+# Byte range reads of a safetensors file in any target. Nothing is mapped, so a truncated file is an error.
 
-#: The limit of the safetensors package.
+#: Limit of the safetensors package.
 _MAX_HEADER_BYTES = 100_000_000
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's bytes begin in its file, and how many there are."""
+    """Location of a tensor in its file: dtype, shape, offset and number of bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -87,19 +96,19 @@ class StoredTensor:
     num_bytes: int
 
     def get_dtype(self) -> str:
-        """As the safetensors package asks for it."""
+        """Return the dtype, with the API of the safetensors package."""
         return self.dtype
 
     def get_shape(self) -> tuple[int, ...]:
-        """As the safetensors package asks for it."""
+        """Return the shape, with the API of the safetensors package."""
         return self.shape
 
 
 class RangedTensors:
-    """One open safetensors file, and where its tensors lie. Closed with the last reference to it, or before.
+    """An open safetensors file, and the locations of its tensors. It is closed with `close` or with its last reference.
 
     Raises:
-        CheckpointError: where the file is not of the format or has another size.
+        CheckpointError: if the file is not in the format or its size differs from the expected one.
     """
 
     def __init__(self, path: Location, expected_bytes: int | None = None):
@@ -148,10 +157,10 @@ class RangedTensors:
         return bytes(data)
 
     def into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` from there on.
+        """Fill `target` with bytes from `offset` on.
 
         Raises:
-            CheckpointError: where the file ends before.
+            CheckpointError: if the file ends before.
         """
         while len(target):
             number = self._file.into(target, offset)
@@ -161,7 +170,7 @@ class RangedTensors:
 
 
 def _stored(name: str, entry: Any, data_start: int) -> StoredTensor:
-    """Check one entry of a header. ValueError for anything that the format does not allow."""
+    """Check and return one entry of a header. Raise ValueError if the format does not allow it."""
     shown = name[:200]
     name.encode()  # fails for half of a surrogate pair
     if not isinstance(entry, dict) or not set(entry) >= _FIELDS:
@@ -193,10 +202,9 @@ def _is_text_table(values: Any) -> bool:
     return True
 
 
-# Tensors to and from safetensors files. Writing streams tensor by tensor and digests the bytes on their way to
-# disk.
+# Tensors in safetensors files. Writing streams tensor by tensor and digests the bytes during the write.
 
-#: Large enough that a thread pays, small enough to stay in the cache between digest and write.
+#: Large enough to be worth a thread, and small enough to stay in the cache between digest and write.
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -222,7 +230,7 @@ def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
     """Return the format's name of a tensor's dtype.
 
     Raises:
-        CheckpointError: when the tensor is of a kind that cannot be stored; `name` is said in it.
+        CheckpointError: if the tensor cannot be stored. The message has `name`.
     """
     if isinstance(tensor, RawArray):
         return tensor.dtype
@@ -240,7 +248,7 @@ def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
 
 
 def block_of(tensor: Tensor) -> RawArray:
-    """Return the bytes of a tensor; its own memory where it is contiguous on the CPU."""
+    """Return the bytes of a tensor, in its memory if it is contiguous on the CPU."""
     return RawArray(dtype_name("tensor", tensor), tuple(tensor.shape), _bytes_of(tensor))
 
 
@@ -255,7 +263,7 @@ def tensor_of(block: RawArray) -> Tensor:
 
 
 class _RangedTensors(RangedTensors):
-    """Answers as the safetensors package's handle does; whole tensors are read when they are asked for."""
+    """Equivalent of the safetensors package's handle. A tensor is read on access."""
 
     def keys(self) -> list[str]:
         return [*self.tensors]
@@ -271,17 +279,22 @@ class _RangedTensors(RangedTensors):
 
 
 class DigestingFile:
-    """A new file whose SHA-256 is taken while it is written; `close` makes it durable and returns its entry."""
+    """A new file with a SHA-256 that is computed during writing. `close` makes it durable and returns its entry."""
 
     def __init__(self, path: Location):
         self._file = target_at(path.parent).create(path)
         self._digest = hashlib.sha256()
-        # hashlib and write both release the GIL: the digest of a chunk runs beside the write of the same chunk.
+        # hashlib and write both release the GIL, so a chunk is digested while it is written.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
         self._num_bytes = 0
 
     def write(self, data: bytes | memoryview, look: Callable[[bytes | memoryview], None] | None = None) -> None:
-        """look: sees each stretch of the data while it is in the processor's cache; what it raises ends the write."""
+        """Write and digest bytes.
+
+        Args:
+            data: the bytes.
+            look: called with each chunk while it is in the processor's cache. An exception ends the write.
+        """
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             if len(chunk) < _CHUNK_BYTES // 4:
@@ -300,7 +313,7 @@ class DigestingFile:
         self._num_bytes += len(data)
 
     def close(self) -> FileEntry:
-        """Flush to the disk itself, then close."""
+        """Flush the file to the disk, close it, and return its entry."""
         self._file.finish()
         return FileEntry(self._num_bytes, self._digest.hexdigest())
 
@@ -320,7 +333,7 @@ def write_file(path: Location, data: bytes) -> FileEntry:
 
 
 def file_order(names_and_entries: Iterable[tuple[str, TensorEntry]]) -> list[str]:
-    """Names in the order they lie in a file: wide elements first, so that each tensor is aligned to its element."""
+    """Return names in the order of a file: wide elements first, so that each tensor is aligned to its element."""
     return [name for name, _ in sorted(names_and_entries, key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0]))]
 
 
@@ -330,13 +343,13 @@ def write_tensors(
     entries: Mapping[str, TensorEntry],
     look: Callable[[RawArray], None] | None = None,
 ) -> FileEntry:
-    """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU.
+    """Write one safetensors file, which is durable on return. One tensor at a time is copied to the CPU.
 
     Args:
-        path: of the new file.
-        tensors: by the name that each has in the file.
-        entries: dtype and shape of each, by the same names.
-        look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
+        path: path of the new file.
+        tensors: tensors by their name in the file.
+        entries: dtype and shape of each, by name.
+        look: called with all values, some MiB at a time, as they are written. An exception ends the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -355,7 +368,7 @@ def write_tensors(
 
 
 def write_blocks(path: Location, blocks: Mapping[str, RawArray]) -> FileEntry:
-    """Write whole arrays into a new safetensors file, by the names that they have there."""
+    """Write full arrays into a new safetensors file, by name."""
     return write_tensors(path, blocks, {name: TensorEntry("", one.dtype, one.shape) for name, one in blocks.items()})
 
 
@@ -377,7 +390,7 @@ def open_tensors(path: Location, framework: str = "pt") -> Any:
     """Return the safetensors package's handle on a memory-mapped file.
 
     Raises:
-        CheckpointError: when the file is not of the format.
+        CheckpointError: if the file is not in the format.
     """
     if not isinstance(path, Path):
         return _RangedTensors(path)
@@ -390,9 +403,9 @@ def open_tensors(path: Location, framework: str = "pt") -> Any:
 
 
 def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Return where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
+    """Return the differences between a file's header and the manifest: names, dtypes, shapes."""
     try:
-        handle = open_tensors(path, "numpy")  # for names and shapes alone
+        handle = open_tensors(path, "numpy")  # only for names and shapes
     except CheckpointError as error:
         return [str(error)]
     present, expected = set(handle.keys()), set(entries)
@@ -411,7 +424,7 @@ def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[
 
 
 def missing_slices(path: Location, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Return where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
+    """Return the slices of the manifest that a file lacks. `wanted` has dtype and number of elements by name."""
     try:
         handle = open_tensors(path, "numpy")
     except CheckpointError as error:
@@ -428,11 +441,11 @@ def missing_slices(path: Location, wanted: Mapping[str, tuple[str, int]]) -> lis
 
 
 def unheard(num_bytes: int) -> None:
-    """Ignore the report of bytes digested, where nobody asks for one."""
+    """Ignore a report of digested bytes."""
 
 
 def sha256_of(path: Location, report: Callable[[int], None] = unheard) -> str:
-    """Return the digest of a whole file, read in pieces; report: called with the size of each."""
+    """Return the digest of a file. `report` is called with the size of each chunk."""
     digest, offset = hashlib.sha256(), 0
     with contextlib.closing(target_at(path.parent).open(path)) as file:
         piece = memoryview(bytearray(file.chunk_bytes))

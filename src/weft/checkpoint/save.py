@@ -1,8 +1,8 @@
-"""Write a checkpoint so that a crash at any moment leaves either all of it or none of it.
+"""Write a checkpoint such that a crash at any time leaves either all of it or none of it.
 
 Order: files into a hidden folder, each fsynced -> manifest -> rename to the step's name -> COMMIT (the digest of the
-manifest) -> fsync of the folders. Readers ignore a folder without COMMIT. A step that was saved before is written
-beside it and takes its place only when committed, so that one complete copy exists at every moment.
+manifest) -> fsync of the folders. Readers ignore a folder without COMMIT. A step that was saved before is written next
+to the old one and replaces it only when committed, so that one complete copy exists at any time.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from weft.units import format_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Tensors of one group go on in a new file beyond this size.
+#: Size limit of a file. A group with more bytes has several files.
 MAX_FILE_BYTES = 4 * 2**30
-#: Sees all values of a save, (group, some MiB of a tensor), while they are written; raises UnfitError to end it.
+#: Called with all values of a save, (group, some MiB of a tensor), during writing. It raises UnfitError to end the
+#: save.
 Look = Callable[[str, RawArray], None]
 
 
@@ -64,24 +65,23 @@ def save_checkpoint(
 ) -> Location:
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
-    One process saves; the others wait where the caller makes them.
+    One process saves. The caller synchronizes the other ranks.
 
     Args:
-        root: the folder of the steps' folders; made where it is missing.
+        root: the folder of the steps' folders, which is created if it is missing.
         step: optimizer steps done.
-        tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device, strides and sharing, or blocks
-            (a
-            tensor that is stored under two names is written once and comes back as one).
-        state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
-        max_file_bytes: tensors go on in a new file before one would grow past this; a larger tensor has its own.
-        look: sees all values as they are written, and may end the save.
+        tensors: groups by name, such as {"model": {...}, "optimizer": {...}}, of tensors or arrays. Tensors may have
+            any device, strides and sharing. A tensor under two names is written once and loaded as one.
+        state: JSON values. Floats, including inf and nan, are restored exactly. Tuples are restored as lists.
+        max_file_bytes: size limit of a file. A larger tensor has a separate file.
+        look: called with all values as they are written. It may end the save.
 
     Raises:
-        CheckpointError: when something cannot be stored or the disk is too full; earlier checkpoints then stand as they
-            were, and nothing half-written stays.
+        CheckpointError: if a value cannot be stored or the disk is too full. Earlier checkpoints are then unchanged,
+            and no partial files remain.
     """
     root = located(root)
-    # Hold every tensor: a mapping that makes them on the way could give two of them the same address otherwise.
+    # Keep a reference to every tensor: a mapping that creates tensors on access could reuse the address of another.
     tensors = {group: dict(members) for group, members in tensors.items()}
     check_step(step)
     entries = {group: _place(group, members, max_file_bytes) for group, members in tensors.items()}
@@ -93,14 +93,18 @@ def save_checkpoint(
 
 
 def check_step(step: object) -> None:
-    """CheckpointError for what can be no checkpoint's step."""
+    """Check a step number.
+
+    Raises:
+        CheckpointError: if it is not a valid step of a checkpoint.
+    """
     if type(step) is not int or not 0 <= step < 10**15:
         raise CheckpointError(f"step={step!r}: a checkpoint's step is a whole number, 0 or more.")
 
 
 @contextlib.contextmanager
 def disk_errors_as_checkpoint_errors(root: Location, step: int) -> Generator[None]:
-    """Turn what the system says of the disk into a CheckpointError."""
+    """Convert an OSError into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -108,7 +112,7 @@ def disk_errors_as_checkpoint_errors(root: Location, step: int) -> Generator[Non
 
 
 def not_written(root: Location, step: int, reason: str) -> CheckpointError:
-    """The error of a checkpoint that could not be written."""
+    """Make the error for a checkpoint that could not be written."""
     target = target_at(root)
     return CheckpointError(
         f"{target.setting}: the checkpoint of step {step} could not be written ({reason})."
@@ -117,14 +121,14 @@ def not_written(root: Location, step: int, reason: str) -> CheckpointError:
 
 
 def prepare(root: Location, held: contextlib.ExitStack) -> None:
-    """The place is there, its lock is this process's while `held` is open, and what killed writers left is gone."""
+    """Create the target, lock it until `held` closes, and remove the leftovers of killed writers."""
     target = target_at(root)
     target.prepare(held)
     _finish_replacements(target, root)
 
 
 def _place(group: str, members: Mapping[str, Tensor | RawArray], max_file_bytes: int) -> dict[str, TensorEntry]:
-    """Decide for each tensor of a group the file it goes to, and which names share one tensor."""
+    """Choose a file for each tensor of a group, and find the names that share one tensor."""
     if not GROUP_NAME.fullmatch(group):
         raise CheckpointError(f"tensors: {group!r} cannot name a group. Use lower-case letters, digits and '_'.")
     first_names: dict[tuple[object, ...], str] = {}
@@ -154,7 +158,7 @@ def _place(group: str, members: Mapping[str, Tensor | RawArray], max_file_bytes:
 
 
 def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
-    """Equal for two names of one tensor; empty tensors own no memory and are never shared."""
+    """Return a key that is equal for two names of one tensor. Empty tensors have no memory and are never shared."""
     if isinstance(tensor, RawArray):
         return (id(tensor),)
     if tensor.numel() == 0:
@@ -165,15 +169,15 @@ def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
 
 def _check_space(root: Location, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
     stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
-    # Headers and manifest name each tensor twice; file systems round up.
+    # Headers and manifest contain each name twice, and file systems round up.
     require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20)
 
 
 def require_space(root: Location, needed: int) -> None:
-    """Refuse to save where an existing folder has no room, or a store takes nothing.
+    """Check that the target has enough free space and can be written to.
 
     Raises:
-        CheckpointError: where fewer than `needed` bytes are free, or nothing can be written.
+        CheckpointError: if fewer than `needed` bytes are free, or nothing can be written.
     """
     try:
         free = target_at(root).free_bytes()
@@ -209,7 +213,7 @@ def _write(
 
 
 def publish(root: Location, step: int, place: Location, manifest: bytes) -> Location:
-    """Make a folder whose files are all durable the checkpoint of its step; where it is now."""
+    """Make a folder of durable files the checkpoint of its step, and return its final path."""
     target = target_at(root)
     settled = target.finalize(step, place)
     try:
@@ -245,9 +249,9 @@ def _write_files(
 def write_manifest(
     place: Location, step: int, files: Mapping[str, FileEntry], entries: Mapping[str, Mapping[str, TensorEntry]]
 ) -> bytes:
-    """Write what the folder holds, and make its names durable; the manifest's bytes."""
+    """Write the manifest of a folder, make the names in it durable, and return the manifest's bytes."""
     written_by = {"weft": env.weft_version()}
-    if "torch" in sys.modules:  # not where another engine trains
+    if "torch" in sys.modules:  # it is not loaded with another engine
         written_by["torch"] = str(sys.modules["torch"].__version__)
     manifest = Manifest(step, files, entries, written_by).to_bytes()
     write_file(place / MANIFEST_NAME, manifest)
@@ -256,12 +260,12 @@ def write_manifest(
 
 
 def _commit(target: Target, place: Location, manifest: bytes) -> None:
-    """From in here on, the checkpoint exists."""
+    """Write COMMIT. After it, the checkpoint exists."""
     target.commit(place, commit_text(manifest))
 
 
 def _finish_replacements(target: Target, root: Location) -> None:
-    """Complete, or undo, what a killed writer had begun to replace."""
+    """Complete or undo the replacements that a killed writer had begun."""
     for folder in target.step_folders():
         if not folder.again:
             continue
@@ -273,21 +277,26 @@ def _finish_replacements(target: Target, root: Location) -> None:
     target.remove([])
 
 
-# All ranks write one checkpoint: each its own files at the same time, and the first rank the manifest.
+# Sharded saves: each rank writes its files in parallel, and the first rank writes the manifest.
 
-#: Groups whose tensors belong to one rank each, under one plan: its file holds them, and the manifest leaves them out.
+#: Groups of per-rank tensors that are valid only under one plan. They are in the rank's file and not in the manifest.
 PRIVATE = ("wire",)
 _TOLD, _TOLD_NAME = "told-{rank:05d}.json", re.compile(r"told-\d+\.json")
 _SAID = 200
-#: Names of the folder that one step is written to (folders.py): hidden until it is committed, or as in an object store.
+#: Names of a step's folder during a save (folders.py): a hidden name, or the final one in an object store.
 _FOLDER = r"\.tmp-{step}-[0-9]+-[0-9a-f]+|{step}(\.again[0-9]*)?"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSlice:
-    """What one rank writes of one tensor.
+    """A flat slice of a tensor that one rank writes.
 
-    path: "group/name". data: the elements of the part's line from `start` on: a tensor or a block of any shape.
+    Attributes:
+        path: "group/name".
+        part: the part of the full tensor.
+        deal: the owners of its elements.
+        start: first element, as an index into the flattened part.
+        data: the elements from `start` on: a tensor or an array of any shape.
     """
 
     path: str
@@ -298,24 +307,24 @@ class SavedSlice:
 
     @classmethod
     def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedSlice:
-        """Return a tensor that lies on one rank alone.
+        """Return the slice for a tensor that only one rank has.
 
         Args:
             path: "group/name".
-            data: all of the tensor.
-            rank: the one that writes it.
+            data: the full tensor.
+            rank: the rank that writes it.
         """
         part = Part(tuple(data.shape))
         return cls(path, part, OwnershipMap.to_one(rank, part.numel), 0, data)
 
     @property
     def group(self) -> str:
-        """The group of its path."""
+        """Group of the tensor."""
         return self.path.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """The tensor's name in its group."""
+        """Name of the tensor in its group."""
         return self.path.partition("/")[2]
 
 
@@ -328,20 +337,20 @@ def save_slices(
     groups: Sequence[str] = ("model", "optimizer"),
     look: Look | None = None,
 ) -> Location:
-    """Save one step, each rank its own pieces, and return its folder on all ranks. All ranks call it.
+    """Save one step from all ranks, each with its slices, and return the folder on all ranks. All ranks call it.
 
     Args:
-        root: the folder of the steps' folders, one for all ranks.
+        root: the folder of the steps' folders, shared by all ranks.
         step: optimizer steps done.
-        pieces: what this rank writes.
-        state: JSON values, of the first rank.
+        pieces: slices that this rank writes.
+        state: JSON values of the first rank.
         together: the ranks.
-        groups: those that are there even if empty.
-        look: sees all values as they are written, and may end the save.
+        groups: groups that the checkpoint has even if they are empty.
+        look: called with all values as they are written. It may end the save.
 
     Raises:
-        CheckpointError: on all ranks where one cannot write; earlier checkpoints then stand as they were.
-        UnfitError: on all ranks where `look` raises it.
+        CheckpointError: on all ranks if one cannot write. Earlier checkpoints are then unchanged.
+        UnfitError: on all ranks if `look` raises it.
     """
     members: dict[str, dict[str, SavedSlice]] = {group: {} for group in groups}
     for piece in pieces:
@@ -380,7 +389,7 @@ class _Saving:
             except (OSError, CheckpointError) as error:
                 said = {"error": f"{getattr(error, 'strerror', None) or error}"[:_SAID]}
             except BaseException as error:
-                # The others wait for word from this rank; who was interrupted says so, and then ends.
+                # The other ranks wait for this rank. On an interrupt it sends an error before it ends.
                 with contextlib.suppress(CheckpointError):
                     self._agree(place, {"error": type(error).__name__}, state)
                 raise
@@ -401,7 +410,7 @@ class _Saving:
             return self._target.begin(self._step)
 
     def _write(self, place: Location) -> dict[str, list[object]]:
-        """This rank's files: name -> [bytes, digest]."""
+        """Write this rank's files, and return name -> [bytes, digest]."""
         rank, tables = self._joint_parts.rank, RankLists()
         told: dict[str, dict[str, object]] = {}
         written: dict[str, list[object]] = {}
@@ -429,7 +438,10 @@ class _Saving:
         return written
 
     def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
-        """On the first rank: make what all wrote a checkpoint, or nothing. Its path, or why it is unfit."""
+        """Commit or discard the files of all ranks, on the first rank.
+
+        Return the folder's name, or why the values are unfit.
+        """
         try:
             with disk_errors_as_checkpoint_errors(self._root, self._step):
                 for rank, answer in enumerate(answers):
@@ -439,19 +451,19 @@ class _Saving:
                     self._target.discard(place)
                     return {"unfit": unfit[0]}
                 files = {name: FileEntry(*entry) for answer in answers for name, entry in answer["files"].items()}
-                names = {path.name for path in place.iterdir()}  # one listing, however many ranks there are
+                names = {path.name for path in place.iterdir()}  # one listing for all ranks
                 self._check_shared_folder(names, files)
                 entries = self._join(place, names)
                 files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
                 manifest = write_manifest(place, self._step, files, entries)
-                parse_manifest(manifest)  # what no reader would take is refused here, where it can still be said
+                parse_manifest(manifest)  # refuse an invalid manifest before the commit
                 return {"name": publish(self._root, self._step, place, manifest).name}
         except BaseException:
             self._target.discard(place)
             raise
 
     def _check_shared_folder(self, names: Set[str], files: Mapping[str, FileEntry]) -> None:
-        """All ranks wrote to the folder that this one sees."""
+        """Check that the files of all ranks are visible here."""
         missing = sorted(files.keys() - names)
         if missing:
             raise CheckpointError(
@@ -460,7 +472,7 @@ class _Saving:
             )
 
     def _join(self, place: Location, names: Set[str]) -> dict[str, dict[str, TensorEntry]]:
-        """What ranks said of tensors, as entries of the manifest; their files go."""
+        """Merge the tensor descriptions of all ranks into entries of the manifest, and delete their files."""
         parts: dict[str, dict[str, tuple[str, tuple[int, ...], list[Slice]]]] = {
             group: {} for group in self._members if group not in PRIVATE
         }
@@ -474,7 +486,7 @@ class _Saving:
                     (found,) = read_slices([one["slice"]], shape, tables)
                     entry = parts.setdefault(group, {}).setdefault(name, (one["dtype"], shape, []))
                     if not any(_overlap(found.part, known.part) for known in entry[2]):
-                        entry[2].append(found)  # else another stage has the same: one of them counts
+                        entry[2].append(found)  # else another stage saved it too
         return {
             group: {
                 name: TensorEntry("", dtype, shape, None, tuple(slices)) for name, (dtype, shape, slices) in m.items()
@@ -484,7 +496,7 @@ class _Saving:
 
 
 def _checked_name(name: object, step: int) -> str:
-    """Return the name of a step's folder that rank 0 sent: plain, so that it lies directly in the folder of the run.
+    """Return the folder name that rank 0 sent, after a check that it is a plain name directly in the run's folder.
 
     Raises:
         CheckpointError: for any other value.
@@ -508,7 +520,7 @@ def _dtype(piece: SavedSlice) -> str:
 
 
 def _shape(piece: SavedSlice) -> tuple[int, ...]:
-    """Its own shape where it is all of a part, else a line."""
+    """Return the part's shape if the slice is all of it, else the flat shape."""
     numel, local = math.prod(piece.data.shape), piece.part.local_shape
     is_all = piece.start == 0 and numel == piece.part.numel and not piece.part.order
     return local if is_all else (numel,)

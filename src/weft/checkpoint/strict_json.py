@@ -1,7 +1,7 @@
-"""JSON that comes back as it went in: no lost digits, no NaN that other readers refuse, no repeated keys.
+"""JSON with exact round trips: no lost digits, no NaN that other readers refuse, no repeated keys.
 
-A float that JSON has no number for is written as {"$float": "nan"} (or "inf", "-inf") and read back as that float.
-Tuples come back as lists.
+A float without a JSON number is written as {"$float": "nan"} (or "inf", "-inf") and read back as that float. Tuples are
+read back as lists.
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ from typing import Any
 
 from weft.errors import CheckpointError
 
-#: The tag of a float that is not finite.
+#: Key of a float that is not finite.
 _TAG = "$float"
 _NUMBER_LIST = re.compile(r"\[\n\s*((?:-?[0-9.e+-]+,?\s+)+)\]")
-#: Deeper than any honest state, and well inside Python's recursion limit.
+#: Deeper than any valid state, and well inside Python's recursion limit.
 _MAX_DEPTH = 64
 
 
 def encode(value: object, name: str) -> bytes:
-    """ASCII JSON of `value`. CheckpointError names the key of anything that JSON would not give back."""
+    """Return `value` as ASCII JSON.
+
+    Raises:
+        CheckpointError: if a value would not survive the round trip. The message names its key.
+    """
     text = json.dumps(_plain(value, name, 0), allow_nan=False, indent=1)
-    # A raw line break is never inside a JSON string, so this only joins the lines of lists of numbers.
+    # A raw line break is never inside a JSON string, so this joins only the lines of lists of numbers.
     return _NUMBER_LIST.sub(lambda match: "[" + " ".join(match.group(1).split()) + "]", text).encode() + b"\n"
 
 
 def decode(text: bytes, name: str) -> Any:
-    """The value that `encode` was given. CheckpointError on anything that is not strict JSON."""
+    """Return the value of a text from `encode`.
+
+    Raises:
+        CheckpointError: if the text is not strict JSON.
+    """
     try:
         return json.loads(
             text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite_float
@@ -41,7 +49,7 @@ def _plain(value: object, name: str, depth: int) -> object:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{name}: nested deeper than {_MAX_DEPTH} levels. Store a flatter value.")
     if value is None or isinstance(value, bool | int | str):
-        # A subclass (an enum, a numpy float) would come back as its base.
+        # A subclass (an enum, a numpy float) would be read back as its base.
         if type(value) not in (type(None), bool, int, str):
             raise CheckpointError(f"{name}: a {type(value).__name__} cannot be written as JSON. Store a plain value.")
         return value

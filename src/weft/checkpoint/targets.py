@@ -1,7 +1,7 @@
-"""What saving, loading and pruning ask of the place that keeps checkpoints.
+"""Interface of checkpoint targets, for saving, loading and pruning, and the target of a folder.
 
-One checkpoint is a folder in it, and exists from the moment that its COMMIT is there. Files are named by their
-location; what the place cannot do raises OSError, whose strerror says why in words.
+A checkpoint is a folder in the target, and exists as soon as it has COMMIT. Files are named by their location. Failures
+are raised as OSError with the reason in strerror.
 """
 
 from __future__ import annotations
@@ -24,105 +24,122 @@ from weft.errors import CheckpointError
 
 
 class Sink(Protocol):
-    """A new file that is being written."""
+    """A new file that is open for writing."""
 
     def write(self, data: bytes | memoryview) -> object:
-        """Add bytes."""
+        """Append bytes."""
 
     def finish(self) -> None:
-        """Make all of it durable."""
+        """Make the file durable."""
 
     def close(self) -> None:
-        """Let go of it. What was not finished is no file of a checkpoint."""
+        """Close the file. If it was not finished, it does not count as a file of a checkpoint."""
 
 
 class RangeReader(Protocol):
-    """A file that is open for reading. num_bytes: its size. chunk_bytes: how much to ask for when all is read."""
+    """An open file. `num_bytes` is its size, and `chunk_bytes` the preferred request size for sequential reads."""
 
     num_bytes: int
     chunk_bytes: int
 
     def into(self, out: memoryview, offset: int) -> int:
-        """Fill the beginning of `out` with bytes from `offset` on; how many they are, 0 at the end of the file."""
+        """Fill `out` with bytes from `offset` on. Return their number, which is 0 at the end of the file."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
 
 
 class Target(Protocol):
-    """One place that holds the checkpoints of a run. setting: how errors name it. remedy: what helps a failed save."""
+    """Storage for the checkpoints of a run.
+
+    Attributes:
+        setting: name of the target in errors.
+        remedy: advice for a failed save.
+    """
 
     setting: str
     remedy: str
 
     def step_folders(self) -> list[StepFolder]:
-        """List all folders named as checkpoints, complete or not, oldest step first."""
+        """List all folders with names of checkpoints, complete or not, oldest step first."""
         ...
 
     def hold(self, held: contextlib.ExitStack) -> None:
-        """Keep other writers out until `held` closes, where the place has locks."""
+        """Lock out other writers until `held` closes, if the target has locks."""
 
     def prepare(self, held: contextlib.ExitStack) -> None:
-        """Make the place, hold it, and clear what killed writers left where no reader looks."""
+        """Create the target, lock it until `held` closes, and delete hidden leftovers of killed writers."""
 
     def clear_debris(self) -> None:
-        """Delete what killed writers left where no reader looks, unless another process is saving."""
+        """Delete hidden leftovers of killed writers, unless another process is saving."""
 
     def free_bytes(self) -> int | None:
-        """Return how much it has room for; None where that is unknown. OSError where nothing can be written at all."""
+        """Return the free space in bytes, or None if it is unknown.
+
+        Raises:
+            OSError: if nothing can be written.
+        """
         ...
 
     def begin(self, step: int) -> Location:
-        """Make an empty folder for the files of a save; no reader takes what lies there for a checkpoint."""
+        """Make an empty folder for the files of a save. Readers do not take it for a checkpoint."""
         ...
 
     def finalize(self, step: int, place: Location) -> Location:
-        """Put the folder of a save, durable but for COMMIT, where readers look, and return where it is."""
+        """Move the durable folder of a save, which lacks only COMMIT, to its visible name, and return its path."""
         ...
 
     def commit(self, place: Location, text: bytes) -> None:
-        """Write COMMIT in one act: from its end on the checkpoint exists."""
+        """Write COMMIT atomically. After it, the checkpoint exists."""
 
     def replace(self, again: Location, final: Location) -> Location:
-        """Put a committed second save of a step in the place of those before, and return where it is now."""
+        """Replace the earlier saves of a step by a committed later one, and return its path."""
         ...
 
     def sync(self, place: Location) -> None:
-        """Make the names in a folder durable."""
+        """Flush the entries of a folder to the disk."""
 
     def discard(self, place: Location) -> None:
         """Delete the folder of a save that failed."""
 
     def remove(self, places: Collection[Location]) -> None:
-        """Delete checkpoints; each stops being one in a single act. What remains goes with the next call."""
+        """Delete checkpoints. Each is removed atomically for readers. The next call deletes any remaining files."""
 
     def set_aside(self, place: Location) -> Location:
-        """Take a checkpoint out of resuming and pruning, and keep its files; its name from now on."""
+        """Exclude a checkpoint from resuming and pruning but keep its files. Return its new path."""
         ...
 
     def set_unfinished_aside(self, place: Location) -> Location | None:
-        """Take a folder without COMMIT aside; None where it is left as it is, for the next pruning."""
+        """Exclude a folder without COMMIT, and return its new path, or None if it is left for the next pruning."""
         ...
 
     def reading(self, place: Location) -> Callable[[], None] | None:
-        """Keep a checkpoint from being pruned until the result is called; None where the place cannot."""
+        """Keep a checkpoint from being pruned until the returned function is called.
+
+        Return None if the target cannot.
+        """
         ...
 
     def is_being_read(self, place: Location) -> bool:
-        """Return whether some process is known to read it."""
+        """Return True if a process holds the read lock of the checkpoint."""
         ...
 
     def create(self, file: Location) -> Sink:
-        """Begin a new file."""
+        """Create a new file."""
         ...
 
     def size(self, file: Location) -> int:
-        """Return its bytes. FileNotFoundError where it is missing, CheckpointError where it is no plain file."""
+        """Return the size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: if it is missing.
+            CheckpointError: if it is not a regular file.
+        """
         ...
 
     def open(self, file: Location) -> RangeReader:
-        """Open a file for reading; never follows a link."""
+        """Open a file for reading, without following a link."""
         ...
 
     def file_sizes(self, place: Location) -> dict[str, int]:
@@ -130,14 +147,14 @@ class Target(Protocol):
         ...
 
     def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:
-        """Read small files whole, and delete them."""
+        """Read small files completely, and delete them."""
         ...
 
 
-# Checkpoints in a folder: hidden until they are complete, then renamed; what is deleted is renamed first.
+# Checkpoints in a folder. They are hidden until complete, then renamed. Deletion also starts with a rename.
 
 _SYNC_FILE_RANGE_WRITE = 2
-#: The disk is told to begin with so many bytes at a time.
+#: Bytes after which the kernel is asked to start writeback.
 _STRETCH_BYTES = 16 * 2**20
 
 
@@ -165,7 +182,7 @@ class FolderTarget:
     def clear_debris(self) -> None:
         if not self._root.is_dir():
             return
-        # Another process is saving, or nothing can be written here: the next save that can will clear it.
+        # If another process is saving, or nothing can be written here, the next successful save clears it.
         with contextlib.suppress(CheckpointError, OSError), folders.writer_lock(self._root):
             folders.remove_debris(self._root)
 
@@ -182,7 +199,7 @@ class FolderTarget:
             target = final.with_name(final.name + ".again")
         else:
             target = final
-            if os.path.lexists(final):  # Left by a killed writer, or a link to nowhere: it never counted.
+            if os.path.lexists(final):  # From a killed writer, or a dangling link: it was not a checkpoint.
                 folders.move_to_trash(final)
         cast(Path, place).rename(target)
         return target
@@ -199,7 +216,7 @@ class FolderTarget:
         self.sync(place)
 
     def replace(self, again: Location, final: Location) -> Location:
-        # Readers know both names, so there is no moment without a complete checkpoint of this step.
+        # Readers accept both names, so a complete checkpoint of this step exists at any time.
         if final.exists():
             folders.move_to_trash(cast(Path, final))
         cast(Path, again).rename(cast(Path, final))
@@ -261,9 +278,9 @@ class FolderTarget:
 
 @functools.cache
 def _start_writing() -> Callable[[int, int, int], object]:
-    """Ask the kernel to begin with the disk's part of a stretch of a file (descriptor, from, bytes), without waiting.
+    """Return a function (descriptor, start, size) that starts writeback of a file range without waiting.
 
-    The disk then works beside the digests, and little is left to the fsync at the end. Linux alone has it.
+    Writeback then overlaps with the digests, and the final fsync has little left to write. Only Linux has it.
     """
     try:
         call = ctypes.CDLL(None).sync_file_range
@@ -274,7 +291,7 @@ def _start_writing() -> Callable[[int, int, int], object]:
 
 
 class _NewFile:
-    """A file that is on the disk itself once it is finished."""
+    """A new file that `finish` makes durable."""
 
     def __init__(self, path: Path):
         self._file = path.open("xb")
@@ -297,7 +314,7 @@ class _NewFile:
 
 
 class _OpenFile:
-    """Read, not mapped: a file that is cut off is then an error, and not the end of the process."""
+    """A file that is read and not mapped, so a truncated file is an error and does not kill the process."""
 
     chunk_bytes = 4 * 2**20
 

@@ -1,4 +1,7 @@
-"""Data, from files to batches. Names load at first use; preparing data needs no torch."""
+"""Data, from files to batches.
+
+Names are loaded at first use. Preparing data needs no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What tensors of a device hold, where the host knows it: those that it moved there, and parts of them.
+"""Host copies of device tensors, for tensors that were moved from the host and for views of them.
 
-So indices can be checked, and borders of documents found, without a wait for the device.
+With the host copy, indices can be checked and document borders found without a device synchronization.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ATTRIBUTE, _CHECKS = "_weft_host_values", "_weft_checks"
 
 
 def remember_host(tensor: Tensor, values: Tensor) -> None:
-    """Say that a tensor of a device holds what `values` on the host does, as long as neither is written to."""
+    """Record that a device tensor has the values of the host tensor `values`, until either of them is written to."""
     if tensor.device.type != "cpu" and not tensor.is_inference():
         setattr(tensor, _ATTRIBUTE, (values, version_of(tensor), version_of(values)))
 
 
 def host_values(tensor: Tensor) -> Tensor | None:
-    """Return the same values on the host, without asking the device; None where nobody knows them.
+    """Return a tensor's values on the host without a device synchronization, or None if no host copy is recorded.
 
-    Of a view of a tensor that was moved, such as a microbatch of a batch, they are a view too.
+    For a view of a moved tensor, such as a microbatch of a batch, the result is a view of the host copy.
     """
     if tensor.device.type == "cpu":
         return tensor if type(tensor) is Tensor else None
@@ -46,30 +46,38 @@ def host_values(tensor: Tensor) -> Tensor | None:
 
 
 def _same_part(tensor: Tensor, whole: Tensor, values: Tensor) -> Tensor:
-    """What of `values` lies where a view lies in a whole of the same strides."""
+    """Return the view of `values` that corresponds to the view `tensor` of `whole`.
+
+    `values` and `whole` have equal strides.
+    """
     offset = values.storage_offset() + tensor.storage_offset() - whole.storage_offset()
     return values.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Something that looks at the host's values of a part of a tensor."""
+    """A function that checks the host values of a part of a tensor."""
 
     part: Tensor
     look: Callable[[Tensor], None]
 
 
 def mark_reused_buffer(tensor: Tensor) -> None:
-    """Say that batches come and go in this tensor: whoever would look at its values leaves a check instead."""
+    """Record that a tensor is a buffer into which successive batches are copied.
+
+    A caller that checks the values of such a tensor registers the check with `leave_check` instead of running it.
+    """
     setattr(tensor, _CHECKS, [])
 
 
 def leave_check(tensor: Tensor, look: Callable[[Tensor], None]) -> bool:
-    """Let every batch be looked at that comes into a tensor, or a view of one; False where none come and go in it.
+    """Add a check that runs on every batch copied into a reused buffer.
+
+    Return False if the tensor is not a reused buffer.
 
     Args:
-        tensor: that would be looked at now.
-        look: is given the values on the host, where it knows them.
+        tensor: the buffer, or a view of it that the check reads.
+        look: called with the host values of `tensor`, if a host copy of the batch is recorded.
     """
     whole = tensor if hasattr(tensor, _CHECKS) else viewed(tensor)
     held: list[_Check] | None = getattr(whole, _CHECKS, None)
@@ -80,22 +88,22 @@ def leave_check(tensor: Tensor, look: Callable[[Tensor], None]) -> bool:
 
 
 def check_batch(holder: Tensor, given: Tensor) -> None:
-    """Look at what comes into a tensor, as its checks do. given: of the same shape."""
+    """Run the checks of the reused buffer `holder` on the batch `given`, which has the same shape."""
     checks: list[_Check] = getattr(holder, _CHECKS, [])
     values = host_values(given) if checks else None
     if values is None:
         return
     if values.stride() != holder.stride():
-        values = torch.empty_like(values).copy_(values)  # strides as the holder was given them
+        values = torch.empty_like(values).copy_(values)  # strides that match the holder's
     for one in checks:
         one.look(_same_part(one.part, holder, values))
 
 
-# What a batch is made of: tensors in tuples, lists, mappings and dataclasses, nested as collate functions like.
+# Batch containers: tensors in tuples, lists, mappings and dataclasses, nested as collate functions produce them.
 
 
 def parts_of(batch: Any) -> list[Any] | None:
-    """Return what a container holds, in its order; None for anything that is no container."""
+    """Return the items of a container in order, or None if `batch` is not a container."""
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, tuple | list):
@@ -106,7 +114,7 @@ def parts_of(batch: Any) -> list[Any] | None:
 
 
 def with_parts(batch: Any, parts: list[Any]) -> Any:
-    """Return a container of the same type, such as Hugging Face's BatchEncoding, with other parts in its places."""
+    """Return a container of the same type, such as Hugging Face's BatchEncoding, with its items replaced by `parts`."""
     if type(batch) in (dict, tuple, list):
         return dict(zip(batch, parts, strict=True)) if isinstance(batch, dict) else type(batch)(parts)
     if isinstance(batch, MutableMapping):
@@ -133,7 +141,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """Change every tensor of a batch; what is neither tensor nor container stays as it is."""
+    """Change every tensor of a batch. Values that are neither tensors nor containers are returned unchanged."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     parts = parts_of(batch)
@@ -141,9 +149,9 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> A
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Move a batch to `device`; pinned tensors travel without the host waiting.
+    """Move a batch to `device`. Copies from pinned memory are asynchronous.
 
-    Of whole numbers that come from the host, `host_values` knows what they are afterwards.
+    The host copies of integer tensors that come from the host are recorded for `host_values`.
     """
     if isinstance(batch, torch.Tensor):
         if batch.device == device:

@@ -1,4 +1,4 @@
-"""The global random generators of torch, numpy and Python: seeded together, and put back after use."""
+"""Seeding, saving and restoring of the global random generators of torch, numpy and Python."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 @contextlib.contextmanager
 def kept_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the states of the global generators on leaving.
+    """Restore the states of the global generators at exit.
 
     Args:
-        device: its generator is restored as well as the CPU's.
+        device: a device whose generator is restored in addition to the CPU's.
     """
     gpu = device if device is not None and device.type == "cuda" else None
     here, there = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
@@ -34,7 +34,7 @@ def seed_generators(seed: int, *, devices: bool = True) -> None:
     """Start torch's, numpy's and Python's global generators from a seed.
 
     Args:
-        seed: any whole number.
+        seed: any integer.
         devices: seed the generators of GPUs too.
     """
     if devices:

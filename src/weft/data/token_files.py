@@ -1,4 +1,7 @@
-"""One writer at a time, over processes and ranks; the operating system frees the lock when its holder dies."""
+"""Token shards on disk, with file locks between processes and ranks.
+
+The operating system releases a lock when its process dies.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock file `path`. waiting: called once when another process has it.
+    """Hold a lock on the file `path`. `waiting` is called once if another process has the lock.
 
-    The file stays after the lock is released: removing it would let two processes lock two files of one name.
+    The file stays after the lock is released, since removing it would let two processes lock two files of one name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -44,9 +47,9 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """Make a temporary folder that becomes `final` when the block ends well, and is removed when it does not.
+    """Make a temporary folder that is renamed to `final` when the block succeeds, and removed when it fails.
 
-    Call it under the lock of `final`: what an earlier, killed writer left is removed first.
+    Call it under the lock of `final`: leftovers of a killed writer are removed first.
     """
     prefix = f".{final.name}.partial-"
     for left in final.parent.glob(f"{prefix}*"):
@@ -65,7 +68,7 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def sync_tree(folder: Path) -> None:
-    """Write all files and folders below `folder` through to the disk."""
+    """Flush all files and folders below `folder` to the disk."""
     for here, _, names in os.walk(folder):
         for name in names:
             sync(Path(here, name))
@@ -73,7 +76,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's entries, are on the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -86,15 +89,16 @@ def sync(path: Path) -> None:
 SHARD_BYTES = 256 * 2**20
 _OFFSETS_FLUSH = 8192
 _READERS = 4
-#: Numbers of a byte, of which 0 is no weight.
+#: Number of values of a mask byte. 0 is no weight.
 _MOST_WEIGHTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
-    """What a split holds. files: name -> (bytes, blake2b hex digest).
+    """Files and counts of a split.
 
-    weights: those of the numbers 2, 3, ... in the masks; 0 is no weight, and 1 a weight of 1.
+    `files` maps each name to (bytes, blake2b hex digest). `weights` are the loss weights for the mask values 2, 3, ...
+    Mask value 0 is weight 0, and 1 is weight 1.
     """
 
     num_tokens: int
@@ -112,19 +116,19 @@ class SplitCounts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SplitCounts:
-        """Read what `to_dict` gave."""
+        """Return the object from the output of `to_dict`."""
         files = {name: (int(size), str(digest)) for name, (size, digest) in values["files"].items()}
         return cls(**{**values, "files": files, "weights": tuple(values.get("weights", ()))})
 
     @property
     def weight_table(self) -> np.ndarray:
-        """float32: the weight of each number in the masks."""
+        """Weight of each mask value, float32."""
         return np.array([0.0, 1.0, *self.weights], np.float32)
 
 
 @dataclass(slots=True)
 class _Output:
-    """A file that is hashed while it is written."""
+    """A file that is hashed during writing."""
 
     path: Path
     handle: BinaryIO
@@ -145,10 +149,10 @@ class SplitWriter:
     """Appends documents to a split.
 
     Args:
-        folder: a new one.
+        folder: a new folder.
         vocab_size: decides between 2 and 4 bytes for a token.
-        with_mask: keep a mask (it is dropped at the end if all tokens are trained).
-        shard_bytes: of the tokens in one file.
+        with_mask: write a mask, which is dropped at the end if all tokens are trained.
+        shard_bytes: bytes of tokens in one file.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, with_mask: bool, shard_bytes: int = SHARD_BYTES):
@@ -169,7 +173,7 @@ class SplitWriter:
 
         Args:
             tokens: int [n].
-            trained: bool [n], or their weights, float32 [n]; None: all have the weight 1.
+            trained: bool [n], or weights, float32 [n], or None for a weight of 1.
 
         Raises:
             DataError: for more than 255 different weights.
@@ -192,7 +196,7 @@ class SplitWriter:
             tokens = tokens[room:]
 
     def _numbered(self, weights: np.ndarray) -> np.ndarray:
-        """The weights as numbers of the mask, uint8."""
+        """Return the mask values of weights, uint8."""
         if weights.dtype == bool:
             return weights.astype(np.uint8)
         found, places = np.unique(weights, return_inverse=True)
@@ -205,7 +209,7 @@ class SplitWriter:
         return np.array(numbers, np.uint8)[places]
 
     def end_document(self) -> None:
-        """Close the open document; what is appended next begins another one."""
+        """Close the open document. The next tokens begin another one."""
         self._num_documents += 1
         self._pending.append(self._num_tokens)
         if len(self._pending) >= _OFFSETS_FLUSH:
@@ -215,13 +219,13 @@ class SplitWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the files; of a split that was not brought to its end they are incomplete."""
+        """Close the files. They are incomplete if `close` was not called."""
         for output in (self._offsets, self._tokens, self._mask):
             if output is not None:
                 output.handle.close()
 
     def close(self) -> SplitCounts:
-        """Write what is left, close the files, and return what they hold."""
+        """Write the buffered tokens, close the files, and return their counts."""
         self._flush_offsets()
         for output in (self._offsets, self._tokens, self._mask):
             self._finish(output)
@@ -258,10 +262,10 @@ class SplitWriter:
 
 
 class SplitReader:
-    """Reads a split by position. The files' sizes are checked when it opens, their digests by `verify_split`.
+    """Reads a split by position. The constructor checks the files' sizes, and `verify_split` their digests.
 
     Raises:
-        DataError: where a file is missing, or is not as large as `counts` says.
+        DataError: if a file is missing or its size differs from `counts`.
     """
 
     def __init__(self, folder: Path, counts: SplitCounts):
@@ -276,15 +280,15 @@ class SplitReader:
         self._masks = [_mapped(folder / f"trained-{n:05d}.bin", "u1") for n in shards] if counts.has_mask else None
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Return `length` tokens from `start`, of the stored integer type; past the end it goes on at the beginning."""
+        """Return `length` tokens from `start`, in the stored integer dtype. Positions wrap at the end of the split."""
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """Return uint8 [length], 0 where the token is not trained; None where all are. Wraps like `tokens`."""
+        """Return a mask, uint8 [length], 0 for tokens that are not trained, or None if all are. Wraps like `tokens`."""
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
-        """Return the distances d in 1..length such that a document starts at token start + d, sorted.
+        """Return the sorted distances d in 1..length such that a document starts at token start + d.
 
         Wraps like `tokens`.
         """
@@ -315,7 +319,7 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
-    """Return a sentence for each file that is missing or has another size than the manifest says."""
+    """Return a sentence for each file that is missing or whose size differs from the manifest."""
     found = []
     for name, (size, _) in counts.files.items():
         path = folder / name
@@ -327,13 +331,13 @@ def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
 
 
 def verify_split(folder: Path, counts: SplitCounts, report: Callable[[int, int], None] | None = None) -> list[str]:
-    """Read every file and compare its digest; return a sentence for each that is damaged.
+    """Read every file, compare its digest, and return a sentence for each damaged file.
 
-    Takes about a second for each GB and core; up to four files are read at a time.
+    It takes about a second per GB and core. Up to four files are read in parallel.
 
     Args:
-        folder: of the split.
-        counts: what its manifest says.
+        folder: folder of the split.
+        counts: counts in its manifest.
         report: called as report(done, total), in bytes.
     """
     wrong = size_problems(folder, counts)

@@ -1,7 +1,8 @@
-"""The length of an Ogg Vorbis file from its first and last pages (RFC 3533; Vorbis I specification, 4.2.2).
+"""Audio files: length, samples, and transforms.
 
-libsndfile unpacks the codec's tables to open a file, which takes longer than all else that an index asks. What is not
-quite plain is left to it: another codec, several streams, a start that is not 0, few bytes for its length.
+The length of a plain Ogg Vorbis file is computed from its first and last pages (RFC 3533; Vorbis I specification,
+4.2.2). To open a file, libsndfile unpacks the codec's tables, which takes longer than the rest of the indexing.
+libsndfile reads all other files: other codecs, several streams, a start that is not 0, few bytes for the length.
 """
 
 from __future__ import annotations
@@ -23,17 +24,26 @@ from weft.data.media.images import Encoded
 from weft.data.media.records import generator_of
 from weft.errors import DataError, MissingExtra, WeftError
 
-#: A page is at most so long.
+#: Maximum size of a page.
 PAGE_BYTES = 65_307
 _HEAD_BYTES = 16_384
-#: Silence takes a few bytes a packet; a file with more for each second has sound in it.
+#: Bytes per second above which a file cannot be silent. Silence takes a few bytes per packet.
 _SOUND_BYTES_A_S = 1000
 _PAGE = struct.Struct("<4sBBqIIIB")
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """start, end: of the page. body: of what it holds. granule: samples up to its end. packets: that end in it."""
+    """An Ogg page. `start`, `body` and `end` are byte offsets.
+
+    Attributes:
+        start: start of the page.
+        body: start of its payload.
+        end: end of the page.
+        granule: number of samples up to its end.
+        serial: serial number of its stream.
+        packets: number of packets that end in it.
+    """
 
     start: int
     body: int
@@ -44,14 +54,15 @@ class _Page:
 
 
 def vorbis_size(encoded: Encoded) -> tuple[int, int, int] | None:
-    """Return frames, frames a second and channels of a plain Vorbis file that is whole and has sound in it.
+    """Return frames, frames per second and channels of a plain, complete Vorbis file that is not silent.
 
-    encoded: the recording.
+    Return None for all other files.
 
-    Returns None for everything else.
+    Args:
+        encoded: the recording.
 
     Raises:
-        DataError: where the file cannot be read.
+        DataError: if the file cannot be read.
     """
     head = encoded.part(0, _HEAD_BYTES)
     first = _page_at(head, 0)
@@ -72,7 +83,7 @@ def vorbis_size(encoded: Encoded) -> tuple[int, int, int] | None:
 
 
 def _page_at(data: bytes, at: int) -> _Page | None:
-    """The page that begins at a place; None: there is none, or not all of its table."""
+    """Return the page that begins at offset `at`, or None if no page or only a part of its segment table is there."""
     if len(data) < at + _PAGE.size:
         return None
     mark, version, _, granule, serial, _, _, count = _PAGE.unpack_from(data, at)
@@ -84,7 +95,7 @@ def _page_at(data: bytes, at: int) -> _Page | None:
 
 
 def _first_sound(head: bytes, first: _Page) -> _Page | None:
-    """The first page with samples, behind the three packets of headers."""
+    """Return the first page with samples, after the three header packets."""
     packets, page = first.packets, _page_at(head, first.end)
     while page is not None and packets + page.packets <= 3 and page.granule <= 0:
         packets, page = packets + page.packets, _page_at(head, page.end)
@@ -101,23 +112,23 @@ def _last_page(encoded: Encoded, size: int) -> _Page | None:
     return _Page(page.start + start, page.body + start, page.end + start, page.granule, page.serial, page.packets)
 
 
-# One recording: its length from its header, and some of its samples.
+# A recording: its length from the header, and ranges of its samples.
 
-#: Frames a second that a recording may have.
+#: Valid sample rates, in frames per second.
 RATES = range(1000, 768_001)
-#: Frames that are looked at for a sample that is not 0, first and at most.
+#: First and largest block of frames in the search for a sample that is not 0.
 _FIRST_BLOCK, _LARGEST_BLOCK = 256, 65536
-#: First bytes of the formats that libsndfile may open; it has decoders for many more, some hardly ever used.
+#: First bytes of the formats that libsndfile may open. It has decoders for many more, some rarely used.
 _MAGIC = (
     b"RIFF", b"RIFX", b"RF64", b"riff", b"fLaC", b"OggS", b"FORM", b".snd", b"dns.", b"caff", b"ID3", b"NIST",
     *(bytes((0xFF, second)) for second in range(0xE0, 0x100)),  # frames of MP3
 )  # fmt: skip
 _MAX_CHANNELS = 64
-#: Values that are looked at for one that is not 0.
+#: Maximum number of values in the search for one that is not 0.
 _MAX_SILENCE = 2**28
-#: A header that promises more does not know.
+#: Larger frame counts are placeholders of an unknown length.
 _MOST_FRAMES = 2**48
-#: Sizes that programs write where they do not know how much will follow.
+#: Larger chunk sizes are placeholders of programs that write a file of unknown length.
 _OPEN_ENDED = 0x7FFFF000
 
 
@@ -125,20 +136,20 @@ def soundfile() -> Any:
     """Return the soundfile module.
 
     Raises:
-        MissingExtra: where it is not installed.
+        MissingExtra: if it is not installed.
     """
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # OSError: libsndfile is not there
+    except (ImportError, OSError) as error:  # OSError: libsndfile is missing
         raise MissingExtra("soundfile", "media", "a folder of recordings") from error
     return soundfile
 
 
 def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
-    """Return frames, frames a second and channels, from the header and the first samples that are not 0.
+    """Return frames, frames per second and channels, from the header and the first samples that are not 0.
 
     Raises:
-        DataError: where the file is no sound, has no samples, is cut off, or is silent from end to end.
+        DataError: if the file is not audio, has no samples, is cut off, or is silent from start to end.
     """
     encoded = source if isinstance(source, Encoded) else Encoded.of_file(source)
     plain = vorbis_size(encoded)
@@ -166,15 +177,15 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
 
 
 def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]:
-    """Return some frames of a recording, (count, channels), full scale as 1.
+    """Return frames of a recording, float32 (count, channels), with full scale as 1.
 
     Args:
         encoded: the recording.
-        start: of the first.
-        count: how many.
+        start: the first frame.
+        count: number of frames.
 
     Raises:
-        DataError: where they cannot be decoded, or are not numbers.
+        DataError: if the frames cannot be decoded or have values that are not finite.
     """
     with _opened(encoded) as sound:
         if start:
@@ -190,7 +201,7 @@ def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]
 
 
 class _Stream(io.RawIOBase):
-    """Bytes of a recording, read where they lie as the decoder asks for them."""
+    """Seekable binary stream over the bytes of a recording. The decoder reads from it in C."""
 
     def __init__(self, encoded: Encoded):
         self.fault: DataError | None = None
@@ -205,7 +216,7 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             found = self._encoded.part(self._at, len(buffer))
-        except DataError as error:  # a library written in C calls, which knows no exceptions
+        except DataError as error:  # called from C, where exceptions are lost
             self.fault, found = error, b""
         buffer[: len(found)] = found
         self._at += len(found)
@@ -222,7 +233,10 @@ class _Stream(io.RawIOBase):
 
 @cache
 def _reader(library: Any) -> Any:
-    """A SoundFile that does not seek to where it is after each read, which costs the decoders more than a header."""
+    """Return a SoundFile class that reports it is not seekable.
+
+    SoundFile seeks to its current position after each read of a seekable file, which is slower than reading a header.
+    """
 
     class Reader(library.SoundFile):
         def seekable(self) -> bool:
@@ -233,7 +247,7 @@ def _reader(library: Any) -> Any:
 
 @contextmanager
 def _opened(encoded: Encoded) -> Iterator[Any]:
-    """An open recording. DataError where it, or what is done with it, cannot be read."""
+    """Open a recording. Errors of opening it, and of the body of `with`, are raised as DataError."""
     library = soundfile()
     stream = _Stream(encoded)
     if not encoded.size():
@@ -254,7 +268,7 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
 
 
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
-    """Read up to the first sample that is not 0."""
+    """Read up to the first sample that is not 0, and raise DataError if there is none."""
     done, size = 0, _FIRST_BLOCK
     while done < min(frames, _MAX_SILENCE // sound.channels):
         block = sound.read(size, dtype="float32")
@@ -268,7 +282,7 @@ def _refuse_silence(sound: Any, frames: int, name: str) -> None:
 
 
 def _is_truncated(encoded: Encoded, sound: Any) -> bool:
-    """Whether the file ends before its own tables say, in the formats that have some."""
+    """Return True if the file is shorter than its tables declare. Only some formats have such tables."""
     if sound.format in ("WAV", "WAVEX"):
         return _chunk_end(encoded, "<", b"data") > encoded.size()
     if sound.format == "AIFF":
@@ -289,7 +303,7 @@ def _has_last_frame(sound: Any) -> bool:
 
 
 def _chunk_end(encoded: Encoded, order: str, wanted: bytes) -> int:
-    """Where the chunk of samples ends by its own size, in a file of chunks; 0 where it does not say."""
+    """Return the end of the sample chunk by its declared size, or 0 if no size is declared."""
     at = 12
     while len(head := encoded.part(at, 8)) == 8:
         name, size = struct.unpack(f"{order}4sI", head)
@@ -300,7 +314,7 @@ def _chunk_end(encoded: Encoded, order: str, wanted: bytes) -> int:
 
 
 def _last_page_end(encoded: Encoded) -> int:
-    """Where the last page of an Ogg file ends by its own table; 0 where none is found."""
+    """Return the end of the last page of an Ogg file by its segment table, or 0 if no page is found."""
     start = max(0, encoded.size() - 2 * PAGE_BYTES)
     tail = encoded.part(start, 2 * PAGE_BYTES)
     at = tail.rfind(b"OggS")
@@ -313,10 +327,10 @@ def _last_page_end(encoded: Encoded) -> int:
 
 
 def _frames_end(encoded: Encoded) -> int:
-    """Where the frames of an MP3 end by the table that encoders put into the first; 0 where there is none."""
+    """Return the end of an MP3 by the table that encoders write into its first frame, or 0 if it is missing."""
     head = encoded.part(0, 10)
     start = 0
-    if head[:3] == b"ID3" and len(head) == 10:  # tags, with 7 bits of their length in each of four bytes
+    if head[:3] == b"ID3" and len(head) == 10:  # tags: four bytes with 7 bits of the length each
         start = 10 + sum((byte & 127) << 7 * (3 - place) for place, byte in enumerate(head[6:10]))
     first = encoded.part(start, 256)
     at = max(first.find(b"Xing"), first.find(b"Info"))
@@ -326,20 +340,23 @@ def _frames_end(encoded: Encoded) -> int:
     return start + size if flags & 3 == 3 else 0
 
 
-# What is heard of a recording: one channel at one rate, at most so many seconds, with changes drawn by a key.
+# Transforms of a recording: one channel, one rate, a maximum length, and random changes drawn from a key.
 
-#: A mask covers at most this share of the frames, and this share of the bands.
+#: Maximum share of the frames, and of the bands, that a mask covers.
 _TIME_SHARE, _BAND_SHARE = 0.125, 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class AudioTransform:
-    """How a recording is heard.
+    """Resampling, cropping and augmentation of recordings.
 
-    rate: samples a second. seconds: heard of it at most. crops: a random part is taken of a longer one, in place of its
-    middle. gain: it becomes up to so many dB louder or softer. noise: white noise is added, of up to this share of the
-    recording's own level. masks: so many stretches of time, and as many of pitch, are hidden (SpecAugment, arXiv
-    1904.08779).
+    Attributes:
+        rate: samples per second.
+        seconds: maximum length.
+        crops: take a random part of a longer recording instead of its middle.
+        gain: maximum change of the level, in dB, up or down.
+        noise: maximum level of added white noise, as a share of the recording's level.
+        masks: number of time masks, and of frequency masks (SpecAugment, arXiv 1904.08779).
     """
 
     rate: int
@@ -351,7 +368,7 @@ class AudioTransform:
 
     @property
     def most_samples(self) -> int:
-        """Return how many samples are heard at most."""
+        """Maximum number of samples."""
         return round(self.seconds * self.rate)
 
 
@@ -359,7 +376,7 @@ def soxr() -> Any:
     """Return the soxr module, which resamples.
 
     Raises:
-        MissingExtra: where it is not installed.
+        MissingExtra: if it is not installed.
     """
     try:
         import soxr
@@ -371,17 +388,19 @@ def soxr() -> Any:
 def hear(
     encoded: Encoded, size: tuple[int, ...], hearing: AudioTransform, key: tuple[int | str, ...] = ()
 ) -> NDArray[np.float32]:
-    """Return samples of a recording, full scale as 1: the mean of its channels, resampled. No more of it is decoded.
+    """Return the transformed samples of a recording, float32, with full scale as 1.
+
+    They are the mean of its channels, resampled. Only the frames that are used are decoded.
 
     Args:
         encoded: the recording.
-        size: its frames, frames a second and channels.
-        hearing: how it is heard.
-        key: what is drawn follows from it.
+        size: its frames, frames per second and channels.
+        hearing: the transform.
+        key: key of the random draws.
 
     Raises:
-        DataError: where it cannot be decoded.
-        MissingExtra: where its rate differs, and soxr is not installed.
+        DataError: if it cannot be decoded.
+        MissingExtra: if it has to be resampled and soxr is not installed.
     """
     frames, rate, _ = size
     rng = generator_of(key)
@@ -403,13 +422,13 @@ def hear(
 def masked(
     features_MT: NDArray[np.float32], count: int, num_frames: int, key: tuple[int | str, ...]
 ) -> NDArray[np.float32]:
-    """Return features of which some stretches of time and of pitch have the mean of all, in place.
+    """Return features with random time and frequency ranges set to the mean, in place.
 
     Args:
-        features_MT: bands, then frames.
-        count: of the stretches, each.
-        num_frames: of the recording; those after are filled up.
-        key: where they lie follows from it.
+        features_MT: features, (bands, frames).
+        count: number of time masks, and of frequency masks.
+        num_frames: number of frames of the recording. The rest is padding.
+        key: key of the random draws.
     """
     rng = generator_of((*key, "masks"))
     heard = features_MT[:, :num_frames]

@@ -1,7 +1,7 @@
-"""Log-mel spectrograms: energy by time and pitch, as Whisper's feature extractor and torchaudio define it.
+"""Log-mel spectrograms, as Whisper's feature extractor and torchaudio define them.
 
-Written with numpy, without its matrix products: these may use threads, whose number would then show in the last bits.
-M mel bands, T frames, F frequencies.
+Written in numpy without matrix products, which may use threads, so that the last bits would depend on their number. M
+mel bands, T frames, F frequencies.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from numpy.typing import NDArray
 
 from weft.errors import DataError, MissingExtra
 
-#: Up to this frequency the scale of Slaney's Auditory Toolbox is linear, and logarithmic above.
+#: Frequency up to which the mel scale of Slaney's Auditory Toolbox is linear. It is logarithmic above.
 _KNEE_HZ, _KNEE_MEL, _HZ_PER_MEL = 1000.0, 15.0, 200.0 / 3.0
 _LOG_STEP = np.log(6.4) / 27.0
-#: The least energy that a logarithm is taken of; how far below the loudest band a value may be, in powers of ten.
+#: Lower limit of the energy before the logarithm, and of values relative to the loudest band, in powers of ten.
 _FLOOR, _RANGE = 1e-10, 8.0
-#: Frames that are transformed at a time: what lies between is small enough to come from the heap, without new pages.
+#: Frames that are transformed together. Intermediate arrays of this size come from the heap, without new memory pages.
 _AT_ONCE = 32
 
 
 def log_mel(
     wave: NDArray[np.float32], *, rate: int = 16_000, mels: int = 80, n_fft: int = 400, hop: int = 160
 ) -> NDArray[np.float32]:
-    """Return Whisper's features of a wave, (M, T) with T = len(wave) // hop: about -1 to 1.5, the loudest band highest.
+    """Return Whisper's features of a wave, (M, T) with T = len(wave) // hop, in a range of about -1 to 1.5.
 
     Args:
-        wave: samples, full scale as 1.
-        rate: of them, in Hz.
-        mels: bands, up to half the rate and at most 8 kHz.
+        wave: samples, with full scale as 1.
+        rate: samples per second.
+        mels: number of bands, up to half the rate and at most 8 kHz.
         n_fft: samples of a window.
         hop: samples from one window to the next.
     """
@@ -48,13 +48,13 @@ def log_mel(
 
 
 def mel_energy(wave: NDArray[np.float32], filters_MF: NDArray[np.float64], n_fft: int, hop: int) -> NDArray[np.float64]:
-    """Return the energy of each band, (M, T) with T = 1 + len(wave) // hop: windows stand around their middle.
+    """Return the energy of each band, (M, T) with T = 1 + len(wave) // hop. Windows are centered.
 
-    It is torchaudio's MelSpectrogram with power 2, a periodic Hann window and mirrored ends.
+    Equal to torchaudio's MelSpectrogram with power 2, a periodic Hann window and reflect padding.
 
     Args:
         wave: samples.
-        filters_MF: of `mel_filters`.
+        filters_MF: filters from `mel_filters`.
         n_fft: samples of a window.
         hop: samples from one window to the next.
     """
@@ -85,15 +85,15 @@ def mel_filters(
     scale: str = "slaney",
     is_even: bool = True,
 ) -> NDArray[np.float64]:
-    """Return the weights of triangular bands over the frequencies of a Fourier transform, (M, F).
+    """Return the weights of triangular mel bands over the frequencies of a Fourier transform, (M, F).
 
     Args:
-        rate: of the samples, in Hz.
-        mels: bands.
+        rate: samples per second.
+        mels: number of bands.
         n_fft: samples of a window; F is n_fft // 2 + 1.
-        most_hz: where the last band ends; None: at half the rate.
-        scale: "slaney" or "htk": how pitch follows from frequency.
-        is_even: whether each band is divided by its width, as `norm="slaney"` elsewhere.
+        most_hz: upper end of the last band, in Hz, or None for half the rate.
+        scale: "slaney" or "htk".
+        is_even: divide each band by its width, like `norm="slaney"` in other libraries.
     """
     top = min(most_hz or rate / 2, rate / 2)
     edges = _hz(np.linspace(0.0, _mel(top, scale), mels + 2), scale)
@@ -118,16 +118,21 @@ def _hz(mel: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
     return np.where(mel < _KNEE_MEL, mel * _HZ_PER_MEL, _KNEE_HZ * np.exp(_LOG_STEP * (mel - _KNEE_MEL)))
 
 
-# Features of a wave: log-mel bands of our own, or what the feature extractor of a Hugging Face folder makes.
+# Features of a wave: Weft's log-mel bands, or those of the feature extractor in a Hugging Face folder.
 
 _FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LogMel:
-    """Whisper's log-mel bands. filled: samples that a wave is filled up to with silence; 0: it is left as it is.
+    """Whisper's log-mel bands.
 
-    rate: of the samples. mels: bands. n_fft, hop: samples of a window, and from one to the next.
+    Attributes:
+        rate: samples per second.
+        mels: number of bands.
+        n_fft: samples of a window.
+        hop: samples from one window to the next.
+        filled: number of samples to which a wave is padded with silence, or 0 for no padding.
     """
 
     rate: int = 16_000
@@ -137,11 +142,11 @@ class LogMel:
     filled: int = 0
 
     kind: ClassVar[str] = "log_mel"
-    #: What transformers' models call them.
+    #: Names of the input in transformers' models.
     name: ClassVar[str] = "input_features"
 
     def shape(self, most_samples: int) -> tuple[int, ...]:
-        """Return the largest shape of the features of so many samples: bands and frames."""
+        """Return the largest shape of the features of up to `most_samples` samples: (bands, frames)."""
         return self.mels, max(most_samples, self.filled, self.hop) // self.hop
 
     def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -152,19 +157,23 @@ class LogMel:
         return log_mel(wave, rate=self.rate, mels=self.mels, n_fft=self.n_fft, hop=self.hop)
 
     def frames(self, num_samples: int) -> int:
-        """Return how many frames so many samples of a recording reach into."""
+        """Return the number of frames that cover `num_samples` samples of a recording."""
         return -(-num_samples // self.hop)
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the JSON values that `parse_features` reads."""
         return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class FolderFeatures:
-    """What transformers' feature extractor of a folder makes of a wave. rate: of the samples; mels: rows that it gives.
+    """Features of the transformers feature extractor in a folder.
 
-    name: of the model's input. is_turned: whether the extractor gives frames before bands.
+    Attributes:
+        rate: samples per second.
+        mels: number of rows of the features.
+        name: name of the model's input.
+        is_turned: the extractor returns (frames, bands), not (bands, frames).
     """
 
     folder: str
@@ -176,7 +185,7 @@ class FolderFeatures:
     kind: ClassVar[str] = "folder"
 
     def shape(self, most_samples: int) -> tuple[int, ...]:
-        """Return the largest shape of the features of so many samples: bands and frames."""
+        """Return the largest shape of the features of up to `most_samples` samples: (bands, frames)."""
         return self(np.zeros(most_samples, np.float32)).shape
 
     def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -186,11 +195,11 @@ class FolderFeatures:
         return np.ascontiguousarray(found.T if self.is_turned else found)
 
     def frames(self, num_samples: int) -> int:
-        """Return how many frames so many samples of a recording reach into."""
+        """Return the number of frames that cover `num_samples` samples of a recording."""
         return self.shape(num_samples)[1]
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the JSON values that `parse_features` reads."""
         return {"kind": self.kind, **asdict(self)}
 
 
@@ -198,21 +207,21 @@ Features = LogMel | FolderFeatures
 
 
 def parse_features(told: dict[str, Any]) -> Features:
-    """Return the features that `told` describes."""
+    """Return the features that the JSON values `told` describe."""
     kinds = {kind.kind: kind for kind in (LogMel, FolderFeatures)}
     return kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
 
 
 def folder_features(folder: Path) -> tuple[Features, float | None]:
-    """Return the features of a Hugging Face folder, and the seconds that they reach over at most; None: any number.
+    """Return the features of a Hugging Face folder, and their maximum length in seconds or None.
 
-    Of a Whisper they are computed here, to the same numbers without transformers.
+    Whisper's features are computed by Weft, with equal values and without transformers.
 
     Args:
-        folder: with preprocessor_config.json.
+        folder: a folder with preprocessor_config.json.
 
     Raises:
-        DataError: where it has no feature extractor for sound that can be read.
+        DataError: if the folder has no readable feature extractor for audio.
     """
     try:
         fields = json.loads((folder / _FILE).read_text("utf-8"))
@@ -252,7 +261,7 @@ def _extractor(folder: str) -> Any:
 
 @lru_cache(maxsize=2)
 def _loaded(folder: str, changed_ns: int) -> Any:
-    """The extractor of a folder, loaded once and again when its file changes."""
+    """Return the extractor of a folder, which is cached until its file changes."""
     del changed_ns
     try:
         from transformers import AutoFeatureExtractor
@@ -260,7 +269,7 @@ def _loaded(folder: str, changed_ns: int) -> Any:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from error
     try:
         return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on what the file holds
+    except Exception as error:  # the exception depends on the file's content
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise DataError(
             f"model.path={folder}: transformers cannot read its {_FILE} ({first}). Copy that file of the model again."

@@ -1,4 +1,4 @@
-"""Recordings of a source as features, by index. What is drawn at random follows from (seed, epoch, index)."""
+"""Features of a source's recordings, by index. Random draws are a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from weft.data.media.media_records import MediaRecords
 
 
 class Sounds:
-    """Recordings, heard in one way.
+    """Features of the recordings of a source, with one transform.
 
     Args:
-        source: where they lie.
-        hearing: how they are heard.
-        features: what is made of their samples.
-        seed: of the run.
+        source: the recordings.
+        hearing: the transform of the samples.
+        features: the features computed from the samples.
+        seed: the run's seed.
     """
 
     dtype = np.dtype(np.float32)
-    #: The option that makes what is decoded smaller.
+    #: The option that reduces the size of a decoded sample.
     smaller = "seconds"
 
     def __init__(self, source: MediaRecords, hearing: AudioTransform, features: Features, seed: int):
         self.source, self.hearing, self.features, self.seed = source, hearing, features, seed
-        #: The largest shape of a sample.
+        #: Largest shape of a sample.
         self.shape = features.shape(hearing.most_samples)
 
     def __len__(self) -> int:
@@ -43,20 +43,20 @@ class Sounds:
         return (self[index] for index in range(len(self)))
 
     def in_epoch(self, epoch: int, index: int) -> tuple[NDArray[np.float32], Any]:
-        """Return a sample as it sounds in an epoch: features and what is learnt."""
+        """Return the features and the target of a sample in an epoch."""
         return self.decoded(epoch, index), self.learnt(index)
 
     def learnt(self, index: int) -> Any:
-        """Return the number of a sample's class, or the tokens of its text."""
+        """Return the target of a sample: its class number, or the tokens of its text."""
         return self.source.tokens(index) if self.source.columns.is_text else self.source.label(index)
 
     def wave(self, epoch: int, index: int) -> NDArray[np.float32]:
-        """Return a sample's wave as it sounds in an epoch."""
+        """Return the transformed wave of a sample in an epoch."""
         key = (self.seed, epoch, index)
         return hear(self.source.encoded(index), self.source.size(index), self.hearing, key)
 
     def decoded(self, epoch: int, index: int) -> NDArray[np.float32]:
-        """Return a sample's features as it sounds in an epoch, (bands, frames)."""
+        """Return the features of a sample in an epoch, (bands, frames)."""
         wave = self.wave(epoch, index)
         made = self.features(wave)
         if not self.hearing.masks:
@@ -65,7 +65,7 @@ class Sounds:
         return masked(made, self.hearing.masks, frames, (self.seed, epoch, index))
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values, for processes that decode."""
+        """Return the JSON values that describe this object to decode processes."""
         return {
             "kind": "sounds",
             "source": self.source.format(),
@@ -76,6 +76,6 @@ class Sounds:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Sounds:
-        """Return what `told` described."""
+        """Return the object that `told` describes."""
         source, features = MediaRecords.parse(told["source"]), parse_features(told["features"])
         return cls(source, AudioTransform(**told["hearing"]), features, told["seed"])

@@ -1,4 +1,4 @@
-"""Folders of pictures, one for each class: `cats/1.png`, `dogs/2.jpg`. Found once, by names and headers alone."""
+"""Folders of pictures, one for each class: `cats/1.png`, `dogs/2.jpg`. Only names and headers are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft.data.order.stream import permutation
 from weft.errors import DataError
 from weft.units import format_count
 
-#: More unreadable pictures than this share stop a run.
+#: Maximum share of unreadable pictures.
 MOST_BAD = 0.01
-#: Threads that read headers: they wait for the disk.
+#: Threads that read headers. They mostly wait for the disk.
 _THREADS = 8
 _CHUNK = 512
 _SHOWN = 3
@@ -28,8 +28,12 @@ _SHOWN = 3
 class ClassFolder:
     """Pictures below a folder, in order of their names.
 
-    root: the folder. classes: names of its folders, in order. paths: of the pictures, relative to it. labels: of each
-    picture, the number of its class. unreadable: what was left out, with the reason.
+    Attributes:
+        root: the folder.
+        classes: names of its folders, in order.
+        paths: paths of the pictures, relative to the folder.
+        labels: class number of each picture.
+        unreadable: files that were left out, with the reason.
     """
 
     root: str
@@ -39,7 +43,7 @@ class ClassFolder:
     unreadable: tuple[str, ...] = ()
 
     def format(self) -> str:
-        """Return it as text that `parse` reads."""
+        """Return the text that `parse` reads."""
         return json.dumps(
             {
                 "root": self.root,
@@ -52,10 +56,10 @@ class ClassFolder:
 
     @classmethod
     def parse(cls, text: str) -> ClassFolder:
-        """Read what `format` wrote.
+        """Parse the output of `format`.
 
         Raises:
-            DataError: for another text.
+            DataError: if the text is not valid.
         """
         try:
             found = json.loads(text)
@@ -67,13 +71,13 @@ class ClassFolder:
             ) from error
 
     def part(self, chosen: Sequence[int]) -> ClassFolder:
-        """Return the pictures of these places alone."""
+        """Return a folder with only the pictures at these positions."""
         paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
         return ClassFolder(self.root, self.classes, paths, labels)
 
     def split(self, share: float) -> tuple[ClassFolder, ClassFolder]:
-        """Return what is left to train on, and a share that is held out, the same one every time."""
-        # A pure function of the names: a picture that is added moves no other one to the other side but by chance.
+        """Return a training part, and a held-out part of size `share`. The split is deterministic."""
+        # The split is a function of the names. An added picture moves others between the parts only by chance.
         order = permutation(len(self.paths), "held out pictures")
         held = sorted(order(place) for place in range(max(1, round(share * len(self.paths)))))
         rest = self.part(sorted({*range(len(self.paths))} - {*held}))
@@ -83,27 +87,27 @@ class ClassFolder:
         return len(self.paths)
 
     def label(self, index: int) -> int:
-        """Return the number of a picture's class."""
+        """Return the class number of a picture."""
         return self.labels[index]
 
     def file(self, index: int) -> Path:
-        """Return where a picture lies."""
+        """Return the path of a picture."""
         return Path(self.root) / self.paths[index]
 
     def encoded(self, index: int) -> Encoded:
-        """Return what is decoded."""
+        """Return an encoded picture."""
         return Encoded.of_file(self.file(index))
 
 
 def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) -> ClassFolder:
-    """Find the pictures of a folder of classes, and leave out those whose header cannot be read.
+    """Find the pictures of a folder of classes. Pictures with an unreadable header are left out.
 
     Args:
-        root: the folder; each folder in it is a class, and may hold folders.
-        report: told of (pictures looked at, all of them).
+        root: the folder. Each folder in it is a class, and may have subfolders.
+        report: called with (pictures checked, pictures in total).
 
     Raises:
-        DataError: where there is no such folder, a class has no picture, there is one class alone, or more than 1 % of
+        DataError: if the folder does not exist, a class has no picture, there is only one class, or more than 1 % of
             the pictures cannot be read.
     """
     files = class_files(root, PICTURE)
@@ -129,7 +133,7 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
 
 
 def _unreadable(root: Path, path: Path) -> str | None:
-    """Why a picture is left out; None: it is not."""
+    """Return why a picture is left out, or None."""
     try:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
             return f"{path}: it links out of the folder"

@@ -1,8 +1,8 @@
-"""A process that decodes pictures or sound into a ring of memory that it shares with a rank.
+"""Process that decodes pictures or audio into a ring buffer in memory shared with a rank.
 
 It reads a description of the samples from its standard input, then one job after another: (slot, epoch, index). For
-each it answers (slot, status, length of a text) and a text: the shape of what it decoded, or an error. It ends where
-its input does.
+each job it writes (slot, status, length of a text) and a text: the shape of the decoded sample, or an error. It exits
+at the end of its input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.lazy import named_object
 #: slot, epoch, index; slot, status, length of the text that follows.
 JOB, ANSWER = struct.Struct("<qqq"), struct.Struct("<qqq")
 DONE, FAULTY, BROKEN = range(3)
-#: Samples by what their description says they are. By name: they know of these processes themselves.
+#: Sample classes by the "kind" of their description. They are imported by name, since their modules import this one.
 _KINDS = {
     "pictures": "weft.data.media.image_source:Pictures",
     "sounds": "weft.data.media.audio_source:Sounds",
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class Decodable(Protocol):
-    """Samples that processes decode."""
+    """Interface of samples that processes decode."""
 
     source: Any
     smaller: str
@@ -42,43 +42,43 @@ class Decodable(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The format of what is decoded."""
+        """The dtype of a decoded sample."""
         ...
 
     def __len__(self) -> int: ...
 
     def learnt(self, index: int) -> Any:
-        """Return what is learnt of a sample."""
+        """Return the target of a sample."""
         ...
 
     def decoded(self, epoch: int, index: int) -> NDArray[Any]:
-        """Return a sample as it is in an epoch, of at most `shape` in each dimension."""
+        """Return a sample in an epoch, with at most `shape` in each dim."""
         ...
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the JSON values that describe the samples to a worker."""
         ...
 
 
 def slot_bytes(samples: Decodable) -> int:
-    """Return the bytes that a sample takes at most."""
+    """Return the maximum size of a sample in bytes."""
     return math.prod(samples.shape) * samples.dtype.itemsize
 
 
 def in_slot(ring: NDArray[np.uint8], slot: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a sample's place in the ring.
+    """Return a view of the ring for one sample.
 
     Args:
-        ring: bytes of each slot, (slots, bytes).
-        slot: its number.
-        shape: of the sample.
-        dtype: of the sample.
+        ring: the ring buffer, uint8 (slots, bytes).
+        slot: number of the slot.
+        shape: shape of the sample.
+        dtype: dtype of the sample.
     """
     return ring[slot, : math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def described(samples: Decodable) -> bytes:
-    """Return the first message to a worker: what it decodes."""
+    """Return the first message to a worker, which describes the samples."""
     text = json.dumps(samples.told()).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -87,12 +87,12 @@ def main(ring_fd: int, num_slots: int) -> None:
     """Serve jobs until the input ends.
 
     Args:
-        ring_fd: file of the shared memory.
-        num_slots: of the ring.
+        ring_fd: file descriptor of the shared memory.
+        num_slots: number of slots of the ring.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank hears of it, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets the signal too, and ends this process
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keep output of libraries out of the answers
     jobs = sys.stdin.buffer
     told = json.loads(jobs.read(int.from_bytes(jobs.read(8), "little")))
     samples: Decodable = named_object(_KINDS[told["kind"]]).of(told)
@@ -112,7 +112,7 @@ def _serve(samples: Decodable, ring: Any, jobs: BinaryIO, answers: Any) -> None:
             status, text = DONE, json.dumps(made.shape).encode()
         except DataError as error:
             status, text = FAULTY, str(error).encode("utf-8", "backslashreplace")
-        except Exception as error:  # a decoder may raise anything, and the rank says of which sample
+        except Exception as error:  # a decoder may raise anything, and the rank adds the sample's name
             status, text = BROKEN, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
         try:
             answers.write(ANSWER.pack(slot, status, len(text)) + text)

@@ -1,7 +1,8 @@
-"""Processes that decode a rank's pictures or sound ahead of use, into memory that all of them share.
+"""Processes that decode a rank's pictures or audio ahead of use, into shared memory.
 
-Samples follow from (seed, epoch, index) alone, so they are the same whichever process decodes them, and however often.
-A process that dies is replaced and its jobs are done again; a sample that ends three of them is named.
+Samples are a function of (seed, epoch, index), so the result does not depend on the process, and decoding can be
+repeated. If a process dies, it is replaced and its jobs run again. If three processes die on one sample, the error
+names it.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from weft.units import format_bytes
 
 #: (epoch, index) of a sample.
 Key = tuple[int, int]
-#: Slots for each process beside those of the samples that are asked for.
+#: Slots for each process, in addition to those of the requested samples.
 _SPARE = 4
-#: A sample that ends so many processes is at fault.
+#: A sample on which this many processes died is faulty.
 _MOST_DEATHS = 3
-#: A process without an answer for so long is ended: a disk that is gone, a decoder that loops.
+#: Seconds after which a process without an answer is killed, such as for a lost disk or a decoder that loops.
 _LONGEST_JOB_S = 300.0
 _MOST_RING_BYTES = 512 * 2**20
 
 
 class DecodePool:
-    """Decodes samples in processes of its own.
+    """Pool of processes that decode samples.
 
     Args:
-        samples: what is decoded.
-        workers: processes.
-        ahead: samples that are decoded before they are asked for.
+        samples: the samples to decode.
+        workers: number of processes.
+        ahead: number of samples that are decoded before they are requested.
 
     Raises:
-        DataError: where the shared memory cannot be had.
+        DataError: if the shared memory cannot be allocated.
     """
 
     def __init__(self, samples: Decodable, workers: int, ahead: int):
@@ -73,18 +74,18 @@ class DecodePool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that decode."""
+        """Ids of the decode processes."""
         return [worker.process.pid for worker in self._workers]
 
     def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
-        """Return decoded samples, and have others decoded while they are used.
+        """Return decoded samples, and decode others in the background.
 
         Args:
-            wanted: (epoch, index) of each.
-            soon: what is asked for next.
+            wanted: (epoch, index) of each sample to return.
+            soon: (epoch, index) of each sample to decode in the background.
 
         Raises:
-            DataError: for a sample that cannot be decoded, or that ends the processes that try.
+            DataError: if a sample cannot be decoded, or its decoding crashes the processes.
         """
         needed = dict.fromkeys(wanted)
         for key in [key for key in self._done if key not in needed and key not in set(soon)]:
@@ -106,7 +107,7 @@ class DecodePool:
             self._wait()
 
     def close(self) -> None:
-        """End the processes, and give the memory back. Calling it again does nothing."""
+        """Stop the processes and free the memory. Further calls have no effect."""
         for worker in self._workers:
             worker.end()
         self._workers.clear()
@@ -123,7 +124,7 @@ class DecodePool:
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
 
     def _hand_out(self, needed: dict[Key, None]) -> None:
-        """Give out jobs as long as there are slots, so that no process waits while the rank does something else."""
+        """Send jobs while slots are free, so that processes stay busy between calls."""
         if self._queue and not self._free and not any(worker.jobs for worker in self._workers):
             spare = next(key for key in self._done if key not in needed)
             self._free.append(self._done.pop(spare))
@@ -132,7 +133,7 @@ class DecodePool:
             worker.send(self._queue.popleft(), self._free.pop())
 
     def _wait(self) -> None:
-        """Take the answers that are there, or wait for one."""
+        """Process the available answers, or wait for one."""
         ready = self._selector.select(timeout=1.0)
         for chosen, _ in ready:
             worker: _Worker = chosen.data
@@ -143,7 +144,7 @@ class DecodePool:
                 self._replace(worker)
         for worker in list(self._workers) if not ready else ():
             if worker.is_hung():
-                worker.process.kill()  # its end is seen as an answer
+                worker.process.kill()  # the closed pipe is handled like an answer
 
     def _take(self, key: Key, slot: int, status: int, text: str) -> None:
         if status == DONE:
@@ -154,7 +155,7 @@ class DecodePool:
         self._faults[key] = text if status == FAULTY else why
 
     def _replace(self, worker: _Worker) -> None:
-        """Have another process do what was left to one that died."""
+        """Start a process for one that died, and queue its jobs again."""
         self._selector.unregister(worker.output)
         self._workers.remove(worker)
         code = worker.end()
@@ -177,7 +178,7 @@ class DecodePool:
 
 
 class _Worker:
-    """One process and the jobs that it holds, the oldest first: it does them in order."""
+    """One process and its jobs, oldest first. It runs them in order."""
 
     def __init__(self, ring_fd: int, num_slots: int, told: bytes):
         path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -193,7 +194,7 @@ class _Worker:
         self._write(told)
 
     def send(self, key: Key, slot: int) -> None:
-        """Add a job; one that the process does not get is done again, as it has died."""
+        """Send a job. If the process has died, the job is queued again when its replacement starts."""
         if not self.jobs:
             self._since = time.monotonic()
         self.jobs.append((key, slot))
@@ -207,13 +208,13 @@ class _Worker:
                 view = view[stdin.write(view) :]
 
     def receive(self) -> bool:
-        """Read what was answered; False: the process has ended."""
+        """Read the available output. Return False if the process has exited."""
         read = os.read(self.output.fileno(), 2**16)
         self._read += read
         return bool(read)
 
     def answers(self) -> list[tuple[int, int, str]]:
-        """Return the whole answers that were read: slot, status, text."""
+        """Return the complete answers that were read: slot, status, text."""
         found: list[tuple[int, int, str]] = []
         while len(self._read) >= ANSWER.size:
             slot, status, length = ANSWER.unpack_from(self._read)
@@ -225,18 +226,18 @@ class _Worker:
         return found
 
     def done(self, slot: int) -> Key:
-        """Take the oldest job off the list, which is the one of the slot."""
+        """Remove and return the oldest job, which has the slot `slot`."""
         key, held = self.jobs.popleft()
         assert held == slot
         self._since = time.monotonic()
         return key
 
     def is_hung(self) -> bool:
-        """Whether it has had a job for longer than any sample takes."""
+        """Return True if its current job has run longer than `_LONGEST_JOB_S`."""
         return bool(self.jobs) and time.monotonic() - self._since > _LONGEST_JOB_S
 
     def end(self) -> int:
-        """End the process, and return its exit code."""
+        """Stop the process and return its exit code."""
         stdin: Any = self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
@@ -249,7 +250,7 @@ class _Worker:
 
 
 def _shared_memory(size: int, workers: int, smaller: str) -> int:
-    """A file in memory that has no name, and is gone with the last process that holds it."""
+    """Return the descriptor of an anonymous file in memory, which is freed when the last process closes it."""
     fd = -1
     try:
         if hasattr(os, "memfd_create"):
@@ -259,7 +260,7 @@ def _shared_memory(size: int, workers: int, smaller: str) -> int:
                 fd = os.dup(file.fileno())
         os.ftruncate(fd, size)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)  # now, or a write into it would end the process later
+            os.posix_fallocate(fd, 0, size)  # allocate now, since a failed allocation on write would kill the process
         return fd
     except OSError as error:
         if fd >= 0:
@@ -271,7 +272,7 @@ def _shared_memory(size: int, workers: int, smaller: str) -> int:
 
 
 def _how(code: int) -> str:
-    """How a process ended, in words."""
+    """Return a phrase for an exit code of a process."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
@@ -279,17 +280,17 @@ def _how(code: int) -> str:
     return f"signal {-code}"
 
 
-# Pictures and sound that are asked for many at a time, and decoded by processes beside the rank.
+# Batched access to pictures and audio, which other processes than the rank decode.
 
 _MOST_WORKERS = 8
 
 
 class DecodedAhead:
-    """Samples of a source, decoded by processes that start when many are first asked for.
+    """Samples of a source. The first call of `many` starts processes that decode them.
 
     Args:
-        samples: which, and what is made of them.
-        workers: processes; 0: the rank decodes.
+        samples: the samples to decode.
+        workers: number of processes, or 0 to decode in the rank.
     """
 
     def __init__(self, samples: Decodable, workers: int):
@@ -307,18 +308,18 @@ class DecodedAhead:
         return (self[index] for index in range(len(self)))
 
     def in_epoch(self, epoch: int, index: int) -> tuple[Any, Any]:
-        """Return a sample as it is in an epoch: what is decoded, and what is learnt."""
+        """Return the decoded value and the target of a sample in an epoch."""
         return self.samples.decoded(epoch, index), self.samples.learnt(index)
 
     def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[tuple[Any, Any]]:
-        """Return samples, and have others decoded while they are used.
+        """Return samples, and decode others in the background.
 
         Args:
-            wanted: (epoch, index) of each.
-            soon: what is asked for next.
+            wanted: (epoch, index) of each sample to return.
+            soon: (epoch, index) of each sample to decode in the background.
 
         Raises:
-            DataError: for a sample that cannot be decoded.
+            DataError: if a sample cannot be decoded.
         """
         if not self.workers:
             return [self.in_epoch(*key) for key in wanted]
@@ -329,11 +330,11 @@ class DecodedAhead:
         return [(one, self.samples.learnt(index)) for one, (_, index) in zip(made, wanted, strict=True)]
 
     def pids(self) -> list[int]:
-        """Return the processes that decode now."""
+        """Return the ids of the running decode processes."""
         return [] if self._pool is None else self._pool.pids
 
     def close(self) -> None:
-        """End the processes; the next call starts others."""
+        """Stop the processes. The next call of `many` starts new ones."""
         with self._lock:
             pool, self._pool = self._pool, None
             if pool is not None:
@@ -341,8 +342,8 @@ class DecodedAhead:
 
 
 def usual_workers(num_ranks: int) -> int:
-    """Return how many processes decode for each rank of a machine: one for each core that is left, at most 8.
+    """Return the number of decode processes for each rank of a machine: one for each spare core of the rank, at most 8.
 
-    num_ranks: on this machine.
+    `num_ranks` is the number of ranks on this machine.
     """
     return max(0, min(_MOST_WORKERS, cores_of_rank(num_ranks) - 1))

@@ -1,6 +1,6 @@
-"""Records with a picture or sound, and what it shows or says, in `.tar` shards, jsonl, parquet and folders of classes.
+"""Records with a picture or recording and a label or text, in `.tar` shards, jsonl, parquet and folders of classes.
 
-They say where each lies, unread.
+Records give the location of their media, which is not read.
 """
 
 from __future__ import annotations
@@ -24,28 +24,32 @@ from weft.data.media.records import PICTURE, MediaKind, class_files
 from weft.errors import DataError, WeftError
 from weft.files import open_regular
 
-#: Suffixes of files of records.
+#: File suffixes of record files.
 RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
-#: How media is reached: a stretch of the file, a file beside it, base64 in a line, a row, a file below a folder.
+#: Media locations: byte range of the file, separate file, base64 in a line, row, file below a folder.
 STRETCH, FILE, LINE, ROW, BELOW = range(5)
 
 _LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
 _TEXTS = ("text", "transcription", "transcript", "sentence", "txt", "normalized_text", "caption")
 _MOST_LABEL_BYTES = 2**16
-#: Lines of JSON longer than this are left out: a picture in base64 is far smaller.
+#: Maximum size of a line of JSON. Longer lines are skipped. A picture in base64 is far smaller.
 _MOST_LINE_BYTES = 256 * 2**20
 _READ_BYTES = 2**20
-#: Row groups of media that a process holds.
+#: Row groups of media that a process caches.
 _GROUPS = 4
-#: What a damaged row of a parquet file raises when it is converted to Python values.
+#: Exceptions raised when a damaged row of a parquet file is converted to Python values.
 _BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordColumns:
-    """Names of the columns, or of the suffixes in a tar, that hold media and what is learnt of it; "": the usual names.
+    """Names of the columns, or of the suffixes in a tar, with media and targets. "" is for the usual names.
 
-    kind: of the media. is_text: whether a text is learnt, in place of a class.
+    Attributes:
+        media: column of the media.
+        label: column of the class or text.
+        kind: kind of the media.
+        is_text: the target is a text, not a class.
     """
 
     media: str = ""
@@ -55,19 +59,27 @@ class RecordColumns:
 
     @property
     def learnt(self) -> str:
-        """What is learnt, in a word, which is also the option that names its column."""
+        """The kind of target, "text" or "label", which is also the option with its column."""
         return "text" if self.is_text else "label"
 
     def media_column(self, record: Mapping[str, Any], path: Path) -> str:
-        """Return the column of the media. DataError where there is none."""
+        """Return the column of the media.
+
+        Raises:
+            DataError: if the record has no such column.
+        """
         return _column(record, self.media, self.kind.columns, (self.kind.one, self.kind.option), path)
 
     def label_column(self, record: Mapping[str, Any], path: Path) -> str:
-        """Return the column of what is learnt. DataError where there is none."""
+        """Return the column of the target.
+
+        Raises:
+            DataError: if the record has no such column.
+        """
         return _column(record, self.label, _TEXTS if self.is_text else _LABELS, (self.learnt, self.learnt), path)
 
     def label_of(self, value: Any) -> int | str | None:
-        """Return a class by number or name, or a text; None for anything else."""
+        """Return a class number, a class name or a text, or None for any other value."""
         if isinstance(value, str) and not is_valid_text(value):
             return None
         if self.is_text:
@@ -77,9 +89,17 @@ class RecordColumns:
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """One record. name: as people find it. kind, offset, length: how its media is reached, and where.
+    """One record.
 
-    encoded: the media. label: a number or a text. reason: why it cannot be used; "": it can.
+    Attributes:
+        name: name for messages.
+        kind: location kind of its media.
+        offset: position in the file, or row number.
+        length: bytes of the media in the file.
+        path: path of a separate file.
+        encoded: the media.
+        label: a class number, a class name or a text.
+        reason: why the record cannot be used, or "".
     """
 
     name: str
@@ -93,14 +113,14 @@ class FoundRecord:
 
 
 def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
-    """Yield the records of a file, in its order.
+    """Yield the records of a file, in order.
 
     Args:
-        path: of the file, whose suffix says how it is read, or of a folder of classes.
-        columns: where media and labels are.
+        path: a file of records, whose suffix gives the format, or a folder of classes.
+        columns: columns of media and labels.
 
     Raises:
-        DataError: if the file is damaged or cut off, or its first record has no such columns.
+        DataError: if the file is damaged or cut off, or its first record lacks the columns.
     """
     try:
         if path.is_dir():
@@ -118,18 +138,18 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
 
 
 def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns: RecordColumns) -> Encoded:
-    """Return the media of a record whose place is known.
+    """Return the media of a record by location.
 
     Args:
-        path: of the file of records.
-        name: of the record.
-        kind: how it is reached.
-        offset: in the file, or the number of the row.
-        length: of the stretch.
-        columns: where media and labels are.
+        path: the file of records.
+        name: name of the record.
+        kind: location kind.
+        offset: position in the file, or row number.
+        length: number of bytes.
+        columns: columns of media and labels.
 
     Raises:
-        DataError: where it is not there any more.
+        DataError: if the media is no longer there.
     """
     if kind in (FILE, BELOW):
         return Encoded(name, str(inside(path if kind == BELOW else path.parent, name)))
@@ -167,12 +187,13 @@ def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
 
 
 def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, tarfile.TarInfo]]]:
-    """Yield (archive, name, files by suffix) of files that share all before the first dot, one after another.
+    """Yield (archive, name, files by suffix) for consecutive files whose names are equal up to the first dot.
 
-    path: of the archive.
+    Args:
+        path: the archive.
 
     Raises:
-        DataError: where it is damaged or cut off.
+        DataError: if it is damaged or cut off.
     """
     sample: dict[str, tarfile.TarInfo] = {}
     stem = ""
@@ -180,7 +201,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
         size, before = path.stat().st_size, -1
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                vars(tar)["members"].clear()  # it would remember every member
+                vars(tar)["members"].clear()  # it would store every member
                 if tar.offset <= before or member.size < 0:  # it would be read again and again
                     raise _truncated(path, f"the size of {member.name[:200]!r} is {member.size}")
                 before = tar.offset
@@ -204,14 +225,14 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
             _check_end(path, tar.offset)
     except (tarfile.TarError, struct.error, RecursionError, MemoryError) as error:
         raise _truncated(path, str(error) or type(error).__name__) from error
-    except (ValueError, OverflowError, TypeError, IndexError) as error:  # of tarfile, for numbers in headers
+    except (ValueError, OverflowError, TypeError, IndexError) as error:  # from tarfile, for numbers in headers
         if isinstance(error, WeftError):
             raise
         raise _truncated(path, str(error)) from error
 
 
 def _check_end(path: Path, end: int) -> None:
-    """An archive ends with blocks of zeros, and nothing stands after them."""
+    """Check that the archive ends with blocks of zeros, with no data after them."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(end)
@@ -267,9 +288,10 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield (number from 1, offset, line) of the lines that are not blank; None for a line that is too long.
+    """Yield (number from 1, offset, line) of the lines that are not blank. A line that is too long is None.
 
-    path: of the file.
+    Args:
+        path: the file.
 
     Raises:
         OSError: if the file cannot be read.
@@ -290,7 +312,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
 
 
 def line_object(line: bytes | None) -> dict[str, Any] | None:
-    """Return the object of a line of JSON, or None if the line is anything else."""
+    """Return the object of a line of JSON, or None if the line is not a JSON object."""
     try:
         found = None if line is None else json.loads(line)
     except (ValueError, RecursionError):
@@ -309,7 +331,7 @@ def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
         try:
             yield _line_record(path, number, line, offset, record, columns)
         except DataError as error:
-            if is_first:  # a wrong name for all of them
+            if is_first:  # an option with a wrong name
                 raise
             yield FoundRecord(f"{path}, line {number}", reason=str(error).removeprefix(f"{path}: "))
         is_first = False
@@ -346,14 +368,14 @@ def _record(
 
 
 def inside(root: Path, path: str) -> Path:
-    """Return the file that a record names.
+    """Return the path of the file that a record names.
 
     Args:
         root: folder of the records.
-        path: as the record has it.
+        path: path in the record.
 
     Raises:
-        DataError: if it lies outside of the folder, or the text cannot be the name of a file.
+        DataError: if it is outside of the folder, or the text is not a valid file name.
     """
     try:
         file = root / path
@@ -368,7 +390,7 @@ def inside(root: Path, path: str) -> Path:
 
 
 def held_bytes(value: Any) -> bytes | None:
-    """Return the bytes of media that stand in the record itself; None: there are none."""
+    """Return the media bytes that a record contains, or None if it contains no media."""
     if isinstance(value, Mapping):
         value = value.get("bytes")
         if isinstance(value, str):
@@ -410,7 +432,7 @@ def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord
 
 
 def rows_of(batch: Any) -> list[dict[str, Any] | None]:
-    """Return the rows of an arrow batch as Python values; None for a damaged one, such as text that is not UTF-8."""
+    """Return the rows of an arrow batch as Python values. A damaged row, such as invalid UTF-8, is None."""
     try:
         return batch.to_pylist()
     except _BAD_ROW:
@@ -425,7 +447,7 @@ def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
 
 
 def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
-    """What the datasets library wrote beside a column of numbers."""
+    """Return the class names that the datasets library stored with an integer column."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[label]["names"]]
@@ -478,7 +500,7 @@ def _column(record: Mapping[str, Any], asked: str, usual: Sequence[str], what: t
 
 
 def class_label(value: Any) -> int | str | None:
-    """Return a class by number or name; None for anything else."""
+    """Return a class number or name, or None for any other value."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -490,7 +512,7 @@ def class_label(value: Any) -> int | str | None:
 
 
 def is_valid_text(text: str) -> bool:
-    """Return False for text with half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Return False for text with half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -499,7 +521,7 @@ def is_valid_text(text: str) -> bool:
 
 
 def name_bytes(name: str) -> np.ndarray:
-    """Return the name of a file or a record as bytes, uint8 (B,); also of one that is not UTF-8 on the disk."""
+    """Return the name of a file or a record as bytes, uint8 (B,). Names on the disk may be invalid UTF-8."""
     return np.frombuffer(name.encode("utf-8", "surrogateescape"), np.uint8)
 
 
@@ -509,5 +531,5 @@ def name_text(data: np.ndarray) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a message with what cannot be printed escaped, such as a name that is not UTF-8."""
+    """Return a message with unprintable characters escaped, such as those of a name that is not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

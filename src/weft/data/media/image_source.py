@@ -1,4 +1,4 @@
-"""Pictures and their classes by index, wherever they lie, decoded when they are asked for."""
+"""Pictures and their classes by index, from any kind of source, decoded on access."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weft.data.media.records import SAMPLE
 
 
 class PictureSource(Protocol):
-    """Where pictures of classes lie."""
+    """A source of pictures with classes."""
 
     @property
     def root(self) -> str:
-        """What the user named."""
+        """The path or pattern that the user gave."""
         ...
 
     @property
@@ -32,33 +32,33 @@ class PictureSource(Protocol):
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """What was left out, with the reason."""
+        """Files that were left out, with the reason."""
         ...
 
     def __len__(self) -> int: ...
 
     def label(self, index: int) -> int:
-        """Return the number of a picture's class."""
+        """Return the class number of a picture."""
         ...
 
     def encoded(self, index: int) -> Encoded:
-        """Return what is decoded."""
+        """Return an encoded picture."""
         ...
 
     def file(self, index: int) -> object:
-        """Say where a picture is found."""
+        """Return the location of a picture, for messages."""
         ...
 
     def format(self) -> str:
-        """Return it as text."""
+        """Return the text that `parse_source` reads."""
         ...
 
 
 def parse_source(text: str) -> ClassFolder | MediaRecords:
-    """Read what a source's `format` wrote.
+    """Parse the output of a source's `format`.
 
     Raises:
-        DataError: for another text.
+        DataError: if the text is not valid.
     """
     try:
         found = json.loads(text)
@@ -71,21 +71,21 @@ def parse_source(text: str) -> ClassFolder | MediaRecords:
 
 
 class Pictures:
-    """Pictures of a source, seen in one way. What is drawn at random follows from (seed, epoch, index).
+    """Decoded pictures of a source, with one transform. Random draws are a function of (seed, epoch, index).
 
     Args:
-        source: where they lie.
-        look: how they are seen.
-        seed: of the run.
+        source: the pictures.
+        look: the transform.
+        seed: the run's seed.
     """
 
     dtype = np.dtype(np.uint8)
-    #: The option that makes what is decoded smaller.
+    #: The option that reduces the size of a decoded sample.
     smaller = "side"
 
     def __init__(self, source: PictureSource, look: Look, seed: int):
         self.source, self.look, self.seed = source, look, seed
-        #: The shape of a sample.
+        #: Shape of a sample.
         self.shape = (3, look.side, look.side)
 
     def __len__(self) -> int:
@@ -98,22 +98,22 @@ class Pictures:
         return (self[index] for index in range(len(self)))
 
     def in_epoch(self, epoch: int, index: int) -> tuple[NDArray[np.uint8], int]:
-        """Return a sample as it looks in an epoch."""
+        """Return the pixels and the class of a sample in an epoch."""
         return self.decoded(epoch, index), self.learnt(index)
 
     def learnt(self, index: int) -> int:
-        """Return the number of a sample's class."""
+        """Return the class number of a sample."""
         return self.source.label(index)
 
     def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
-        """Return a sample's pixels as they look in an epoch, (3, side, side)."""
+        """Return the pixels of a sample in an epoch, (3, side, side)."""
         return read_picture(self.source.encoded(index), self.look, (self.seed, epoch, index))
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values, for processes that decode."""
+        """Return the JSON values that describe this object to decode processes."""
         return {"kind": "pictures", "source": self.source.format(), "look": asdict(self.look), "seed": self.seed}
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Pictures:
-        """Return what `told` described."""
+        """Return the object that `told` describes."""
         return cls(parse_source(told["source"]), Look(**told["look"]), told["seed"])

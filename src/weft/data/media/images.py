@@ -1,4 +1,7 @@
-"""A picture or a recording as it lies on disk: a whole file, a stretch of an archive, or bytes that a record holds."""
+"""Encoded pictures and recordings, and decoding of pictures.
+
+Encoded media is a full file, a byte range of an archive, or bytes in a record.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,22 @@ from weft.errors import DataError, MissingExtra, WeftError
 from weft.files import open_regular
 from weft.units import format_bytes
 
-#: Open archives of a process; more are closed, the longest unused first.
+#: Maximum number of open archives in a process. The least recently used is closed first.
 _MOST_OPEN = 256
-#: Encoded pictures and recordings larger than this are refused where all bytes are needed.
+#: Maximum size of encoded media that is read in full.
 _MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Bytes that a decoder takes. name: as people find it again. held: the bytes themselves, where no file has them.
+    """Encoded media for a decoder.
 
-    path, offset, length: of the stretch of a file; with length -1 it is the whole file.
+    Attributes:
+        name: name for messages.
+        path: the file.
+        offset: start of the byte range in the file.
+        length: bytes of the range, or -1 for the full file.
+        held: the bytes, if they are not in a file.
     """
 
     name: str
@@ -40,14 +48,14 @@ class Encoded:
 
     @classmethod
     def of_file(cls, path: Path) -> Encoded:
-        """Return what a file holds."""
+        """Return the media of a file."""
         return cls(str(path), str(path))
 
     def ends(self, size: int) -> tuple[bytes, bytes]:
-        """Return the first and the last bytes, `size` of each where there are so many.
+        """Return the first and the last `size` bytes, or fewer if the media is shorter.
 
         Raises:
-            DataError: where the file cannot be read.
+            DataError: if the file cannot be read.
         """
         if self.held is not None:
             return self.held[:size], self.held[-size:]
@@ -64,7 +72,7 @@ class Encoded:
         """Return the number of bytes.
 
         Raises:
-            DataError: where the file cannot be read.
+            DataError: if the file cannot be read.
         """
         if self.held is not None:
             return len(self.held)
@@ -74,14 +82,14 @@ class Encoded:
             raise self._unread(error) from error
 
     def part(self, start: int, size: int) -> bytes:
-        """Return some of the bytes, fewer where it ends before.
+        """Return a range of the bytes, which is shorter at the end of the media.
 
         Args:
-            start: of the first.
-            size: how many.
+            start: the first byte.
+            size: number of bytes.
 
         Raises:
-            DataError: where the file cannot be read.
+            DataError: if the file cannot be read.
         """
         if self.held is not None:
             return self.held[start : start + size]
@@ -95,7 +103,7 @@ class Encoded:
         """Return all bytes.
 
         Raises:
-            DataError: if the file cannot be read, is larger than 1 GiB, or ends before the stretch does.
+            DataError: if the file cannot be read, is larger than 1 GiB, or ends before the byte range does.
         """
         if self.held is not None:
             return self.held
@@ -124,7 +132,7 @@ class Encoded:
 
 
 class _Open:
-    """A file that is read at any place by any thread, closed with the last reference."""
+    """A file for reads at any offset from any thread, closed with the last reference."""
 
     def __init__(self, path: str):
         self.fd = -1
@@ -140,30 +148,33 @@ def _opened(path: str) -> _Open:
     return _Open(path)
 
 
-# One picture: its size from its header, and its pixels at a wanted size.
+# A picture: its size from the header, and its pixels at a requested size.
 
-#: Pixels of a picture above which it is taken for a mistake, or for a bomb: a few bytes that decode to gigabytes.
+#: Maximum pixels of a picture. More are a mistake or a decompression bomb: a few bytes that decode to gigabytes.
 MOST_PIXELS = 100_000_000
-#: A random crop covers at least this share of a picture, and is at most so much wider than high, or higher than wide.
+#: Minimum share of a picture that a random crop covers, and its maximum aspect ratio.
 _LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
-#: Formats that Pillow may open, all decoded within the process. Others may start programs: EPS starts Ghostscript.
+#: Formats that Pillow may open. All are decoded in the process. Others may start programs: EPS starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "QOI")
-#: Scans of a progressive JPEG times its pixels: each scan goes over all pixels, and a few bytes make one.
+#: Maximum scans times pixels of a progressive JPEG: each scan visits all pixels, and a few bytes make one.
 _MAX_SCANNED_PIXELS = 2_000_000_000
-#: Bytes that are read for a header, and looked at for the mark that ends a file of a format.
+#: Bytes that are read for a header, and bytes that are searched for the end marker of a format.
 _HEAD_BYTES, _TAIL_BYTES = 16384, 64
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
-#: Share of red, green and blue in how bright a colour seems.
+#: Weights of red, green and blue in the luma.
 _LUMA = np.array((0.299, 0.587, 0.114), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a picture is seen.
+    """Resizing, cropping and augmentation of pictures.
 
-    side: of the square that is made of it, in pixels. crops: a random part is taken, in place of the middle. mirrors:
-    half of the pictures are mirrored. colour: brightness, contrast and saturation each change by a factor between
-    1 - colour and 1 + colour. noise: deviation of what is added to each value, in values of 0 to 255.
+    Attributes:
+        side: side of the square output, in pixels.
+        crops: take a random part instead of the middle.
+        mirrors: mirror half of the pictures.
+        colour: brightness, contrast and saturation each change by a factor between 1 - colour and 1 + colour.
+        noise: standard deviation of noise that is added to each value, on the scale of 0 to 255.
     """
 
     side: int
@@ -177,7 +188,7 @@ def pillow() -> Any:
     """Return Pillow's Image module.
 
     Raises:
-        MissingExtra: where Pillow is not installed.
+        MissingExtra: if Pillow is not installed.
     """
     try:
         from PIL import Image
@@ -187,7 +198,7 @@ def pillow() -> Any:
 
 
 def picture_size(source: Path | Encoded) -> tuple[int, int]:
-    """Return width and height from the header. A file whose end seems to be missing is decoded once.
+    """Return width and height from the header. A file that seems to be cut off is decoded once.
 
     Raises:
         DataError: if the file is not a picture of one of the `FORMATS`, has no pixels or too many, or is cut off.
@@ -197,7 +208,7 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
     try:
         picture = _open_image(head, encoded.name)
     except DataError:
-        # What stands before the size, such as a preview, may be long.
+        # The data before the size, such as a preview, may be longer than the head.
         picture = _open_image(encoded.whole(), encoded.name)
     with picture:
         if picture.info.get("progressive") and len(head) < encoded.size():
@@ -210,12 +221,14 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
 
 
 def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] = ()) -> NDArray[np.uint8]:
-    """Return a picture's pixels, (3, side, side). Of an animated one the first frame; transparent parts are white.
+    """Return a picture's pixels, uint8 (3, side, side).
+
+    Animated pictures give their first frame. Transparent parts are white.
 
     Args:
-        source: a file, whose suffix does not matter, or where else the picture lies.
-        look: size, and what is drawn at random.
-        key: what is drawn follows from it.
+        source: a file, whose suffix is ignored, or encoded media.
+        look: size and random transforms.
+        key: key of the random draws.
 
     Raises:
         DataError: if the pixels cannot be decoded.
@@ -227,7 +240,7 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
         left, top, right, bottom = _random_box(width, height, rng) if look.crops else _middle(width, height)
 
         def decode() -> Any:
-            # A JPEG is decoded at a half, a quarter or an eighth where that is still large enough.
+            # A JPEG is decoded at a half, a quarter or an eighth of its size if that is still large enough.
             scale = look.side / min(right - left, bottom - top)
             picture.draft("RGB", (int(width * scale) or 1, int(height * scale) or 1))
             seen = _rgb(picture, image)
@@ -249,7 +262,7 @@ def _encoded(source: Path | Encoded) -> Encoded:
 
 
 def _open_image(data: bytes, name: str) -> Any:
-    """Open encoded bytes with Pillow, which reads the header. DataError for other formats and wrong sizes."""
+    """Open encoded bytes with Pillow, which reads the header. Raise DataError for other formats and invalid sizes."""
     image = pillow()
     try:
         with warnings.catch_warnings():
@@ -275,14 +288,14 @@ def _open_image(data: bytes, name: str) -> Any:
 
 @cache
 def _formats() -> list[str]:
-    """Names of the `FORMATS` that this installation of Pillow has."""
+    """Return the `FORMATS` that this installation of Pillow supports."""
     image = pillow()
     image.init()
     return [name for name in FORMATS if name in image.OPEN]
 
 
 def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
-    """Refuse a progressive JPEG that would take minutes to decode."""
+    """Raise DataError for a progressive JPEG that would take minutes to decode."""
     if not picture.info.get("progressive"):
         return
     scans, pixels = data.count(b"\xff\xda"), picture.size[0] * picture.size[1]
@@ -294,12 +307,12 @@ def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """An exception's first line, or its type if it has no text."""
+    """Return an exception's first line, or its type if it has no text."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
 def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
-    """Return the result of `decode` on an open picture. DataError if its pixels are damaged or cut off."""
+    """Return the result of `decode` on an open picture. Raise DataError if its pixels are damaged or cut off."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -313,13 +326,13 @@ def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
 
 
 def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Brightness, contrast and saturation changed by factors, then noise on every value."""
+    """Change brightness, contrast and saturation by random factors, then add noise to every value."""
     values = pixels.astype(np.float32)
     if look.colour:
         bright, contrast, colourful = rng.uniform(1 - look.colour, 1 + look.colour, 3).astype(np.float32)
         values *= bright
         grey = np.tensordot(_LUMA, values, 1)
-        # A sum of whole numbers has the same bits in any order.
+        # An integer sum is bitwise equal in any order.
         middle = np.float32(int(grey.astype(np.int64).sum()) / grey.size)
         values = (values - grey) * (colourful * contrast) + (grey - middle) * contrast + middle
     if look.noise:
@@ -328,7 +341,7 @@ def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator)
 
 
 def _rgb(picture: Any, image: Any) -> Any:
-    """Three channels of 8 bits, on white."""
+    """Convert a picture to three channels of 8 bits, on white."""
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         layer = picture.convert("RGBA")
         ground = image.new("RGBA", layer.size, (255, 255, 255, 255))
@@ -339,7 +352,7 @@ def _rgb(picture: Any, image: Any) -> Any:
         return image.fromarray((wide / top * 255.0).clip(0, 255).astype(np.uint8)).convert("RGB")
     if picture.mode == "RGB":
         picture.load()
-        return picture  # `convert` would copy it
+        return picture  # avoid the copy of `convert`
     return picture.convert("RGB")
 
 
@@ -350,7 +363,7 @@ def _middle(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """A part of a random share and shape, as large as fits."""
+    """Return a box of random area and aspect ratio, as large as fits."""
     area = width * height * rng.uniform(_LEAST_SHARE, 1.0)
     ratio = float(np.exp(rng.uniform(-np.log(_MOST_RATIO), np.log(_MOST_RATIO))))
     across, down = min(width, float(np.sqrt(area * ratio))), min(height, float(np.sqrt(area / ratio)))

@@ -1,4 +1,4 @@
-"""Media of records by index: a table of places, sizes and labels, made from headers once, kept in the cache."""
+"""Media of records by index. A table of locations, sizes and labels is made once from headers and cached."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weft.errors import DataError
 from weft.units import format_count
 
 _VERSION = 2
-#: Reasons that are kept of what cannot be read.
+#: Maximum number of stored reasons for unreadable records.
 _MOST_REASONS = 1000
 _TOLD_EVERY = 512
 
@@ -46,9 +46,17 @@ Told = Callable[[int, int], None]
 class MediaRecords:
     """Pictures or recordings of records, in the order of their files.
 
-    root: what the user named. folder: of the table. digest: of its content. classes: in order; none where texts are
-    learnt. labels: the number of its class for each label in the table. files: of records. held_out: share of all that
-    is one part; is_held: whether this is that part.
+    Attributes:
+        root: the path or pattern that the user gave.
+        folder: folder of the table.
+        digest: digest of the table's content.
+        classes: names in order, or empty if the targets are texts.
+        labels: class number for each label in the table.
+        files: the files of records.
+        columns: columns of media and labels.
+        unreadable: records that were left out, with the reason.
+        held_out: held-out share, or 0 for no split.
+        is_held: this is the held-out part of the split.
     """
 
     root: str
@@ -65,14 +73,14 @@ class MediaRecords:
 
     @property
     def table(self) -> RowTable:
-        """The places, mapped when they are first asked for."""
+        """The table, which is mapped on first access."""
         if not self._table:
             self._table.append(RowTable(Path(self.folder)))
         return self._table[0]
 
     @cached_property
     def _chosen(self) -> NDArray[np.int64] | None:
-        """Places of this part in the table; None: all."""
+        """Positions of this part in the table, or None for all."""
         if not self.held_out:
             return None
         total = len(self.table)
@@ -89,12 +97,12 @@ class MediaRecords:
         return len(self.table) if self._chosen is None else len(self._chosen)
 
     def split(self, share: float) -> tuple[MediaRecords, MediaRecords]:
-        """Return what is left to train on, and a share that is held out, the same one every time."""
+        """Return a training part, and a held-out part of size `share`. The split is deterministic."""
         rest, held = (replace(self, held_out=share, is_held=is_held) for is_held in (False, True))
         return rest, replace(held, unreadable=())
 
     def format(self) -> str:
-        """Return it as text that `parse` reads."""
+        """Return the text that `parse` reads."""
         names = ("root", "folder", "digest", "classes", "labels", "files", "unreadable", "held_out", "is_held")
         asked = self.columns
         columns = {"media": asked.media, "label": asked.label, "kind": asked.kind.one, "is_text": asked.is_text}
@@ -102,10 +110,10 @@ class MediaRecords:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `format` wrote.
+        """Parse the output of `format`.
 
         Raises:
-            DataError: for another text.
+            DataError: if the text is not valid.
         """
         try:
             found = json.loads(text)
@@ -119,11 +127,11 @@ class MediaRecords:
             ) from error
 
     def label(self, index: int) -> int:
-        """Return the number of a sample's class."""
+        """Return the class number of a sample."""
         return self.labels[int(self._row(index)["place"][-1])]
 
     def text(self, index: int) -> str:
-        """Return the text of a sample, where texts are learnt."""
+        """Return the text of a sample, if the targets are texts."""
         return self._row(index)["text"].tobytes().decode()
 
     def tokens(self, index: int) -> NDArray[np.int32]:
@@ -131,7 +139,7 @@ class MediaRecords:
         return self._row(index)["tokens"]
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return how many tokens each sample's text has, marks of pictures and recordings too: int64 (samples,)."""
+        """Return the number of tokens of each sample, int64 (samples,). Markers of pictures and recordings count."""
         return self._lengths("tokens")
 
     def _lengths(self, column: str) -> NDArray[np.int64]:
@@ -139,36 +147,36 @@ class MediaRecords:
         return found if self._chosen is None else found[self._chosen]
 
     def size(self, index: int) -> tuple[int, ...]:
-        """Return a picture's width and height, or a recording's frames, frames a second and channels."""
+        """Return the width and height of a picture, or frames, frames per second and channels of a recording."""
         return tuple(map(int, self._row(index)["place"][4:-1]))
 
     def sizes_of_all(self) -> NDArray[np.int64]:
-        """Return the sizes of all samples as `size` tells them, int64 (samples, numbers)."""
+        """Return the sizes of all samples, as `size` returns them: int64 (samples, numbers)."""
         found = self.table.column("place").reshape(len(self.table), -1)[:, 4:-1]
         return np.asarray(found if self._chosen is None else found[self._chosen], np.int64)
 
     def encoded(self, index: int) -> Encoded:
-        """Return where a picture or a recording lies."""
+        """Return an encoded picture or recording."""
         row = self._row(index)
         kind, file, offset, length = map(int, row["place"][:4])
         name = name_text(row["name"])
         return media_at(Path(self.files[file]), name, kind, offset, length, self.columns)
 
     def file(self, index: int) -> str:
-        """Say where a sample is found."""
+        """Return the location of a sample, for messages."""
         row = self._row(index)
         return f"{self.files[int(row['place'][1])]}, {printable(name_text(row['name']))}"
 
 
 def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
-    """Return the files of records that a path names: one, those of a folder, or those of a glob; sorted.
+    """Return the sorted files of records of a path: one file, the files of a folder, or the files of a glob.
 
     Args:
-        path: as the user typed it.
-        kind: of the media in them.
+        path: path or pattern that the user gave.
+        kind: kind of their media.
 
     Raises:
-        DataError: for an archive that is compressed as a whole.
+        DataError: if a file is a compressed archive.
     """
     place = Path(path).expanduser()
     if place.is_dir():
@@ -188,10 +196,12 @@ def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is asked of each record beside its header. key: JSON values that decide the answers.
+    """Checks of each record in addition to its header.
 
-    refuse: says from its size (`MediaRecords.size`) why a record is left out; "": it is not.
-    tokens: of its text; or, as a text, why it is left out. None: classes are learnt.
+    Attributes:
+        key: JSON values that determine the results.
+        refuse: returns from a record's size (`MediaRecords.size`) why it is left out, or "".
+        tokens: returns the tokens of a record's text, or the reason to leave it out. None if the targets are classes.
     """
 
     key: tuple[Any, ...] = ()
@@ -207,18 +217,18 @@ def find_records(
     told: Told | None,
     survey: Survey | None = None,
 ) -> MediaRecords:
-    """Find the media of records, and leave out what cannot be used.
+    """Find the media of records. Unusable records are left out.
 
     Args:
-        path: what the user named.
-        files: of records; or one folder of classes.
-        columns: where media and labels are.
-        cache: folder that keeps the table.
-        told: of (bytes or files read, all of them).
-        survey: what else is asked of each record.
+        path: path or pattern that the user gave.
+        files: files of records, or one folder of classes.
+        columns: columns of media and labels.
+        cache: folder that stores the table.
+        told: called with (bytes or files read, total).
+        survey: additional checks of each record.
 
     Raises:
-        DataError: where a file is damaged, there is one class alone, or more than 1 % of the records cannot be used.
+        DataError: if a file is damaged, there is only one class, or more than 1 % of the records cannot be used.
     """
     survey = survey or Survey()
     asked = [columns.kind.one, columns.is_text, columns.media, columns.label]
@@ -238,17 +248,17 @@ def find_records(
 def records_table(
     cache: Path, key: list[Any], files: Sequence[Path], kind: MediaKind, write: Callable[[RowWriter], dict[str, Any]]
 ) -> RowTable:
-    """Return the table of some files, written again when one of them changed, or one that was missing is there.
+    """Return the cached table of files. It is rewritten if a file has changed or a missing file has appeared.
 
     Args:
-        cache: folder that keeps it.
-        key: what else decides its rows.
-        files: of records.
-        kind: of their media.
-        write: adds the rows; its notes have `missing`, of (path, what `file_state` said).
+        cache: folder that stores the table.
+        key: other values that determine the rows.
+        files: files of records.
+        kind: kind of their media.
+        write: adds the rows and returns notes, whose `missing` has pairs of (path, result of `file_state`).
 
     Raises:
-        DataError: what `write` raises.
+        DataError: if `write` raises it.
     """
     key = [*key, [_file_stat(file, kind) for file in files]]
     table = ready_table(cache, key, write, None)
@@ -259,17 +269,17 @@ def records_table(
 
 
 def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reasons: Sequence[str]) -> None:
-    """Refuse records of which none is there, or too many cannot be used.
+    """Refuse data without records, or with too many unusable records.
 
     Args:
-        path: what the user named.
-        kind: of the media.
-        count: of the records.
-        num_bad: of those that cannot be used.
-        reasons: of the first ones.
+        path: path or pattern that the user gave.
+        kind: kind of the media.
+        count: number of records.
+        num_bad: number of unusable records.
+        reasons: reasons for the first unusable records.
 
     Raises:
-        DataError: for such records.
+        DataError: for such data.
     """
     if not count:
         raise DataError(f"data={path}: its files hold no records. Give files with {kind.many} in them.")
@@ -281,7 +291,7 @@ def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reason
 
 
 def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
-    """What shows that a file, or one below a folder of classes, has changed."""
+    """Return values that change when a file, or one below a folder of classes, changes."""
     if file.is_file():
         return str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns
     hasher = hashlib.blake2b(digest_size=16)
@@ -291,15 +301,15 @@ def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
 
 
 def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> MediaRecords:
-    """Return the samples numbered by the classes of others.
+    """Return the samples with the class numbers of other data.
 
     Args:
-        records: to number.
-        classes: by name.
-        option: that named the records.
+        records: the samples to number.
+        classes: class names in order.
+        option: config option of the records, for messages.
 
     Raises:
-        DataError: where a sample is of none of them.
+        DataError: if a sample has another class.
     """
     numbers = {name: number for number, name in enumerate(classes)}
     for name in records.classes:
@@ -310,14 +320,14 @@ def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> 
 
 
 def _in_order(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """Classes by number where all labels are numbers, else by name."""
+    """Return the classes, ordered as numbers if all labels are numbers, else as names."""
     if all(isinstance(label, int) for label in labels):
         return tuple(str(label) for label in sorted(labels, key=int))
     return tuple(sorted({str(label) for label in labels}))
 
 
 class _Writer:
-    """Looks at every record once, and writes a row for each that can be used."""
+    """Writer of a table: reads every record once, and adds a row for each usable one."""
 
     def __init__(self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None, survey: Survey):
         self._path, self._files, self._columns, self._in_one_sentence, self._survey = path, files, columns, told, survey
@@ -325,7 +335,7 @@ class _Writer:
         self._labels: dict[int | str, int] = {}
 
     def write(self, writer: RowWriter) -> dict[str, Any]:
-        """Write the rows, and return what the reader needs beside them."""
+        """Write the rows and return the table's notes."""
         reasons: list[str] = []
         missing: list[tuple[str, list[int]]] = []
         num_bad = done = count = 0
@@ -349,7 +359,7 @@ class _Writer:
         return {"labels": list(self._labels), "reasons": reasons, "num_bad": num_bad, "missing": missing}
 
     def _row(self, file: int, record: FoundRecord) -> tuple[dict[str, Any] | None, str]:
-        """The row of a record, or why it has none."""
+        """Return the row of a record, or None and the reason."""
         if record.encoded is None or record.reason:
             return None, f"{record.name}: {record.reason}"
         try:
@@ -372,7 +382,7 @@ class _Writer:
 
 
 def file_state(path: str) -> list[int]:
-    """Return what changes when a file does; [-1, -1] where there is none."""
+    """Return values that change when a file changes, or [-1, -1] if it does not exist."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,6 +1,6 @@
-"""Samples of text, pictures and sound as a model gets them; pictures and recordings are decoded ahead, each alone.
+"""Model-ready samples of text, pictures and audio. Pictures and recordings are decoded in the background, one by one.
 
-What is drawn at random for one follows from (seed, epoch, its number among all), on any rank and after a resume.
+Random draws for an item are a function of (seed, epoch, item number), on any rank and after a resume.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from weft.data.media.mixed_records import FeatureShards, MixedRecords
 
 @dataclass(frozen=True, slots=True)
 class MixedSample:
-    """tokens: ids, and a mark for each medium, (T,). learnt: which count in the loss, (T,). index: of the sample.
+    """One sample.
 
-    media: pixels (3, side, side) uint8, or bands (M, F) float32, in order; or what encoders made of them, (R, D), where
-    that is kept. items: their numbers among all media.
+    Attributes:
+        tokens: token ids with a marker for each picture or recording, int32 (T,).
+        learnt: nonzero for tokens that count in the loss, uint8 (T,).
+        media: in order, pixels uint8 (3, side, side), bands float32 (M, F), or stored encoder features (R, D).
+        items: item numbers of the media.
+        index: index of the sample.
     """
 
     tokens: NDArray[np.int32]
@@ -35,7 +39,7 @@ class MixedSample:
 
 
 class _Source:
-    """Says where an item is found, for errors of the processes that decode."""
+    """Item locations, for errors of the decode processes."""
 
     def __init__(self, items: MixedItems):
         self._items = items
@@ -46,25 +50,25 @@ class _Source:
 
 
 class MixedItems:
-    """Pictures and recordings of samples, by number: what processes decode, as bytes.
+    """Pictures and recordings of samples, by item number. Decode processes return them as bytes.
 
     Args:
         records: the samples.
-        look: how pictures are seen.
-        hearing: how recordings are heard.
-        features: bands that are made of them.
-        seed: of the run.
+        look: transform of pictures.
+        hearing: transform of recordings.
+        features: features of recordings.
+        seed: the run's seed.
     """
 
     dtype = np.dtype(np.uint8)
-    #: The option that makes what is decoded smaller.
+    #: The option that reduces the size of a decoded sample.
     smaller = "seconds"
 
     def __init__(self, records: MixedRecords, look: Look, hearing: AudioTransform, features: LogMel, seed: int):
         self.records, self.look, self.hearing, self.features, self.seed = records, look, hearing, features, seed
         self._starts = np.concatenate(([0], np.cumsum(records.num_media())))
         self.bands_shape = features.shape(hearing.most_samples)
-        #: The largest shape of an item.
+        #: Largest shape of an item.
         self.shape = (max(3 * look.side**2, 4 * int(np.prod(self.bands_shape))),)
         self.source = _Source(self)
 
@@ -72,30 +76,30 @@ class MixedItems:
         return int(self._starts[-1])
 
     def of_sample(self, index: int) -> range:
-        """Return the numbers of a sample's items."""
+        """Return the item numbers of a sample."""
         return range(int(self._starts[index]), int(self._starts[index + 1]))
 
     def place(self, item: int) -> tuple[int, int]:
-        """Return the sample of an item, and its number there."""
+        """Return the sample index of an item, and its position in the sample."""
         index = int(np.searchsorted(self._starts, item, "right")) - 1
         return index, item - int(self._starts[index])
 
     def learnt(self, index: int) -> None:
-        """Take no notice: an item alone teaches nothing."""
+        """Ignore the item, which has no target."""
 
     def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
-        """Return an item as it is in an epoch, as bytes, (B,)."""
+        """Return the bytes of an item in an epoch, uint8 (B,)."""
         return np.ascontiguousarray(self.medium(epoch, index)).view(np.uint8).reshape(-1)
 
     def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the picture or the bands that bytes are of."""
+        """Return the picture or the bands from their bytes."""
         index, number = self.place(item)
         if not self.records.sizes(index)[number][0]:
             return values.reshape(3, self.look.side, self.look.side)
         return values.view(np.float32).reshape(self.bands_shape[0], -1)
 
     def medium(self, epoch: int, item: int) -> NDArray[Any]:
-        """Return an item as it is in an epoch: pixels (3, side, side), or bands (M, F)."""
+        """Return an item in an epoch: pixels (3, side, side) or bands (M, F)."""
         index, number = self.place(item)
         encoded, key = self.records.medium(index, number), (self.seed, epoch, item)
         is_sound, size = self.records.sizes(index)[number]
@@ -109,7 +113,7 @@ class MixedItems:
         return masked(made, self.hearing.masks, frames, key)
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON values, for processes that decode."""
+        """Return the JSON values that describe this object to decode processes."""
         return {
             "kind": "mixed",
             "source": self.records.format(),
@@ -121,7 +125,7 @@ class MixedItems:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> MixedItems:
-        """Return what `told` described."""
+        """Return the object that `told` describes."""
         features = parse_features(told["features"])
         assert isinstance(features, LogMel)
         source, look, hearing = MixedRecords.parse(told["source"]), Look(**told["look"]), told["hearing"]
@@ -129,12 +133,12 @@ class MixedItems:
 
 
 class MixedAhead:
-    """Samples by index, whose pictures and recordings are decoded by processes that start when many are asked for.
+    """Samples by index. The first batched access starts processes that decode pictures and recordings.
 
     Args:
-        items: what is decoded.
-        workers: processes; 0: the rank decodes.
-        kept: gives the features of kinds of media that are kept; these stand in `media` and are not decoded.
+        items: the pictures and recordings.
+        workers: number of processes, or 0 to decode in the rank.
+        kept: returns the stored features. Media of their kinds are not decoded, and `media` has the features instead.
     """
 
     def __init__(self, items: MixedItems, workers: int, kept: Callable[[], Sequence[FeatureShards]] | None = None):
@@ -151,19 +155,19 @@ class MixedAhead:
         return (self[index] for index in range(len(self)))
 
     def in_epoch(self, epoch: int, index: int) -> MixedSample:
-        """Return a sample as it is in an epoch."""
+        """Return a sample in an epoch."""
         made = {item: self.items.medium(epoch, item) for item in self._decoded(index)}
         return self._sample(index, made)
 
     def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[MixedSample]:
-        """Return samples, and have the media of others decoded while they are used.
+        """Return samples, and decode the media of others in the background.
 
         Args:
-            wanted: (epoch, index) of each.
-            soon: what is asked for next.
+            wanted: (epoch, index) of each sample to return.
+            soon: (epoch, index) of each sample to decode in the background.
 
         Raises:
-            DataError: for a picture or a recording that cannot be decoded.
+            DataError: if a picture or a recording cannot be decoded.
         """
         keys, later = (
             [(epoch, item) for epoch, index in some for item in self._decoded(index)] for some in (wanted, soon)
@@ -172,20 +176,20 @@ class MixedAhead:
         return [self._sample(index, {item: next(made) for item in self._decoded(index)}) for _, index in wanted]
 
     def media(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
-        """Return pictures (3, side, side) and bands (M, F), and have others decoded while they are used.
+        """Return pictures (3, side, side) and bands (M, F), and decode others in the background.
 
         Args:
-            wanted: (epoch, number of the item) of each.
-            soon: what is asked for next.
+            wanted: (epoch, item number) of each item to return.
+            soon: (epoch, item number) of each item to decode in the background.
 
         Raises:
-            DataError: for one that cannot be decoded.
+            DataError: if an item cannot be decoded.
         """
         made = self._ahead.many(wanted, soon) if wanted or soon else ()
         return [self.items.shaped(item, values) for (values, _), (_, item) in zip(made, wanted, strict=True)]
 
     def _decoded(self, index: int) -> list[int]:
-        """Items of a sample that are decoded."""
+        """Return the items of a sample that are decoded and not read from stored features."""
         items, kinds = self.items.of_sample(index), {one.is_sound for one in self._shards()}
         if not kinds:
             return list(items)
@@ -196,7 +200,7 @@ class MixedAhead:
         return () if self._kept is None else self._kept()
 
     def _sample(self, index: int, made: Mapping[int, NDArray[Any]]) -> MixedSample:
-        """A sample of what was decoded of it, by item, and of what is kept."""
+        """Return a sample from its decoded items and its stored features."""
         records, items = self.items.records, tuple(self.items.of_sample(index))
         kept = {shards.is_sound: shards for shards in self._shards()}
         sizes = records.sizes(index) if kept else [(False, ())] * len(items)
@@ -207,9 +211,9 @@ class MixedAhead:
         return MixedSample(records.tokens(index), records.learnt(index), media, items, index)
 
     def pids(self) -> list[int]:
-        """Return the processes that decode now."""
+        """Return the ids of the running decode processes."""
         return self._ahead.pids()
 
     def close(self) -> None:
-        """End the processes; the next call starts others."""
+        """Stop the processes. The next call starts new ones."""
         self._ahead.close()

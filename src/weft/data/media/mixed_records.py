@@ -1,4 +1,4 @@
-"""Records of text, pictures and sound in tars, lines of JSON and parquet files, and where their media lie."""
+"""Records of text, pictures and audio in tars, lines of JSON and parquet files, with the locations of their media."""
 
 from __future__ import annotations
 
@@ -44,9 +44,16 @@ _MOST_TEXT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FoundMedia:
-    """One picture or recording. name: as people find it. kind, offset, length: how it is reached, and where.
+    """One picture or recording.
 
-    number: among the media of its record. path: of a file of its own. encoded: its bytes.
+    Attributes:
+        name: name for messages.
+        kind: location kind.
+        offset: position in the file, or row number.
+        length: number of bytes.
+        number: position among the media of its record.
+        path: path of a separate file.
+        encoded: its bytes.
     """
 
     is_sound: bool
@@ -61,7 +68,7 @@ class FoundMedia:
 
 @dataclass(frozen=True, slots=True)
 class FoundSample:
-    """One record. parts: its pieces. media: of those that are no text, in order. reason: why it is left out."""
+    """One record, with its parts in order, its media in order, and the reason if it is left out."""
 
     name: str
     offset: int = 0
@@ -72,14 +79,14 @@ class FoundSample:
 
 
 def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
-    """Yield the samples of a file, in its order.
+    """Yield the samples of a file, in order.
 
     Args:
-        path: of the file, whose suffix says how it is read.
-        columns: of text and media.
+        path: the file. Its suffix gives the format.
+        columns: columns of text and media.
 
     Raises:
-        DataError: where the file is damaged or cut off.
+        DataError: if the file is damaged or cut off.
     """
     try:
         if path.suffix == ".tar":
@@ -99,19 +106,19 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
 
 
 def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number: int, columns: MixedColumns) -> Encoded:
-    """Return a picture or a recording whose place is known.
+    """Return a picture or a recording by location.
 
     Args:
-        path: of the file of records.
-        name: as `FoundMedia` has it.
-        kind: how it is reached.
-        offset: in the file, or the number of the row.
-        length: of the stretch.
-        number: among the media of its record.
-        columns: of text and media.
+        path: the file of records.
+        name: name in `FoundMedia`.
+        kind: location kind.
+        offset: position in the file, or row number.
+        length: number of bytes.
+        number: position among the media of its record.
+        columns: columns of text and media.
 
     Raises:
-        DataError: where it is not there any more.
+        DataError: if the media is no longer there.
     """
     if kind == FILE:
         return Encoded(name, str(inside(path.parent, name)))
@@ -179,9 +186,9 @@ def _sample(
 
 
 def _tar_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
-    """Files that share all before the first dot of their names: pictures and sounds by their suffixes, then the text.
+    """Yield samples of consecutive files whose names are equal up to the first dot: media by suffix, then the text.
 
-    A `.json` may hold the text, or a chat whose marks stand for the files in their order.
+    A `.json` file may contain the text, or a chat whose markers refer to the files in order.
     """
     for _, stem, members in tar_samples(path):
         record: dict[str, Any] = {"images": [], "audios": []}
@@ -265,18 +272,19 @@ def _group(path: str, group: int) -> Any:
         return parquet.read_row_group(group, use_threads=False)
 
 
-# Samples of text, pictures and sound by index: tokens, places and sizes, made from headers once, kept in the cache.
+# Samples of text, pictures and audio by index. A table of tokens, locations and sizes is made once from headers and
+# cached.
 
 _VERSION = 1
 _MOST_REASONS = 1000
 _TOLD_EVERY = 512
-#: Numbers that are kept of each picture or recording: whether it is a sound, its place, its size.
+#: Numbers stored for each picture or recording: audio flag, location, size.
 _NUMBERS = 9
 
 
 @dataclass(frozen=True)
 class MixedRecords(MediaRecords):
-    """Samples of records, in the order of their files."""
+    """Samples of text, pictures and audio in records, in the order of their files."""
 
     def mixed_columns(self) -> MixedColumns:
         """Return the columns of text and media."""
@@ -284,21 +292,21 @@ class MixedRecords(MediaRecords):
         return MixedColumns(self.columns.label, picture, audio)
 
     def tokens(self, index: int) -> NDArray[np.int32]:
-        """Return the tokens of a sample, with a mark for each picture and recording."""
+        """Return the tokens of a sample, with a marker for each picture and recording."""
         return self._row(index)["tokens"]
 
     def learnt(self, index: int) -> NDArray[np.uint8]:
-        """Return which tokens count in the loss."""
+        """Return a uint8 mask of the tokens that count in the loss."""
         return self._row(index)["learnt"]
 
     def num_media(self) -> NDArray[np.int64]:
-        """Return how many pictures and recordings each sample has."""
+        """Return the number of pictures and recordings of each sample."""
         return self._lengths("places") // _NUMBERS
 
     def media_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return which sample each picture and recording belongs to, (media,), and what it is, int64 (media, 3).
+        """Return the sample index of each picture and recording, int64 (media,), and its size, int64 (media, 3).
 
-        That is whether it is a sound, and two numbers of its size as `sizes` gives them.
+        The three numbers are the audio flag and the first two numbers of the size in `sizes`.
         """
         rows = self.table.column("places").reshape(-1, _NUMBERS)
         owners = np.repeat(np.arange(len(self.table)), self.table.lengths("places") // _NUMBERS)
@@ -310,23 +318,23 @@ class MixedRecords(MediaRecords):
         return owners, np.asarray(rows[:, [0, 6, 7]], np.int64)
 
     def sizes(self, index: int) -> list[tuple[bool, tuple[int, ...]]]:
-        """Return for each picture or recording whether it is a sound, and its size as headers say it."""
+        """Return (is audio, size from the header) for each picture or recording of a sample."""
         places = self._row(index)["places"].reshape(-1, _NUMBERS)
         return [(bool(row[0]), tuple(map(int, row[6:]))) for row in places]
 
     def medium(self, index: int, number: int) -> Encoded:
-        """Return where a picture or a recording of a sample lies. number: among those of the sample."""
+        """Return the encoded picture or recording at position `number` of a sample."""
         row = self._row(index)
         _, kind, file, offset, length, own = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
         name = name_text(row["names"]).split("\n")[number]
         return mixed_at(Path(self.files[file]), name, kind, offset, length, own, self.mixed_columns())
 
     def origin(self, index: int, number: int) -> list[Any]:
-        """Return JSON values that change when a picture or a recording of a sample does: its file, and its place there.
+        """Return JSON values that change when a picture or a recording changes: its file, and its location there.
 
         Args:
-            index: of the sample.
-            number: among its media.
+            index: index of the sample.
+            number: position among its media.
         """
         row = self._row(index)
         _, kind, file, *place = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
@@ -336,20 +344,24 @@ class MixedRecords(MediaRecords):
         return [str(path), *file_state(str(path)), *place]
 
     def file(self, index: int) -> str:
-        """Say where a sample is found."""
+        """Return the location of a sample, for messages."""
         row = self._row(index)
         return printable(name_text(row["name"]))
 
 
-#: Of a sample's tokens and (whether it is a sound, size) of its media: why it is left out; "": it is not.
+#: Returns why a sample is left out, or "", from its tokens and the (is audio, size) of its media.
 Refuse = Callable[[NDArray[np.int32], list[tuple[bool, tuple[int, ...]]]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class MixedSurvey:
-    """What is asked of each record. columns: of text and media. codec: of texts. refuse: why a sample is left out.
+    """Columns, text codec and checks of records.
 
-    key: JSON values that decide what `refuse` answers.
+    Attributes:
+        columns: columns of text and media.
+        codec: codec of texts.
+        refuse: returns why a sample is left out, or "".
+        key: JSON values that determine the results of `refuse`.
     """
 
     columns: MixedColumns
@@ -359,17 +371,17 @@ class MixedSurvey:
 
 
 def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Path, told: Told | None) -> MixedRecords:
-    """Find the samples of records, and leave out what cannot be used.
+    """Find the samples of records. Unusable records are left out.
 
     Args:
-        path: what the user named.
-        files: of records.
-        survey: what is asked of each record.
-        cache: folder that keeps the table.
-        told: of (bytes read, all of them).
+        path: path or pattern that the user gave.
+        files: files of records.
+        survey: columns, codec and checks.
+        cache: folder that stores the table.
+        told: called with (bytes read, total bytes).
 
     Raises:
-        DataError: where a file is damaged, or more than 1 % of the records cannot be used.
+        DataError: if a file is damaged, or more than 1 % of the records cannot be used.
     """
     columns = survey.columns
     asked = RecordColumns(f"{columns.picture}\n{columns.audio}", columns.text, SAMPLE, is_text=True)
@@ -382,7 +394,7 @@ def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Pat
 
 
 class _Writer:
-    """Looks at every record once, and writes a row for each that can be used."""
+    """Writer of a table: reads every record once, and adds a row for each usable one."""
 
     def __init__(self, path: str, files: Sequence[Path], survey: MixedSurvey, told: Told | None):
         self._path, self._files, self._survey, self._in_one_sentence = path, files, survey, told
@@ -410,7 +422,7 @@ class _Writer:
         return {"reasons": reasons, "num_bad": num_bad, "missing": missing}
 
     def _row(self, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
-        """The row of a sample, or why it has none."""
+        """Return the row of a sample, or None and the reason."""
         if sample.reason:
             return None, f"{sample.name}: {sample.reason}"
         places: list[int] = []
@@ -435,21 +447,22 @@ class _Writer:
         }, ""
 
 
-# What a frozen encoder makes of pictures or recordings, kept in shards of safetensors: made once, read by number.
+# Features that a frozen encoder computed from pictures or recordings, stored once in safetensors shards, read by
+# number.
 
-#: Items of a shard, and shards that a process holds open.
+#: Items per shard, and shards that a process keeps open.
 _ITEMS, _OPEN = 256, 64
 
 
 class FeatureShards:
-    """Rows that an encoder gives of items of one kind, (R, D) each.
+    """Stored encoder features of all items of one kind, (R, D) for each item.
 
     Args:
-        folder: that keeps them.
-        key: JSON values that say which encoder it is, and how items are seen or heard.
+        folder: folder of the shards.
+        key: JSON values that identify the encoder and the transform of the items.
         records: the samples.
-        is_sound: whether they are of recordings; else of pictures.
-        blank: what stands in where a batch has none, (R, D).
+        is_sound: the items are recordings, not pictures.
+        blank: substitute features for a batch without items, (R, D).
     """
 
     def __init__(self, folder: Path, key: Sequence[Any], records: MixedRecords, *, is_sound: bool, blank: NDArray[Any]):
@@ -463,7 +476,7 @@ class FeatureShards:
                     self._places[item] = len(origins)
                     origins.append(json.dumps(records.origin(index, number)))
                 item += 1
-        #: Numbers of the items among all media of the samples.
+        #: Item numbers among all media of the samples.
         self.items = list(self._places)
         head = json.dumps([_VERSION, *key])
         self._names = [
@@ -477,26 +490,26 @@ class FeatureShards:
         return len(self._names)
 
     def items_of(self, shard: int) -> list[int]:
-        """Return the numbers of a shard's items, in order."""
+        """Return the item numbers of a shard, in order."""
         return self.items[shard * _ITEMS : (shard + 1) * _ITEMS]
 
     def path(self, shard: int) -> Path:
-        """Return where a shard lies, or will."""
+        """Return the path of a shard, which may not exist yet."""
         return self.folder / f"{self._names[shard]}.safetensors"
 
     def has(self, shard: int) -> bool:
-        """Return whether a shard is there, whole by its length."""
+        """Return True if a shard exists and has its full length."""
         return self._header(shard) is not None
 
     def write(self, shard: int, rows: Sequence[NDArray[Any]]) -> None:
-        """Keep what the encoder gave of a shard's items.
+        """Write the encoder features of a shard's items.
 
         Args:
-            shard: its number.
-            rows: of each item, (R, D).
+            shard: number of the shard.
+            rows: features of each item, (R, D).
 
         Raises:
-            DataError: where the folder does not take it.
+            DataError: if the folder cannot be written to.
         """
         from safetensors.numpy import save
 
@@ -522,10 +535,10 @@ class FeatureShards:
             ) from error
 
     def __getitem__(self, item: int) -> NDArray[Any]:
-        """Return the rows of an item by its number among all media, (R, D).
+        """Return the features of an item by item number, (R, D).
 
         Raises:
-            DataError: where its shard is gone or damaged.
+            DataError: if its shard is missing or damaged.
         """
         shard, number = divmod(self._places[item], _ITEMS)
         found = self._open.get(shard)
@@ -539,7 +552,7 @@ class FeatureShards:
         return values[ends[number] : ends[number + 1]]
 
     def _read(self, shard: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The values of a shard, mapped and not read, once their digest is right; and where each item's rows end."""
+        """Return the mapped values of a shard, after a check of their digest, and the end row of each item."""
         path, header = self.path(shard), self._header(shard)
         if header is None:
             raise self._damaged(path)
@@ -555,7 +568,7 @@ class FeatureShards:
         return values, np.concatenate(([0], np.cumsum(counts)))
 
     def _header(self, shard: int) -> tuple[dict[str, Any], int] | None:
-        """What the file says of itself, and where its numbers begin; None where it is not there, or cut off."""
+        """Return the file's header and the offset of its values, or None if the file is missing or cut off."""
         try:
             with open(self.path(shard), "rb") as file:
                 size = int.from_bytes(file.read(8), "little")

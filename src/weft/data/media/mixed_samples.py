@@ -1,7 +1,7 @@
-"""What a record of text, pictures and sound says, in order: plain columns, or a chat in one of its two usual forms.
+"""Content of a record of text, pictures and audio, in order: plain columns, or a chat in one of its two usual forms.
 
-In a chat, contents are lists of parts ({"type": "image", ...}), or texts with marks (`<image>`, `<audio>`) whose media
-stand in lists beside the chat.
+In a chat, contents are lists of parts ({"type": "image", ...}), or texts with markers (`<image>`, `<audio>`) whose
+media are in separate lists of the record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from weft.data.media.files import is_valid_text
 from weft.data.media.records import PICTURE, SOUND
 
-#: Columns of a record that hold media, without those that say nothing of its kind.
+#: Usual media columns of records, except those whose name does not give the kind of media.
 _VAGUE = ("file_name", "path", "bytes")
 PICTURE_COLUMNS = ("images", *(name for name in PICTURE.columns if name not in _VAGUE))
 SOUND_COLUMNS = ("audios", *(name for name in SOUND.columns if name not in _VAGUE))
@@ -26,7 +26,7 @@ _ASKED = ("prompt", "question", "instruction")
 _CHATS = ("messages", "conversations")
 _MARKS = re.compile("(<image>|<audio>)")
 _LEARNT_ROLES = ("assistant", "gpt", "model")
-#: What roles of other chats are called here.
+#: Role names of other chat formats -> role.
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 
 What = Literal["text", "picture", "recording", "turn", "end"]
@@ -34,10 +34,13 @@ What = Literal["text", "picture", "recording", "turn", "end"]
 
 @dataclass(frozen=True, slots=True)
 class SamplePart:
-    """A piece of a sample. what: "turn" begins one, of the role `text`; "end" ends it, or a sample without turns.
+    """A part of a sample.
 
-    text: of a text. media: of a picture or a recording: a path, bytes, or a mapping of them. is_learnt: whether it
-    counts in the loss.
+    Attributes:
+        what: kind of the part. "turn" begins a turn of the role `text`. "end" ends it, or a sample without turns.
+        text: the text.
+        media: a picture or a recording as a path, bytes, or a mapping with one of them.
+        is_learnt: the part counts in the loss.
     """
 
     what: What
@@ -47,22 +50,22 @@ class SamplePart:
 
 
 class UnusableSample(ValueError):
-    """A record that is left out; its words are the reason."""
+    """A record is left out. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixedColumns:
-    """Columns of text, pictures and recordings; "": the usual names."""
+    """Columns of text, pictures and recordings. "" is for the usual names."""
 
     text: str = ""
     picture: str = ""
     audio: str = ""
 
     def parts(self, record: Mapping[str, Any]) -> list[SamplePart]:
-        """Return the pieces of a record.
+        """Return the parts of a record.
 
         Raises:
-            UnusableSample: for a record that has none, or whose marks and media do not match.
+            UnusableSample: if it has no parts, or its markers and media do not match.
         """
         pictures = _listed(record, self.picture, PICTURE_COLUMNS)
         sounds = _listed(record, self.audio, SOUND_COLUMNS)
@@ -90,7 +93,7 @@ class MixedColumns:
 
 
 class _Media:
-    """Media that marks stand for, taken one after another."""
+    """Media for the markers of a record, taken in order."""
 
     def __init__(self, lists: Mapping[str, tuple[What, list[Any]]]):
         self._lists = lists
@@ -102,7 +105,7 @@ class _Media:
         return SamplePart(what, media=media[self._used[mark] - 1] if self._used[mark] <= len(media) else None)
 
     def rest(self) -> Iterator[SamplePart]:
-        """All that is left, pictures first."""
+        """Return the remaining media, pictures first."""
         for mark, (_, media) in self._lists.items():
             for _ in range(self._used[mark], len(media)):
                 yield self.at(mark)
@@ -145,7 +148,7 @@ def _chat_parts(chat: list[Any], given: _Media) -> Iterator[SamplePart]:
 
 
 def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
-    """One part of a content; a part without media of its own stands for the next of the lists."""
+    """Return one part of a content. A part without media takes the next one of the record's lists."""
     kind = each.get("type") if isinstance(each, Mapping) else None
     if kind == "text":
         yield SamplePart("text", str(each.get("text", "")), is_learnt=is_learnt)
@@ -173,14 +176,21 @@ def _marked(text: str, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
             yield SamplePart("text", piece, is_learnt=is_learnt)
 
 
-# The tokens of a sample, with a mark where a picture or a recording stands.
+# Tokens of a sample, with a marker for each picture or recording.
 
-#: What stands in place of a picture's or a recording's tokens.
+#: Markers that replace the tokens of a picture or a recording.
 PICTURE_MARK, SOUND_MARK = -1, -2
 
 
 class TextCodec(Protocol):
-    """Text to tokens. end: ends a text. turn_start, turn_end: around a turn of a chat. digest: names the codec."""
+    """Codec from text to tokens.
+
+    Attributes:
+        end: token that ends a text.
+        turn_start: token that begins a turn of a chat.
+        turn_end: token that ends a turn of a chat.
+        digest: identifies the codec.
+    """
 
     end: int
     turn_start: int
@@ -193,7 +203,7 @@ class TextCodec(Protocol):
 
 
 class ByteText:
-    """A token for each byte of UTF-8, then four that say how texts and turns end and begin."""
+    """Codec with a token for each byte of UTF-8 and four special tokens for the ends of texts and turns."""
 
     end, pad, turn_start, turn_end = 256, 257, 258, 259
     num_ids = 260
@@ -204,13 +214,13 @@ class ByteText:
         return list(text.encode())
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return what tokens say, up to the end of a text or a turn."""
+        """Return the text of tokens, up to the end of a text or a turn."""
         ends = [place for place, one in enumerate(ids) if one in (self.end, self.turn_end)]
         kept = ids[: ends[0]] if ends else ids
         return bytes(one for one in kept if one < 256).decode("utf-8", "replace").strip()
 
     def whole(self, ids: Sequence[int]) -> str:
-        """Return what tokens are, with marks for media and what ends and begins texts."""
+        """Return the text of all tokens, with markers for media and special tokens."""
         names = {-1: "<image>", -2: "<audio>", 256: "<|end|>", 257: "", 258: "<|turn|>", 259: "<|end of turn|>"}
         found: list[str] = []
         run = bytearray()
@@ -225,18 +235,18 @@ class ByteText:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """tokens: ids and marks, (T,). learnt: which of them count in the loss, (T,)."""
+    """Token ids with markers, (T,), and a mask `learnt` of those that count in the loss, (T,)."""
 
     tokens: NDArray[np.int32]
     learnt: NDArray[np.uint8]
 
 
 def sample_tokens(parts: Sequence[SamplePart], codec: TextCodec) -> SampleTokens:
-    """Return the tokens of a sample's pieces.
+    """Return the tokens of a sample's parts.
 
     Args:
-        parts: in order.
-        codec: of their texts.
+        parts: the parts in order.
+        codec: codec of their texts.
     """
     ids: list[int] = []
     learnt: list[int] = []

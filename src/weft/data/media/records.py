@@ -1,4 +1,4 @@
-"""What is recorded: pictures or sound. Which files hold it, what its columns are called, and the words for it."""
+"""Kinds of media: pictures or audio, with their file suffixes, column names and nouns for messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from weft.errors import DataError
 class MediaKind:
     """A kind of media.
 
-    one, many: the words. option: of a task, that names its column. suffixes: of files that are looked at; what is in
-    them decides. columns: its usual names in records.
+    Attributes:
+        one: singular for messages.
+        many: plural for messages.
+        option: task option with the name of its column.
+        suffixes: suffixes of candidate files. Their content decides.
+        columns: usual column names in records.
     """
 
     one: str
@@ -38,17 +42,17 @@ SOUND = MediaKind(
     ("audio", "sound", "recording", "wav", "flac", "ogg", "mp3", "file_name", "audio_path", "audio_filepath", "path",
      "bytes"),
 )  # fmt: skip
-#: Text with any number of both.
+#: Text with any number of pictures and recordings.
 SAMPLE = MediaKind("sample", "samples", "text", (), ())
-#: By the word for one.
+#: Kinds by singular name.
 KINDS = {kind.one: kind for kind in (PICTURE, SOUND, SAMPLE)}
 
 
 def class_files(root: Path, kind: MediaKind) -> list[tuple[str, str]]:
-    """Return (path below it, class) of the files of a folder of classes, by their names.
+    """Return (path below the root, class) of the files of a folder of classes, sorted by name.
 
     Raises:
-        DataError: where there is no such folder, it has fewer than two classes, or a class has no file of the kind.
+        DataError: if the folder does not exist, it has fewer than two classes, or a class has no file of the kind.
     """
     if not root.is_dir():
         raise DataError(
@@ -75,10 +79,10 @@ def class_files(root: Path, kind: MediaKind) -> list[tuple[str, str]]:
     return found
 
 
-# What is drawn at random for a sample: a function of its key alone, on any rank, in any order and after a resume.
+# Random draws for a sample: a function of its key only, on any rank, in any order and after a resume.
 
 
 def generator_of(key: tuple[int | str, ...]) -> np.random.Generator:
-    """Return the generator of a key, such as (seed, epoch, index)."""
+    """Return the random generator of a key, such as (seed, epoch, index)."""
     digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -1,1 +1,1 @@
-"""Which sample comes when, as arithmetic."""
+"""Order of samples, computed from indices."""

@@ -1,4 +1,4 @@
-"""Batches of one rank: which samples are its own follows from the step, so that resuming is a matter of one integer.
+"""Batches of one rank. The rank's samples are a function of the step, so resuming needs one integer.
 
 B = sequences in a microbatch, T = seq_len.
 """
@@ -28,18 +28,18 @@ _PREFETCH = 2
 class Loader:
     """The microbatches of one data-parallel rank.
 
-    Step s has the samples of `weft.config.partitioning.microbatch_samples`, counted from s * global_batch.
+    Step s has the samples `weft.config.partitioning.microbatch_samples`, counted from s * global_batch.
 
     Args:
-        stream: where samples come from.
-        global_batch: samples of a step, over all ranks.
-        accumulation: microbatches of one rank in a step.
-        dp_rank: this rank's place on the data-parallel axes.
-        dp_size: ranks on them.
+        stream: the samples.
+        global_batch: samples per step, over all ranks.
+        accumulation: microbatches per rank and step.
+        dp_rank: this rank's position on the data-parallel axes.
+        dp_size: number of ranks on them.
         pin: put tensors in pinned memory.
 
     Raises:
-        DataError: where the samples do not come out even.
+        DataError: if the global batch is not divisible into microbatches.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Loader:
         self._own = shares.microbatch_samples(global_batch, dp_size, accumulation, dp_rank)
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the microbatches of optimizer step `step`, 0 and up."""
+        """Return the microbatches of optimizer step `step`, which starts at 0."""
         first = step * self._global_batch
         return [
             build_batch(self._stream, range(first + own.start, first + own.stop), len(own), pin=self._pin)
@@ -73,22 +73,23 @@ class Loader:
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
         """Return the microbatches of steps start_step .. end_step - 1, built ahead in a thread.
 
-        Close it, or use it in `with`.
+        Close the result, or use it in `with`.
         """
         return Prefetch(self, start_step, end_step)
 
 
 class EvalBatches:
-    """A fixed evaluation set: each of its samples once, spread evenly over the sources, equal at any number of ranks.
+    """A fixed evaluation set, spread evenly over the sources, with each sample once.
 
-    All ranks get the same number of batches; rows beyond the set are padding with no label.
+    The set is equal for any number of ranks. All ranks get the same number of batches. Rows after the end of the set
+    are padding without labels.
 
     Args:
-        stream: with shuffle=False.
-        num_samples: at most this many; None: all.
+        stream: a stream with shuffle=False.
+        num_samples: maximum number of samples, or None for all.
         num_rows: sequences in a batch of one rank.
-        dp_rank: this rank's place on the data-parallel axes.
-        dp_size: ranks on them.
+        dp_rank: this rank's position on the data-parallel axes.
+        dp_size: number of ranks on them.
         pin: put tensors in pinned memory.
     """
 
@@ -120,11 +121,12 @@ class EvalBatches:
 
 
 def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int, *, pin: bool = False) -> Batch:
-    """Samples as tensors, int64 (B, T) each: input_ids, labels, positions, and document_ids where a border is inside.
+    """Build a batch of int64 (B, T) tensors: input_ids, labels, positions.
 
-    With those comes document_starts, int64 (B, M): where documents begin, rows with fewer than M filled up with T. M is
-    a power of two, so that few shapes come up. Where some labels do not count as 1, weights are theirs, float32 (B, T).
-    Rows beyond the indices are padding: their labels are all -100.
+    If a document starts inside of a row, the batch has document_ids, int64 (B, T), and document_starts, int64 (B, M).
+    document_starts has the positions at which documents begin, padded with T. M is a power of two, to limit the number
+    of shapes. If some label weights are not 1, the batch has weights, float32 (B, T). Rows without an index are
+    padding, and their labels are all -100.
     """
     rows = Rows.empty(num_rows, stream.seq_len, weighted=stream.is_weighted)
     has_border = False
@@ -144,10 +146,10 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
 
 
 def _starts(ids: np.ndarray) -> np.ndarray:
-    """Where documents begin, from their ids (B, T), which are 0, 1, ... in each row."""
+    """Return the start positions of documents from their ids (B, T), which are 0, 1, ... in each row."""
     num_rows, seq_len = ids.shape
     most = 1 << int(ids[:, -1].max()).bit_length()
-    most += most == seq_len  # what has the sequence in dim 1 is cut by cp
+    most += most == seq_len  # cp would shard a tensor with seq_len in dim 1
     found = np.full((num_rows, most), seq_len, np.int64)
     found[:, 0] = 0
     row, place = np.nonzero(np.diff(ids, axis=1))
@@ -156,16 +158,16 @@ def _starts(ids: np.ndarray) -> np.ndarray:
 
 
 class StepBatches(Protocol):
-    """Gives the microbatches of any step."""
+    """Source of the microbatches of any step."""
 
     def batches(self, step: int) -> list[Any]: ...
 
 
 class Prefetch:
-    """Builds batches in a thread, two steps ahead; an error there is raised where the batch is asked for.
+    """Iterator that builds batches in a thread, two steps ahead. Errors of the thread are raised in the consumer.
 
     Args:
-        loader: asked for each step's batches.
+        loader: builds the batches of each step.
         start_step: the first step.
         end_step: the step after the last.
     """
@@ -195,10 +197,10 @@ class Prefetch:
         raise item
 
     def close(self) -> None:
-        """Stop the thread and wait until it has ended. Calling it again does nothing."""
+        """Stop the thread and wait until it has ended. Further calls have no effect."""
         self._closed.set()
         while self._thread.is_alive():
-            # The thread may be waiting for room in the queue.
+            # The thread may be waiting for space in the queue.
             try:
                 self._queue.get_nowait()
             except queue.Empty:
@@ -216,7 +218,7 @@ class Prefetch:
                 if not self._put(loader.batches(step)):
                     return
             self._put(None)
-        # Everything travels to the consumer, which raises it.
+        # The consumer raises every exception of the thread.
         except BaseException as error:
             self._put(error)
 
@@ -230,16 +232,21 @@ class Prefetch:
         return False
 
 
-# Samples as people read them: text, with trained and masked tokens told apart and the end token visible.
+# Samples for display: text with trained and masked tokens marked and the end token visible.
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
-    """Neighbouring tokens of one kind. trained: the model learns to write them; special: end, turn and other marks.
+    """Consecutive tokens of one kind.
 
-    weight: of trained tokens in the loss; below 0 the model learns not to write them. begins: another document does.
+    Attributes:
+        text: the text of the tokens.
+        trained: the tokens count in the loss.
+        special: the tokens are special tokens, such as the ends of documents and turns.
+        weight: weight of trained tokens in the loss. If it is negative, the model learns to avoid them.
+        begins: the segment begins another document.
     """
 
     text: str
@@ -251,7 +258,7 @@ class TextSegment:
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """One sample for display. num_trained + num_masked tokens are shown; num_padding are not."""
+    """One sample for display. Padding tokens are counted and not displayed."""
 
     segments: tuple[TextSegment, ...]
     num_trained: int
@@ -261,9 +268,9 @@ class SampleView:
 
 
 def view_sample(sample: Sample, tokenizer: Tokenizer) -> SampleView:
-    """Return what a sample looks like: its text in trained and masked segments, and their counts.
+    """Return a sample for display: its text in trained and masked segments, and their counts.
 
-    A token counts as trained where it is the label of the token before it.
+    A token counts as trained if it is the label of the token before it.
     """
     size = sample.num_inputs
     labels = sample.labels[:size]
@@ -271,7 +278,7 @@ def view_sample(sample: Sample, tokenizer: Tokenizer) -> SampleView:
     weights = (labels != IGNORED).astype(np.float32) if sample.weights is None else sample.weights[:size]
     shown = [0.0, *weights[:-1].tolist()]
     documents = sample.document_ids[:size].tolist()
-    # The last label is a token of its own: no input shows it.
+    # The last label is not among the inputs.
     if labels[-1] != IGNORED:
         ids.append(int(labels[-1]))
         shown.append(float(weights[-1]))
@@ -284,12 +291,12 @@ def view_sample(sample: Sample, tokenizer: Tokenizer) -> SampleView:
 
 
 def view_answer(ids: Sequence[int], weights: Sequence[float], tokenizer: Tokenizer) -> SampleView:
-    """Return what one answer of a preference looks like, with its prompt.
+    """Return one answer of a preference, with its prompt, for display.
 
     Args:
-        ids: tokens of both.
-        weights: of each; 0 is the prompt, and below 0 an answer that is not wanted.
-        tokenizer: that made the ids.
+        ids: tokens of the prompt and the answer.
+        weights: weight of each token: 0 in the prompt, negative in a rejected answer.
+        tokenizer: the tokenizer of the ids.
     """
     num_trained = sum(weight != 0 for weight in weights)
     segments = tuple(_segments(list(ids), list(weights), [0] * len(ids), tokenizer))
@@ -297,12 +304,12 @@ def view_answer(ids: Sequence[int], weights: Sequence[float], tokenizer: Tokeniz
 
 
 def visible(text: str) -> str:
-    """Show control characters as escapes, so that data cannot steer the terminal; newlines and tabs stay."""
+    """Show control characters as escapes, so that data cannot control the terminal. Newlines and tabs are unchanged."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text.replace("\r\n", "\n"))
 
 
 def marked(view: SampleView) -> str:
-    """Return the sample without colours: masked text in [[double brackets]], other weights than 1 before {braces}."""
+    """Return the sample without colours: masked text in [[double brackets]], text of weights other than 1 in {}."""
     parts = []
     for weight, group in groupby(view.segments, key=lambda segment: segment.weight):
         text = "".join(visible(segment.text) for segment in group)

@@ -1,6 +1,6 @@
-"""Samples of a user's dataset, with random numbers that depend on the run's seed, the epoch and the sample alone.
+"""Samples of a user's dataset, with random numbers that depend only on the run's seed, the epoch and the sample.
 
-Random crops, masks and noise are then the same at any number of ranks and workers, and after a resume.
+Random crops, masks and noise are then equal for any number of ranks and workers, and after a resume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.data.random_state import kept_generators, seed_generators
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """Where a sample is in the order: an epoch, a batch, a position in the batch; and its index in the dataset."""
+    """Position of a sample in the order (epoch, batch, position in the batch), and its index in the dataset."""
 
     epoch: int
     batch: int
@@ -32,20 +32,20 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Samples as the dataset returned them. seeds: one for each sample."""
+    """Samples as the dataset returned them, with one seed for each."""
 
     samples: Any
     seeds: Sequence[int]
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style dataset that is read by `SampleKey`, with global generators seeded for each sample.
+    """A map-style dataset indexed by `SampleKey`, with global generators seeded for each sample.
 
-    Attributes are those of the dataset, as a `worker_init_fn` expects.
+    Attribute access is forwarded to the dataset, as a `worker_init_fn` expects.
 
     Args:
-        dataset: the user's.
-        seed: of the run.
+        dataset: the user's dataset.
+        seed: the run's seed.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -73,7 +73,7 @@ class SeededSamples(Dataset[Any]):
         return self._dataset[index]
 
     def _fetched_together(self, fetch: Callable[[list[Any]], Any], indices: list[Any], seeds: list[int]) -> Any:
-        """Fetch in one call, and sample by sample once a call has drawn random numbers."""
+        """Fetch the samples in one call, or one by one after a call has drawn random numbers."""
         if not self._draws:
             return fetch(indices)
         if not getattr(self, "_draws_together", False):
@@ -102,9 +102,9 @@ def collate_seeded(collate: Callable[[Any], Any], samples: Any, seed: int) -> An
     """Call a collate function with the global generators seeded.
 
     Args:
-        collate: the user's.
-        samples: of a microbatch.
-        seed: of its first sample.
+        collate: the user's function.
+        samples: the samples of a microbatch.
+        seed: seed of the first sample.
     """
     if collate is default_collate:
         return collate(samples)
@@ -114,7 +114,7 @@ def collate_seeded(collate: Callable[[Any], Any], samples: Any, seed: int) -> An
 
 
 def _draws_nothing(dataset: Any) -> bool:
-    """Whether a dataset is known to draw no random numbers."""
+    """Return True if a dataset is of a type that draws no random numbers."""
     if type(dataset) is Subset:
         return _draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -123,7 +123,7 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 def _outside_of_workers() -> AbstractContextManager[None]:
-    """Restore the generators afterwards in the training process; a worker's own are of no use to anyone."""
+    """Restore the generators afterwards in the training process. In a worker, this is not needed."""
     return kept_generators() if get_worker_info() is None else contextlib.nullcontext()
 
 

@@ -1,7 +1,7 @@
-"""The order of data as pure functions: nothing is shuffled in memory, so any place is reached at once.
+"""Order of data as pure functions. Nothing is shuffled in memory, so access to any position is direct.
 
-A permutation is a Feistel network over the next power of two, walked until it lands inside (Black and Rogaway, "Ciphers
-with Arbitrary Finite Domains", 2002): fewer than two steps on average.
+A permutation is a Feistel network over the next power of two, applied until the result is in range (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002): fewer than two applications on average.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def derive_key(*parts: int | str) -> int:
 
 
 class Permutation:
-    """A fixed permutation of range(size) that is computed per element. key: 64 bits."""
+    """A fixed permutation of range(size), computed per element from a 64-bit key."""
 
     def __init__(self, size: int, key: int):
         self.size = size
@@ -43,7 +43,7 @@ class Permutation:
         self._keys = [derive_key(key, number) for number in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """index: 0 .. size - 1."""
+        """Return the element at `index`, which is in range(size)."""
         while True:
             low, high = index & self._low_mask, index >> self._low_bits
             for number, key in enumerate(self._keys):
@@ -56,7 +56,7 @@ class Permutation:
                 return index
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """The same for an array of indices. int64 [n] -> int64 [n]."""
+        """Return the elements at an array of indices. int64 [n] -> int64 [n]."""
         result = np.array(indices, np.uint64)
         walking = np.arange(result.size)
         while walking.size:
@@ -90,19 +90,25 @@ def _scramble_array(value: np.ndarray, key: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def permutation(size: int, *parts: int | str) -> Permutation:
-    """Return the permutation of range(size) that the parts name, such as a seed, a source and an epoch."""
+    """Return the permutation of range(size) for a key of `parts`, such as a seed, a source and an epoch."""
     return Permutation(size, derive_key(*parts))
 
 
-# Which source a global sample comes from: a pure function of the sample's index, exact in the long run.
+# Assignment of global samples to sources: a pure function of the sample's index, with exact shares in the long run.
 
-#: Weights are kept as integers with this sum: all arithmetic is exact at any index.
+#: Sum of the integer weights. Arithmetic with integers is exact at any index.
 _SCALE = 2**32
 _GRID = 4096
 
 
 class Mixture:
-    """shares: positive weights of samples, of any sum. block: samples that are permuted among each other."""
+    """Assignment of global sample indices to sources.
+
+    Args:
+        shares: positive weights of samples, of any sum.
+        seed: seed of the order.
+        block: number of samples that are permuted together.
+    """
 
     def __init__(self, shares: Sequence[float], *, seed: int, block: int = 256):
         self._parts = _integer_shares(shares)
@@ -110,7 +116,7 @@ class Mixture:
         self._locate = lru_cache(maxsize=8)(self._block_table)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(source, how many samples of this source came before) for a global sample index."""
+        """Return the source of a global sample index, and the number of samples of this source before it."""
         if len(self._parts) == 1:
             return 0, index
         number, slot = divmod(index, self._block)
@@ -118,7 +124,7 @@ class Mixture:
         return int(sources[slot]), int(ordinals[slot])
 
     def counts_before(self, index: int) -> list[int]:
-        """Samples of each source among the first `index`."""
+        """Return the number of samples of each source among the first `index`."""
         if len(self._parts) == 1:
             return [index]
         number, slot = divmod(index, self._block)
@@ -140,8 +146,8 @@ class Mixture:
         return sources, ordinals
 
     def _dealt(self, total: int) -> list[int]:
-        """How many samples of each source fall due among the first `total`; the sum is `total`."""
-        # The time at which `total` are due is near `total` itself; find the last tick with at most that many.
+        """Return the number of samples of each source among the first `total`. The sum is `total`."""
+        # The time at which `total` samples are due is near `total`. Find the last tick with at most that many.
         low, high = max(0, total - len(self._parts) - 1) * _GRID, (total + len(self._parts) + 1) * _GRID
         while low < high:
             middle = (low + high + 1) // 2
@@ -152,7 +158,7 @@ class Mixture:
         return counts
 
     def _due(self, tick: int) -> list[int]:
-        """Samples of each source that are due by a tick: the nearest whole number to its share of the time."""
+        """Return the samples of each source that are due by a tick: its share of the time, rounded."""
         return [(2 * tick * part + _GRID * _SCALE) // (2 * _GRID * _SCALE) for part in self._parts]
 
 
@@ -163,14 +169,14 @@ def _integer_shares(shares: Sequence[float]) -> list[int]:
     return parts
 
 
-# Rows that samples bring to tensors whose rows are no samples, such as patches of images.
+# Row counts of samples in tensors whose rows are not samples, such as patches of images.
 
 
 def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Tell how many rows a sample brings to tensors that a collate function concatenates, such as patches of images.
+    """Count the rows that each sample adds to tensors that a collate function concatenates, such as patches of images.
 
-    One tuple for each tensor, array or list of the samples whose length is not 1 for all, without repetitions; a
-    sample without it brings none.
+    The result has one tuple for each tensor, array or list of the samples whose length is not 1 for all, without
+    repetitions. The count is 0 for a sample without it.
     """
     found: dict[tuple[int, ...], None] = {}
     for names in _columns(samples):
@@ -181,7 +187,7 @@ def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _columns(samples: Sequence[Any]) -> list[Any]:
-    """Names or places of what samples hold; None for a sample that is one thing."""
+    """Return the keys or positions of the samples' items, or None for a sample that is not a container."""
     names: dict[Any, None] = {}
     for sample in samples:
         if isinstance(sample, Mapping):
@@ -202,21 +208,21 @@ def _at(sample: Any, name: Any) -> Any:
 
 
 def _length(value: Any) -> int:
-    """Rows of a value: dim 0 of a tensor or array, entries of a list."""
+    """Return the rows of a value: dim 0 of a tensor or array, entries of a list."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0
     return len(value) if isinstance(value, list) else 0
 
 
-# How stored tokens become sequences: each packing gives the span of tokens that a sequence number stands for.
+# Packing of stored tokens into sequences: each packing maps a sequence number to a span of tokens.
 
 _PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ConcatSpans:
-    """The stored tokens as a ring that is cut every seq_len, from a start that the epoch shifts."""
+    """Spans of the stored tokens as a ring, split every seq_len tokens from a start that depends on the epoch."""
 
     num_tokens: int
     seq_len: int
@@ -226,14 +232,14 @@ class ConcatSpans:
         return -(-self.num_tokens // self.seq_len)
 
     def span(self, sequence: int, shift: int) -> tuple[int, int]:
-        """(first token, number of inputs). shift: 0 .. num_tokens - 1."""
+        """Return (first token, number of inputs). `shift` is in range(num_tokens)."""
         done = sequence * self.seq_len
         return (shift + done) % self.num_tokens, min(self.seq_len, self.num_tokens - done)
 
 
 @dataclass(frozen=True, slots=True)
 class TableSpans:
-    """Spans given by where each starts. starts: int64 [num_sequences + 1], the last is the number of tokens."""
+    """Spans from a table of starts, int64 [num_sequences + 1], whose last entry is the number of tokens."""
 
     starts: np.ndarray
     seq_len: int
@@ -243,20 +249,21 @@ class TableSpans:
         return len(self.starts) - 1
 
     def span(self, sequence: int, shift: int = 0) -> tuple[int, int]:
-        """(first token, number of inputs). shift does not apply."""
+        """Return (first token, number of inputs). `shift` is ignored."""
         start = int(self.starts[sequence])
         return start, min(self.seq_len, int(self.starts[sequence + 1]) - start)
 
 
 def fit_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
-    """Next-fit in stored order: whole documents as long as they fit, longer ones in pieces of seq_len.
+    """Return the starts of next-fit packing in stored order, int64 [num_sequences + 1].
 
-    offsets: int64 [num_documents + 1]. Returns int64 [num_sequences + 1].
+    Sequences have complete documents as far as they fit. Longer documents are split every seq_len tokens. `offsets` is
+    int64 [num_documents + 1].
     """
     starts = [0]
     position, total = 0, int(offsets[-1])
     while position < total:
-        # The end token of the last document may be a label without being an input: hence the + 1.
+        # The end token of the last document may be a label without being an input, hence the + 1.
         border = int(offsets[np.searchsorted(offsets, position + seq_len + 1, side="right") - 1])
         position = border if border > position else position + seq_len
         starts.append(position)
@@ -264,7 +271,10 @@ def fit_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def pad_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
-    """One document a sequence, longer ones in pieces of seq_len. Returns int64 [num_sequences + 1]."""
+    """Return the starts of sequences with one document each, int64 [num_sequences + 1].
+
+    Longer documents are split every seq_len tokens.
+    """
     lengths = np.diff(offsets)
     num_pieces = np.maximum(1, -(-(lengths - 1) // seq_len))
     first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
@@ -277,15 +287,15 @@ def plan_path(folder: Path, packing: str, seq_len: int) -> Path:
 
 
 def write_plan(folder: Path, packing: str, seq_len: int, offsets: np.ndarray) -> None:
-    """Compute the plan of a split and keep it beside the shards, unless it is there as it was written.
+    """Write the packing plan of a split next to its shards, unless an undamaged one is there.
 
     Call it under the split's lock.
 
     Args:
-        folder: of the split's shards.
+        folder: folder of the split's shards.
         packing: "concat" (which needs no plan), "fit" or "pad".
         seq_len: tokens of a sequence.
-        offsets: int64 (documents + 1,), where each document starts and the last one ends.
+        offsets: start of each document and end of the last one, int64 (documents + 1,).
     """
     path = plan_path(folder, packing, seq_len)
     digest = path.with_suffix(".digest")
@@ -308,7 +318,7 @@ def _digest(path: Path) -> str:
 def open_spans(
     folder: Path, packing: str, seq_len: int, offsets: np.ndarray, num_tokens: int
 ) -> ConcatSpans | TableSpans:
-    """The spans of a split; the plan is read from beside the shards, or computed where it is not there."""
+    """Open the spans of a split from its plan file, or compute them if the file is missing."""
     if packing == "concat":
         return ConcatSpans(num_tokens, seq_len)
     try:
@@ -324,7 +334,7 @@ IGNORED = -100
 
 
 class StoredSource(Protocol):
-    """What a stream needs to know of a source; `prepare.PreparedSource` is one."""
+    """The attributes of a source that a stream uses. `prepare.PreparedSource` is one."""
 
     @property
     def name(self) -> str: ...
@@ -344,9 +354,16 @@ class StoredSource(Protocol):
 class Sample:
     """One sequence of T = seq_len tokens, int64 [T] each.
 
-    labels: the next token, or -100 where it is not trained. document_ids: 0, 1, ... in order; padding has its own.
-    num_inputs: tokens that are not padding. has_border: whether a document starts inside, with borders on.
-    weights: of the labels in the loss, float32 [T]; None where all are 1.
+    Attributes:
+        input_ids: the input tokens.
+        labels: the next token, or -100 if it is not trained.
+        positions: position of each token.
+        document_ids: 0, 1, ... in order. Padding has its own id.
+        num_inputs: number of tokens that are not padding.
+        has_border: a document starts inside, and borders are on.
+        source: number of the source.
+        epoch: epoch of the source.
+        weights: weights of the labels in the loss, float32 [T], or None if all are 1.
     """
 
     input_ids: np.ndarray
@@ -362,7 +379,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Arrays that samples are written into, row by row, int64 [B, T]; weights of the labels are float32, if any."""
+    """Arrays for samples, one per row: int64 [B, T], and optional label weights, float32 [B, T]."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -378,7 +395,7 @@ class Rows:
 
 
 class _Source:
-    """One source's sequences: its shards, its spans and its own order."""
+    """One source's sequences: its shards, spans and order."""
 
     def __init__(self, stored: StoredSource, number: int, packing: str | None, seq_len: int):
         self.packing = packing or stored.packing
@@ -392,17 +409,16 @@ class SampleStream:
     """An endless stream of sequences from one source or several.
 
     Args:
-        sources: of `PreparedData.train` or `.eval`.
-        seed: of the order and the mixture.
+        sources: sources of `PreparedData.train` or `.eval`.
+        seed: seed of the order and the mixture.
         seq_len: tokens of a sequence.
-        packing: as in the data section; None takes each source's own.
+        packing: as in the data section, or None for each source's packing.
         borders: as in the data section.
-        shuffle: False gives the sequences in stored order, source after source; weights do not apply then, and there
-            may
-            be no source at all.
+        shuffle: if False, sequences are in stored order, source after source. Weights are then ignored, and `sources`
+            may be empty.
 
     Raises:
-        DataError: for shards that are missing or cut off, and for shuffle without a source.
+        DataError: if shards are missing or cut off, or `sources` is empty with shuffle.
     """
 
     def __init__(
@@ -423,13 +439,13 @@ class SampleStream:
         self._ends = np.cumsum([source.num_sequences for source in self._sources])
         self.num_sequences = int(self._ends[-1]) if self._sources else 0
         self.pad_id = sources[0].pad_id if sources else 0
-        #: Whether labels have weights other than 1 somewhere.
+        #: True if some labels have weights other than 1.
         self.is_weighted = any(stored.counts.weights for stored in sources)
         shares = [_sample_share(*pair) for pair in zip(sources, self._sources, strict=True)]
         self._mixture = Mixture(shares, seed=seed) if shuffle else None
 
     def sample(self, index: int) -> Sample:
-        """Return a sample by its global index, 0 and up; the epoch follows from it."""
+        """Return a sample by its global index, from 0. The index determines the epoch."""
         rows = Rows.empty(1, self.seq_len, weighted=self.is_weighted)
         num_inputs, has_border = self.fill(rows, 0, index)
         source, epoch, _ = self._locate(index)
@@ -439,7 +455,7 @@ class SampleStream:
         )  # fmt: skip
 
     def state_at(self, index: int) -> dict[str, int]:
-        """Count the samples taken from each source before `index`, by the source's name."""
+        """Count the samples from each source before `index`, by the source's name."""
         if self._mixture is None:
             epochs, rest = divmod(index, max(1, self.num_sequences))
             counts = []
@@ -451,7 +467,7 @@ class SampleStream:
         return dict(zip(self._names, counts, strict=True))
 
     def _locate(self, index: int) -> tuple[int, int, int]:
-        """(source, epoch of that source, sequence in it)."""
+        """Return (source, epoch of that source, sequence in it)."""
         if self._mixture is None:
             epoch, rest = divmod(index, self.num_sequences)
             number = int(np.searchsorted(self._ends, rest, side="right"))
@@ -462,12 +478,12 @@ class SampleStream:
         return number, epoch, permutation(source.num_sequences, "sequences", self.seed, number, epoch)(rest)
 
     def fill(self, rows: Rows, row: int, index: int) -> tuple[int, bool]:
-        """Write a sample into one row, and return (number of inputs, whether a document starts inside).
+        """Write a sample into one row, and return (number of inputs, True if a document starts inside).
 
         Args:
             rows: arrays of shape (rows, seq_len).
-            row: the row that is written.
-            index: global sample index, 0 and up.
+            row: index of the row to write.
+            index: global sample index, from 0.
         """
         number, epoch, sequence = self._locate(index)
         source = self._sources[number]
@@ -487,7 +503,7 @@ class SampleStream:
             if self.borders:
                 labels[borders - 1] = IGNORED
                 has_border = bool(borders[0] < size)
-            # In "fit" and "pad" the next sequence is another one, whatever the borders.
+            # With "fit" and "pad", documents do not continue in the next sequence, for any setting of `borders`.
             elif source.packing != "concat" and borders[-1] == size:
                 labels[size - 1] = IGNORED
         self._place(rows, row, size, borders[borders < size] if has_border else borders[:0])
@@ -501,7 +517,7 @@ class SampleStream:
         return size, has_border
 
     def _place(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:
-        """Positions and document ids. borders: where documents start inside, 1 .. size - 1."""
+        """Write positions and document ids. `borders` are the starts of documents inside, 1 .. size - 1."""
         seq_len = self.seq_len
         positions, documents = rows.positions[row], rows.document_ids[row]
         positions[:] = np.arange(seq_len)
@@ -518,7 +534,7 @@ class SampleStream:
 
 
 def _sample_share(stored: StoredSource, source: _Source) -> float:
-    """Share of the samples that gives the source its share of the tokens: padded sequences hold fewer."""
+    """Return the share of samples that gives a source its share of the tokens, since padded sequences have fewer."""
     if stored.weight is None:
         return float(source.num_sequences)
     return stored.weight * source.num_sequences / source.reader.num_tokens

@@ -1,6 +1,6 @@
-"""The global batches of a user's DataLoader, epoch by epoch: a function of (seed, epoch), so all ranks know them alike.
+"""Global batches of a user's DataLoader. They are a function of (seed, epoch), so they are equal on all ranks.
 
-torch's own shuffle and order are computed. Any other sampler is asked, with random numbers seeded alike on all ranks.
+The order of torch's samplers is computed. Any other sampler is iterated, with equal generator seeds on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.data.order.stream import rows_of
 from weft.data.random_state import kept_generators, seed_generators
 from weft.errors import DataError
 
-#: Samplers within samplers are looked for under these names.
+#: Attributes of a sampler that may be an inner sampler.
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 
 
@@ -27,20 +27,24 @@ class BatchIndices(Protocol):
     """Dataset indices of global batches."""
 
     def count(self, epoch: int) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         ...
 
     def of(self, epoch: int) -> Sequence[Sequence[Any]]:
-        """The batches of an epoch."""
+        """Return the batches of an epoch."""
         ...
 
     def check(self, epoch: int, dp_size: int) -> None:
-        """Raise DataError where a batch of the epoch leaves one of so many ranks without a sample."""
+        """Raise DataError if a batch of the epoch has fewer samples than `dp_size`."""
         ...
 
 
 def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
-    """The loader's global batches. Raises DataError where ranks could not agree on them."""
+    """Return the loader's global batches.
+
+    Raises:
+        DataError: if the batches could differ between ranks.
+    """
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
             "loader.dataset: an IterableDataset has no indices that Weft could divide among ranks. Use a map-style "
@@ -54,7 +58,7 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     if loader.batch_size is None:
         return _SampledIndices("batch_sampler", loader.batch_sampler, None, False, seed)
     sampler, batch_size = loader.sampler, loader.batch_size
-    # The sampler says how many: it may be of fewer than the dataset has, and a dataset need not know its length.
+    # The sampler's length counts: it may sample less than the dataset, and the dataset may have no length.
     if type(sampler) is SequentialSampler:
         return _Computed(len(sampler), batch_size, loader.drop_last, None)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
@@ -63,7 +67,7 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
 
 
 class _BatchSplit(Sequence[Any]):
-    """A row of indices as batches of `batch_size`, the last one shorter."""
+    """A sequence of indices in batches of `batch_size`. The last one may be shorter."""
 
     def __init__(self, row: Any, batch_size: int, drop_last: bool):
         self._row, self._batch_size = row, batch_size
@@ -77,7 +81,7 @@ class _BatchSplit(Sequence[Any]):
 
 
 class _Computed:
-    """torch's shuffle=True and shuffle=False. seed: None for the order of the dataset."""
+    """Batches of torch's shuffle=True, or of shuffle=False if the seed is None."""
 
     def __init__(self, num_samples: int, batch_size: int, drop_last: bool, seed: int | None):
         self._num_samples, self._batch_size, self._drop_last, self._seed = num_samples, batch_size, drop_last, seed
@@ -97,7 +101,7 @@ class _Computed:
 
 
 class _SampledIndices:
-    """What a sampler of the user's gives, drawn anew for each epoch. batch_size: None where it gives whole batches."""
+    """Batches of a user's sampler, drawn again for each epoch. `batch_size` is None for a batch sampler."""
 
     def __init__(self, field: str, sampler: Any, batch_size: int | None, drop_last: bool, seed: int):
         self._name = f"{field}={type(sampler).__name__}"
@@ -167,7 +171,7 @@ def _epoch_seed(seed: int, epoch: int) -> int:
 
 @contextlib.contextmanager
 def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
-    """Seed all generators that the sampler may draw from, and restore the global ones on leaving."""
+    """Seed all generators that the sampler may draw from, and restore the global ones at exit."""
     for one in _all_of(sampler):
         if isinstance(generator := getattr(one, "generator", None), torch.Generator):
             generator.manual_seed(seed)
@@ -179,7 +183,7 @@ def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
 
 
 def _all_of(sampler: Any) -> Iterator[Any]:
-    """The sampler, and those that it draws from."""
+    """Yield the sampler and the samplers inside of it."""
     found = [sampler]
     while found:
         one = found.pop()
@@ -187,38 +191,45 @@ def _all_of(sampler: Any) -> Iterator[Any]:
         found += [inner for name in _INNER if (inner := getattr(one, name, None)) is not None]
 
 
-# A user's own DataLoader, cut for data parallel: each rank reads its slice of every global batch, and can resume.
+# A user's DataLoader for data parallelism: each rank reads its slice of every global batch. It can be resumed.
 
 
 class AsBatch(Protocol):
-    """Makes what a loop is given of a rank's microbatches."""
+    """Function that turns a rank's microbatches into the value that the loop yields."""
 
     def __call__(
         self, batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Any], *, is_plain: bool, total: int
     ) -> Any:
-        """numbers: of each microbatch's samples in the global batch; none for one that stands in for samples that the
-        rank does not have. rows: see `rows_of`. is_plain: the rank's samples are in one batch, and on all ranks there
-        are some. total: samples of the global batch."""
+        """Return the value for one global batch.
+
+        Args:
+            batches: the rank's microbatches.
+            numbers: numbers of each microbatch's samples in the global batch. They are empty for a dummy microbatch,
+                which replaces samples that the rank does not have.
+            rows: rows of the samples, see `rows_of`.
+            is_plain: the rank's samples are in one batch, and every rank has samples.
+            total: number of samples of the global batch.
+        """
         ...
 
 
 class ShardedLoader:
     """One rank's part of a DataLoader whose `batch_size` is the global batch.
 
-    The order is a function of (seed, epoch): the same global batches at any number of ranks. A sampler or batch_sampler
-    of the user's is drawn with random numbers seeded by them, alike on all ranks. What ranks get differs by at most one
-    sample. One pass of `for` is one epoch, or what is left of it after `load_state_dict`. State is two integers.
+    The order is a function of (seed, epoch), so the global batches are equal for any number of ranks. A user's sampler
+    or batch_sampler is iterated with generators seeded from (seed, epoch), equal on all ranks. The sample counts of
+    ranks differ by at most one. One `for` loop is one epoch, or the rest of it after `load_state_dict`. The state is
+    two integers.
 
     Args:
-        loader: the user's; its collate_fn, workers and memory are kept.
-        dp_rank: this rank's place on the data-parallel axes.
-        dp_size: ranks on them.
-        seed: of the order.
-        num_microbatches: that a rank's samples are cut into.
-        as_batch: makes of them what `for` gives; None: their plain batch, for which there must be one microbatch.
-        takes_empty: asked as an epoch begins whether a batch may leave a rank without a sample; None: it may not, and
-            that
-            is looked at here.
+        loader: the user's loader. Its collate_fn, workers and memory options are kept.
+        dp_rank: this rank's position on the data-parallel axes.
+        dp_size: number of ranks on them.
+        seed: seed of the order.
+        num_microbatches: number of microbatches of a rank's samples.
+        as_batch: returns the value that `for` yields. If None, it is the plain batch, and there must be one microbatch.
+        takes_empty: returns at the start of an epoch if a batch may leave a rank without samples. If None, it may not,
+            and the constructor checks it.
         seed_samples: seed the global generators for each sample and each call of the collate function.
     """
 
@@ -257,14 +268,14 @@ class ShardedLoader:
         slices = self._slices
         for parts, rows in self._loader:
             batch = self._batch(parts, rows, slices.size_of(slices.next_batch))
-            # Counted before it is handed out: a state saved while the batch is in use comes after it.
+            # Counted before the yield, so that a state saved while the batch is in use points to the next batch.
             slices.next_batch += 1
             yield batch
         slices.epoch += 1
         slices.next_batch = 0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Return the number of batches in a full epoch."""
         return self._slices.num_batches
 
     def state_dict(self) -> dict[str, int]:
@@ -272,7 +283,7 @@ class ShardedLoader:
         return {"epoch": self._slices.epoch, "next_batch": self._slices.next_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken; nothing is read to get there."""
+        """Continue at the position of `state_dict`. No data is read to reach it."""
         self._slices.epoch, self._slices.next_batch = int(state["epoch"]), int(state["next_batch"])
 
     def _batch(self, parts: list[Any], rows: list[Any], global_batch: int) -> Any:
@@ -281,24 +292,24 @@ class ShardedLoader:
         slices, num_parts = self._slices, self._num_microbatches
         everyone_has_some = global_batch >= slices.dp_size
         numbers: Sequence[Sequence[int]] = slices.numbers_of(global_batch)
-        if len(parts) < num_parts:  # in one piece: the step cuts it along dim 0
+        if len(parts) < num_parts:  # collated together: the step splits it along dim 0
             if not everyone_has_some:
                 raise DataError(
                     f"loader: a batch has {global_batch} samples, fewer than the {slices.dp_size} data-parallel ranks, "
                     f"and the dataset's __getitems__ gives no list of samples. Let it give one, or use drop_last=True."
                 )
             return self._as_batch(parts, [[*chain(*numbers)]], rows, is_plain=True, total=global_batch)
-        # Alike on all ranks: those with samples must know that another has none.
+        # Equal on all ranks: a rank with samples must take the same path as a rank without.
         is_plain = num_parts == 1 and everyone_has_some
         return self._as_batch(parts, numbers, rows, is_plain=is_plain, total=global_batch)
 
 
 class _CollateParts:
-    """The user's collate function, called for each microbatch of a list of samples; runs in the loader's workers.
+    """Calls the user's collate function for each microbatch of a list of samples. It runs in the loader's workers.
 
-    Gives microbatches, and the rows that each of their samples brings. Of a rank's samples the first microbatches have
-    as many or one more, as in `microbatch_samples`; one without samples is made of the rank's first. Samples that are
-    no list, as a dataset's __getitems__ may give, stay in one piece.
+    It returns microbatches, and the rows of each of their samples. The first microbatches of a rank have an equal
+    number of samples or one more, as in `microbatch_samples`. A microbatch without samples is made of the rank's first
+    sample. If the samples are not a list, as from a dataset's __getitems__, they are collated together.
     """
 
     def __init__(self, collate: Callable[[Any], Any], num_parts: int, *, counts_rows: bool):
@@ -321,7 +332,10 @@ class _CollateParts:
 
 
 class _Slices(Sampler[list[Any]]):
-    """Dataset indices of this rank's part of each global batch; the batch's first one for a rank without any."""
+    """Dataset indices of this rank's part of each global batch.
+
+    A rank without samples gets the first index of the batch.
+    """
 
     def __init__(
         self, batches: BatchIndices, dp_rank: int, dp_size: int, num_microbatches: int, takes_empty: Callable[[], bool],
@@ -336,16 +350,16 @@ class _Slices(Sampler[list[Any]]):
 
     @property
     def num_batches(self) -> int:
-        """In the whole of this epoch."""
+        """Number of batches in this epoch."""
         return self._batches.count(self.epoch)
 
     def check(self) -> None:
-        """DataError where a batch of the epoch leaves a rank without a sample, and it may not."""
+        """Raise DataError if a batch of the epoch leaves a rank without samples and `takes_empty` does not allow it."""
         if not self._takes_empty():
             self._batches.check(self.epoch, self.dp_size)
 
     def size_of(self, number: int) -> int:
-        """Samples in a global batch of the epoch that is being read."""
+        """Return the number of samples in a global batch of the current epoch."""
         return len(self._reading[number])
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -359,7 +373,7 @@ class _Slices(Sampler[list[Any]]):
         return self.num_batches - self.next_batch
 
     def numbers_of(self, global_batch: int) -> list[range]:
-        """Numbers in a global batch of this rank's samples, by microbatch."""
+        """Return the numbers of this rank's samples in a global batch, by microbatch."""
         return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
 
     def _places(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:

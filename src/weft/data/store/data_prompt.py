@@ -1,4 +1,4 @@
-"""The first prompt of a run's data, for samples of what the model writes."""
+"""The first prompt of a run's data, for sample generations during training."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weft.errors import DataError
 
 _CHATS, _PREFERENCES = ("messages", "instruction"), ("preference", "feedback")
 _MAX_TOKENS = 4096
-#: Tokens of a text that a model continues.
+#: Tokens of the text prompt that the model continues.
 _FIRST_TOKENS = 12
 _MARK = "\U0010fff4"
 
 
 class FirstPrompt(NamedTuple):
-    """Token ids of a prompt, and its words: the user's question, or the text to continue."""
+    """Token ids of a prompt, and its text: the user's question, or the text to continue."""
 
     ids: list[int]
     words: str
 
 
 def is_chat(data: PreparedData, tokenizer: Tokenizer) -> bool:
-    """Return whether a run's documents are conversations."""
+    """Return True if a run's documents are conversations."""
     if not tokenizer.has_chat or not data.train:
         return False
     kind = data.train[0].kind
@@ -39,7 +39,7 @@ def is_chat(data: PreparedData, tokenizer: Tokenizer) -> bool:
 
 
 def first_prompt(data: PreparedData, tokenizer: Tokenizer) -> FirstPrompt:
-    """Return the prompt of the first document: of the held-out ones, if there are any.
+    """Return the prompt of the first held-out document, or of the first document if none is held out.
 
     Raises:
         DataError: if the stored tokens cannot be read.
@@ -66,11 +66,11 @@ def _first_document(data: PreparedData) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _question(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of the user's turn that a prompt ends with; "" if it cannot be told from the template's text."""
+    """Return the text of the user's turn at the end of a prompt, or "" if the template's text does not delimit it."""
     shown = tokenizer.decode(ids, specials=True)
     try:
         asked = tokenizer.decode(tokenizer.encode_prompt([Turn("user", _MARK)]), specials=True)
-    except DataError:  # the template takes no question without a system message
+    except DataError:  # the template requires a system message
         return ""
     before, _, after = asked.partition(_MARK)
     names = [tokenizer.decode([token], specials=True) for token in set(ids) if tokenizer.is_special(token)]

@@ -1,7 +1,7 @@
-"""The share of a source that is kept aside for evaluation, where the one that was asked for takes nothing.
+"""Data preparation: the held-out share, checks of trainability, and tokenization.
 
-A document is kept aside by a draw from its content, so that equal documents go to the same side. Of few documents a
-small share may take none.
+A document is held out by a draw from its content, so equal documents are in the same split. If there are few documents,
+a small share may hold out none.
 """
 
 from __future__ import annotations
@@ -32,16 +32,23 @@ from weft.data.token_files import SplitCounts, SplitReader
 from weft.errors import DataError
 from weft.units import counted, format_bytes, format_count
 
-#: Fewer documents are all needed for training.
+#: With fewer documents, all are needed for training.
 _FEWEST = 10
-#: More of them cannot be without one that is kept aside, unless the share is tiny or they are all alike.
+#: Maximum number of documents to read. Among more, one is held out unless the share is tiny or all are equal.
 _LOOK_AT_DOCUMENTS = 4096
 _LOOK_AT_CHARS = 16 * 2**20
 
 
 @dataclass(slots=True)
 class _Look:
-    """What the first documents of a source are. draws: draw -> documents; is_all: whether that was the whole source."""
+    """Counts of the first documents of a source.
+
+    Attributes:
+        num_kept: documents that are held out.
+        num_trained: the other documents.
+        draws: number of documents by draw.
+        is_all: the counts cover the full source.
+    """
 
     num_kept: int = 0
     num_trained: int = 0
@@ -54,11 +61,11 @@ class _Look:
 
 
 def resolve_holdout(wanted: Sequence[RequestedSource]) -> tuple[list[RequestedSource], list[str]]:
-    """The sources with the share that is kept aside, and what to tell of it.
+    """Return the sources with the share that is held out, and notes for the user.
 
-    The share stays as it was asked for where it takes a part of the documents. Where it takes none of ten or more, it
-    becomes as many with the smallest draws as were asked for, at least one; where documents are fewer or all alike,
-    nothing.
+    The requested share is kept if it holds out a part of the documents. If it holds out none of ten or more, the
+    requested number of documents, at least one, is held out by smallest draw. If there are fewer or all are equal, none
+    is held out.
     """
     looks = [_look(source) for source in wanted]
     has_kept = any(look.num_kept and look.num_trained for look in looks)
@@ -78,7 +85,7 @@ def _look(source: RequestedSource) -> _Look:
         num_chars += len(document.text or "") + sum(len(turn.content) for turn in document.turns or ())
         num_chars += document.ids.size if document.ids is not None else 0
         if document.part and source.files.format != "text":
-            continue  # more of a very long record; pieces of a text file are drawn one by one
+            continue  # a later part of a very long record; chunks of a text file are drawn one by one
         if split_of(document, source.limits.holdout) == "eval":
             look.num_kept += 1
         else:
@@ -112,18 +119,25 @@ def _share(source: RequestedSource, look: _Look) -> tuple[float, str]:
     )
 
 
-# Whether a run can learn what its data says, asked before the first step: answers, their ends, and what is cut off.
+# Checks before the first step that a run can learn from its data: trained answers, their ends, and truncated answers.
 
-#: Of a larger source so many documents are looked at.
+#: Maximum number of documents of a source to check.
 _MOST_DOCUMENTS = 200_000
-#: Tokens that are looked at together.
+#: Tokens that are checked together.
 _BLOCK_TOKENS = 2**22
 _PREFERENCES = ("preference", "feedback")
 
 
 @dataclass(slots=True)
 class _TrainableCheck:
-    """What was found in the documents of a source. untrained: without a trained token. cut: of which a part is lost."""
+    """Counts of a source's documents.
+
+    Attributes:
+        documents: documents that were checked.
+        untrained: documents without a trained token.
+        cut: documents that lose a part of their trained tokens.
+        has_stop: a trained token is a stop token.
+    """
 
     documents: int = 0
     untrained: int = 0
@@ -132,15 +146,15 @@ class _TrainableCheck:
 
 
 def check_trainable(data: PreparedData, section: DataSection, seq_len: int) -> PreparedData:
-    """Return the data, with a line in its summary for each thing that is wrong where data.check=warn.
+    """Return the data. With data.check=warn, its summary has a line for each problem.
 
     Args:
-        data: of the run.
-        section: what is checked, and which shares are allowed.
+        data: the run's data.
+        section: its checks and limits.
         seq_len: tokens of a sequence.
 
     Raises:
-        DataError: for the first thing that is wrong where data.check=refuse.
+        DataError: for the first problem, with data.check=refuse.
     """
     if section.check == "off":
         return data
@@ -151,7 +165,7 @@ def check_trainable(data: PreparedData, section: DataSection, seq_len: int) -> P
 
 
 def _problems(data: PreparedData, section: DataSection, seq_len: int) -> Iterator[str]:
-    """One sentence for each thing that is wrong, and what to do."""
+    """Yield one sentence for each problem, with the remedy."""
     masked = [(number, source) for number, source in enumerate(data.train) if source.counts.has_mask]
     if not masked:
         return
@@ -184,14 +198,14 @@ def _documents(look: _TrainableCheck) -> str:
 
 
 def _of_template(tokenizer: Tokenizer, sources: Sequence[PreparedSource]) -> Iterator[str]:
-    """Whether a chat template ends the assistant's turn with text that looks like a token and is none."""
+    """Yield a problem if a chat template ends the assistant's turn with text that only resembles a special token."""
     template = tokenizer.template
     if template is None or all(source.kind in ("completion", "ids") for source in sources):
         return
     try:
         after = template.after_answer()
     except DataError:
-        return  # the template takes no such conversation; what it takes, the data has shown
+        return  # the template refuses this conversation, but the data was rendered
     name = after.split()[0] if after.split() else ""
     if name.startswith(("<", "[")) and not template.begins_with_special(name):
         yield (
@@ -204,7 +218,7 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens at which generation stops: the ends of a document and of an assistant's turn."""
     found = {tokenizer.end_id, tokenizer.vocabulary.turn_end_id}
     if tokenizer.template is not None:
-        with contextlib.suppress(DataError):  # the template takes no conversation of one question
+        with contextlib.suppress(DataError):  # the template refuses a conversation of one question
             names = tokenizer.template.end_marks()
             special = filter(tokenizer.is_special, range(tokenizer.vocab_size))
             found |= {token for token in special if tokenizer.decode([token], specials=True) in names}
@@ -236,7 +250,7 @@ def _add(
     seq_len: int,
     source: PreparedSource,
 ) -> None:
-    """Count the documents of a block. offsets: where they begin in it, and its end."""
+    """Count the documents of a block. `offsets` are their starts in the block, and its end."""
     before = np.concatenate([[0], np.cumsum(trained)])
     each = before[offsets[1:]] - before[offsets[:-1]]
     look.documents += len(each)
@@ -244,33 +258,33 @@ def _add(
     look.has_stop = look.has_stop or bool(np.isin(tokens[trained], stops).any())
     longer = np.flatnonzero(np.diff(offsets) - 1 > seq_len)
     if source.packing == "concat":
-        return  # every document is cut somewhere, and goes on in the next sequence
+        return  # documents are split anywhere and continue in the next sequence
     for place in longer[each[longer] > 0]:
         begin, end = int(offsets[place]), int(offsets[place + 1])
         where = np.flatnonzero(trained[begin:end])
-        # Of preferences the prompt gives way; of other documents what is behind the first piece lacks its beginning.
+        # In a preference, the start of the prompt is dropped. Other documents are split, and later parts lack the
+        # beginning.
         first = max(0, int(where[0]) - 1) if source.kind in _PREFERENCES else 0
         look.cut += int(where[-1]) - first > seq_len
 
 
-# Tokenise a run's data once and say where it is: before any process group, by every process, safe under locks.
+# Tokenization of a run's data, once. It runs in every process before any process group exists, under file locks.
 
-#: With fewer documents it is no surprise that one has most tokens.
+#: With fewer documents, one with most of the tokens is not reported.
 _MANY_DOCUMENTS = 10
 
 
 def prepare_data(config: RunConfig, report: Report | None = None, *, preferences: bool = False) -> PreparedData:
-    """Tokenise what is not tokenised yet, and open the rest.
-
-    report(stage, done, total) is called as the work goes on; total is in bytes of the files, 0 where it is not known.
+    """Tokenise the data that is not in the cache, and open the rest.
 
     Args:
-        config: its sections data and tokenizer.
-        report: None: nobody asks.
-        preferences: whether records must say which answers are preferred, instead of what is learned.
+        config: a config, of which the sections data and tokenizer are used.
+        report: called with (stage, done, total) during the work, or None. `total` is in bytes of the files, or 0 if it
+            is unknown.
+        preferences: the records must be preferences, instead of text or answers.
 
     Raises:
-        DataError: for everything that is wrong with the data.
+        DataError: for any problem of the data.
     """
     data, cache = config.data, cache_folder(config.data)
     holdout = data.holdout if not data.eval else 0.0
@@ -334,7 +348,7 @@ def _prepare(
 
 
 def cache_folder(data: DataSection) -> Path:
-    """Return where tokenised data of this config is kept."""
+    """Return the folder of tokenised data of this config."""
     return (Path(data.cache_dir).expanduser() if data.cache_dir else env.cache_dir() / "data").absolute()
 
 
@@ -399,7 +413,10 @@ def _describe(wanted: RequestedSource, stored: CachedSource, seq_len: int) -> It
 
 
 def _longest_document(stored: CachedSource) -> tuple[int, int] | None:
-    """Trained tokens of the longest document and of all, if it has more than half of those of many documents."""
+    """Return the trained tokens of the longest document and of all documents.
+
+    Return None if the longest document has at most half of the trained tokens, or there are few documents.
+    """
     train = stored.manifest.splits["train"]
     if train.num_documents < _MANY_DOCUMENTS:
         return None
@@ -424,7 +441,7 @@ def _counts(split: SplitCounts, schema: Schema) -> str:
 
 
 def _num_longer(stored: CachedSource, seq_len: int) -> int:
-    """Documents of the train split that do not fit into one sequence; their end token need not."""
+    """Return the number of train documents that do not fit into one sequence. The end token does not have to fit."""
     offsets = SplitReader(stored.folder / "train", stored.manifest.splits["train"]).offsets
     return int((np.diff(offsets) > seq_len + 1).sum())
 

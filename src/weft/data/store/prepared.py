@@ -1,4 +1,4 @@
-"""Tokenised data of a run as a value: where it lies, what it holds, and in what it differs from other data."""
+"""Tokenised data of a run: its sources, how it differs from other data, and the cache of tokenised sources."""
 
 from __future__ import annotations
 
@@ -40,9 +40,17 @@ from weft.units import counted, format_count
 
 @dataclass(frozen=True, slots=True)
 class PreparedSource:
-    """One split of one tokenised source. folder: where its shards are. packing: how its documents become sequences.
+    """One split of one tokenised source.
 
-    kind: of its records, as the schema calls it.
+    Attributes:
+        name: path or pattern of the source.
+        folder: folder of the shards.
+        weight: weight in the mixture.
+        pad_id: padding token.
+        end_id: token that ends a document.
+        counts: counts of the split.
+        packing: packing of documents into sequences.
+        kind: kind of its records, as in `Schema`.
     """
 
     name: str
@@ -56,17 +64,17 @@ class PreparedSource:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in the split."""
+        """Number of tokens in the split."""
         return self.counts.num_tokens
 
     @property
     def num_documents(self) -> int:
-        """The number of documents in the split."""
+        """Number of documents in the split."""
         return self.counts.num_documents
 
     @property
     def content(self) -> str:
-        """Digest of the stored tokens, wherever they lie and whatever the files were called."""
+        """Digest of the stored tokens, independent of their folder and of the file names."""
         files = sorted((name, digest) for name, (_, digest) in self.counts.files.items())
         return key_of(
             files, self.counts.dtype, self.pad_id, self.end_id, *map(list, filter(None, [self.counts.weights]))
@@ -79,9 +87,14 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Tokenised data of a run. train, eval: the sources; eval is empty where there is nothing to evaluate on.
+    """Tokenised data of a run.
 
-    summary: sentences for people: which schema was found where, counts, what was quarantined.
+    Attributes:
+        train: the training sources.
+        eval: the evaluation sources, which may be empty.
+        tokenizer_dir: folder of the tokenizer.
+        vocab_size: entries of the tokenizer.
+        summary: sentences for the user: schemas, counts, quarantined records.
     """
 
     train: tuple[PreparedSource, ...]
@@ -97,26 +110,26 @@ class PreparedData:
 
     @property
     def digest(self) -> str:
-        """Names the content of all tokens: equal for two preparations that give the same batches."""
+        """Digest of all tokens and packings. It is equal for preparations that give the same batches."""
         return key_of(self.vocab_size, [[(s.content, s.packing) for s in split] for split in (self.train, self.eval)])
 
     def changes_from(self, before: PreparedData) -> list[str]:
-        """Return one phrase for each source whose tokens or packing are not those of `before`, with its config key."""
+        """Return a phrase with the config key for each source whose tokens or packing differ from `before`."""
         found = _changes("data.train", before.train, self.train) or _changes("data.eval", before.eval, self.eval)
         if not found and before.digest != self.digest:
             found.append(f"tokenizer: it has {self.vocab_size} entries, and {before.vocab_size} before")
         return found
 
     def to_json(self) -> str:
-        """Return JSON text that `from_json` reads."""
+        """Return the JSON text that `from_json` reads."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> PreparedData:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            DataError: with the reason alone, for any other text.
+            DataError: if the text is not valid. The message has only the reason.
         """
         try:
             values = json.loads(text)
@@ -148,7 +161,7 @@ def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedS
 
 
 def verify_data(prepared: PreparedData) -> list[str]:
-    """Read all shards and compare their digests; one sentence for each damaged file."""
+    """Read all shards, compare their digests, and return one sentence for each damaged file."""
     problems = []
     for source in (*prepared.train, *prepared.eval):
         problems += [f"{source.folder}: {problem}" for problem in verify_split(source.folder, source.counts)]
@@ -160,20 +173,20 @@ def verify_data(prepared: PreparedData) -> list[str]:
 
 
 def key_of(*parts: Any) -> str:
-    """A short name for values that JSON can write; equal values, equal names."""
+    """Return a short digest of JSON values."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-# What a config asks for as data: its sources with their files, and the content of these files.
+# Data that a config requests: its sources with their files, and digests of the files' content.
 
 _READ_BYTES = 2**20
-#: Less is read before a line about it is.
+#: Minimum total size of files for a progress report.
 _TOLD_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class RequestedSource:
-    """A source of the config with its files. preferences: whether the task learns from preferred answers alone."""
+    """A source of the config with its files. `preferences` is set if the task trains on preferences only."""
 
     section: SourceSection
     files: FileSet
@@ -184,7 +197,18 @@ class RequestedSource:
     def of(
         cls, section: SourceSection, field: str, data: DataSection, holdout: float, *, preferences: bool = False
     ) -> RequestedSource:
-        """field: dotted key, such as "data.train.0". Raises DataError where there are no such files."""
+        """Find the files of a source.
+
+        Args:
+            section: the source's section of the config.
+            field: dotted key, such as "data.train.0".
+            data: the data section.
+            holdout: share of documents to hold out.
+            preferences: the task trains on preferences only.
+
+        Raises:
+            DataError: if the files do not exist.
+        """
         files = find_files(section.path, field)
         pieces = piece_bytes(files, holdout)
         limits = ReadLimits(holdout, data.max_record_bytes, data.max_bad_fraction, pieces)
@@ -196,21 +220,21 @@ class RequestedSource:
         return detect_schema(self.files, self.section.schema_, columns, most, preferences=self.preferences)
 
     def counted(self, number: int) -> str:
-        """A number of its documents, as a reader calls them."""
+        """Return a number of its documents with the noun for messages."""
         one, more = ("piece of text", "pieces of text") if self.files.format == "text" else ("document", "documents")
         if self.schema.kind == "preference":
             one, more = "pair", "pairs"
         return counted(number, one, more)
 
     def documents(self, files: FileSet | None = None) -> Iterator[Document]:
-        """All documents that can be read, of any ids. files: the same ones in another order."""
+        """Yield all readable documents, without a limit on ids. `files` may give the same files in another order."""
         limits = ReadLimits(
             self.limits.holdout, self.limits.max_record_bytes, max_bad_fraction=1.0, piece_bytes=self.limits.piece_bytes
         )
         yield from DocumentStream(files or self.files, self.schema, limits, 2**31, on_broken=lambda _: None)
 
     def key(self, digests: list[str]) -> list[Any]:
-        """What decides the tokens of the source. digests: of its files' content."""
+        """Return the values that determine the tokens of the source, including the digests of its files."""
         limits = self.limits
         reading = [limits.holdout, limits.max_record_bytes, limits.piece_bytes]
         files = [
@@ -222,14 +246,15 @@ class RequestedSource:
 
 
 def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[str]:
-    """Return the sha256 of each file. Size and time of change only tell whether what was read before is still true.
+    """Return the sha256 of each file.
 
-    So a file that is touched, copied or moved is read again, and gives the same digest.
+    Cached digests are used if the path, size and modification time of all files are unchanged. A file that is touched,
+    copied or moved is read again and has the same digest.
 
     Args:
-        cache: where digests are kept.
-        files: to be read.
-        report: told of the bytes that were read.
+        cache: folder of the cached digests.
+        files: the files.
+        report: called with the number of bytes that were read, or None.
     """
     known = (
         cache
@@ -241,7 +266,7 @@ def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[
         if isinstance(digests, list) and len(digests) == len(files.files):
             return [str(digest) for digest in digests]
     except (OSError, ValueError):
-        pass  # not read yet, or damaged: the files tell
+        pass  # missing or damaged: digest the files
     digests, done = [], 0
     for file in files.files:
         digests.append(_digest(file.path, file.name))
@@ -266,18 +291,18 @@ def _digest(path: Path, name: str) -> str:
     return hasher.hexdigest()
 
 
-# The cache of tokenised data: tokenizers and shards, each made once under a lock, checked when they are taken out.
+# The cache of tokenised data: tokenizers and shards, each made once under a lock and checked on use.
 
 _CHECKED = "checked.json"
-#: How long a check of the digests is believed, while no file is written to: a disk may forget without being asked.
+#: Seconds for which a digest check is valid if files are unchanged. A disk may lose data silently.
 _CHECK_HOLDS_S = 24 * 3600
-#: A check of less is over before a line about it is read.
+#: Minimum total size of shards for a progress report of the check.
 _CACHE_LOG_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class CachedSource:
-    """A tokenised source as it lies in the cache. damage: what was wrong with it before it was made again, or ""."""
+    """A tokenised source in the cache. `damage` describes the damage that caused it to be rewritten, or is ""."""
 
     folder: Path
     manifest: SourceManifest
@@ -288,7 +313,7 @@ class CachedSource:
 def ready_tokenizer(
     cache: Path, config: RunConfig, train: Sequence[RequestedSource], report: Report | None
 ) -> tuple[Path, Tokenizer]:
-    """The tokenizer of the config, made where it is not there yet, and its folder."""
+    """Return the config's tokenizer and its folder. It is made if it is missing or damaged."""
     section = config.tokenizer
     if config.data.bos is True and section.kind != "file":
         raise DataError(
@@ -304,7 +329,7 @@ def ready_tokenizer(
         content = [path.read_bytes().hex() for path in files if path.is_file()]
         key = key_of("file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []))
     else:
-        # The names decide in which order texts are read.
+        # The file names determine the order in which texts are read.
         texts = [
             [w.key(content_digests(cache, w.files, report)), [file.path.name for file in w.files.files]] for w in train
         ]
@@ -315,7 +340,7 @@ def ready_tokenizer(
             try:
                 return folder, Tokenizer.load(folder)
             except DataError:
-                # Damaged: it is made again from the same input.
+                # The folder is damaged and is made again from the same input.
                 shutil.rmtree(folder)
         with new_folder(folder) as temporary:
             if section.kind == "bytes":
@@ -328,7 +353,10 @@ def ready_tokenizer(
 
 
 def _training_text(train: Sequence[RequestedSource], limit: int, report: Report | None) -> Iterator[str]:
-    """Text of the train split, at most `limit` bytes in equal parts; a small source leaves its rest to the others."""
+    """Yield text of the train split, at most `limit` bytes in equal parts.
+
+    Small sources leave their rest to the others.
+    """
     sources = [wanted for wanted in sorted(train, key=lambda w: w.files.size_bytes) if wanted.schema.kind != "ids"]
     if not sources:
         raise DataError(
@@ -352,7 +380,7 @@ def _training_text(train: Sequence[RequestedSource], limit: int, report: Report 
 
 
 def _source_text(wanted: RequestedSource) -> Iterator[str]:
-    # Files in an order that their names scatter: the first ones of a folder need not be like the rest.
+    # Files in the order of a hash of their names, since the first files of a folder may not be representative.
     files = sorted(wanted.files.files, key=lambda file: hashlib.blake2b(file.path.name.encode()).digest())
     for document in wanted.documents(replace(wanted.files, files=tuple(files))):
         if split_of(document, wanted.limits.holdout) == "train":
@@ -363,7 +391,10 @@ def _source_text(wanted: RequestedSource) -> Iterator[str]:
 def ready_source(
     cache: Path, wanted: RequestedSource, tokenizer: Tokenizer, packing: str | None, seq_len: int, report: Report | None
 ) -> CachedSource:
-    """The tokens of a source, made where they are not there yet or are damaged. packing None: what suits the schema."""
+    """Return the tokens of a source, tokenised if they are missing or damaged.
+
+    If `packing` is None, the schema decides.
+    """
     key = wanted.key(content_digests(cache, wanted.files, report))
     folder = cache / f"data-{key_of(FORMAT_VERSION, tokenizer.digest, key)}"
     with locked(cache / "locks" / f"{folder.name}.lock", _waiting(report, wanted.files.path)):
@@ -387,7 +418,7 @@ def ready_source(
 
 
 def _stored(folder: Path, wanted: RequestedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
-    """The manifest of a folder whose files are as they were written, or None with what is wrong with it."""
+    """Return the manifest of a folder, or None and the damage if its files are not as they were written."""
     if not folder.is_dir():
         return None, ""
     try:
@@ -407,7 +438,7 @@ def _stored(folder: Path, wanted: RequestedSource, report: Report | None) -> tup
 
 
 def _was_checked(folder: Path, manifest: SourceManifest) -> bool:
-    """Whether the digests were compared a short while ago, by this process's neighbours or an earlier start."""
+    """Return True if a process compared the digests less than `_CHECK_HOLDS_S` ago and the files are unchanged."""
     try:
         checked = json.loads((folder / _CHECKED).read_text("utf-8"))
         age = time.time() - float(checked["time"])
@@ -423,7 +454,7 @@ def _write_checked(folder: Path, manifest: SourceManifest) -> None:
 
 
 def _stats(folder: Path, manifest: SourceManifest) -> list[list[Any]]:
-    """What changes when a file is written to or replaced, for each file of all splits."""
+    """Return values of each file of all splits that change when it is written to or replaced."""
     found: list[list[Any]] = []
     for split, counts in manifest.splits.items():
         for name in sorted(counts.files):

@@ -1,7 +1,7 @@
-"""Rows of named number arrays of any length, written once and read from mapped files: labelled and paired texts.
+"""Tables of rows of named number arrays of any length, written once and memory-mapped: labelled and paired texts.
 
-A folder holds `table.json` (columns, counts, digests, notes of who wrote it), and for each column its values end to end
-and the place where each row's begin.
+A folder has `table.json` (columns, counts, digests, notes of the writer), and for each column a file of the
+concatenated values and a file of the rows' starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = Mapping[str, np.ndarray]
 
 
 class RowWriter:
-    """Writes the rows of a table, one after the other, in bounded memory. It makes the columns of its first row."""
+    """Writes the rows of a table in order, in bounded memory. The first row defines the columns."""
 
     def __init__(self, folder: Path):
         self.num_rows = 0
@@ -45,7 +45,7 @@ class RowWriter:
         self._exits.close()
 
     def add(self, row: Row) -> None:
-        """Append a row; all rows have the columns and dtypes of the first."""
+        """Append a row. All rows have the columns and dtypes of the first."""
         for name, values in row.items():
             if name not in self._files:
                 self._files[name] = self._exits.enter_context((self._folder / f"{name}.values").open("wb"))
@@ -58,7 +58,7 @@ class RowWriter:
         """Write the table's description.
 
         Args:
-            notes: JSON values that the reader gets back.
+            notes: JSON values for the reader.
         """
         self._exits.close()
         columns: dict[str, Any] = {}
@@ -71,10 +71,10 @@ class RowWriter:
 
 
 class RowTable(Sequence[dict[str, np.ndarray]]):
-    """The rows of a folder by index, from mapped files.
+    """The rows of a folder by index, memory-mapped.
 
     Raises:
-        DataError: where the folder holds no table.
+        DataError: if the folder has no readable table.
     """
 
     def __init__(self, folder: Path):
@@ -96,11 +96,11 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
 
     @property
     def digest(self) -> str:
-        """Names the content of all rows."""
+        """Digest of the content of all rows."""
         return key_of(self._num_rows, self._digests)
 
     def problems(self) -> list[str]:
-        """Read every file and compare its digest; one phrase for each that is damaged."""
+        """Read every file, compare its digest, and return one phrase for each damaged file."""
         return [
             f"{name}.{part} does not match its digest"
             for name, digests in self._digests.items()
@@ -109,15 +109,15 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
         ]
 
     def total(self, name: str) -> int:
-        """Return the sum of all values of a column of whole numbers."""
+        """Return the sum of all values of an integer column."""
         return int(self._values[name].sum(dtype=np.int64)) if name in self._values else 0
 
     def lengths(self, name: str) -> np.ndarray:
-        """Return how many values each row has in a column, int64 (rows,)."""
+        """Return the number of values of each row in a column, int64 (rows,)."""
         return np.diff(self._starts[name])
 
     def column(self, name: str) -> np.ndarray:
-        """Return the values of all rows in a column, one row after another."""
+        """Return the concatenated values of all rows in a column."""
         return self._values[name]
 
     def __len__(self) -> int:
@@ -134,16 +134,16 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
 def ready_table(
     cache: Path, key: Sequence[Any], write: Callable[[RowWriter], Mapping[str, Any]], waiting: Callable[[], None] | None
 ) -> RowTable:
-    """Return a table of the cache, written where it is not there yet or is damaged.
+    """Return a table of the cache. It is written if it is missing or damaged.
 
     Args:
         cache: folder of prepared data.
-        key: JSON values that decide the content.
+        key: JSON values that determine the content.
         write: adds the rows and returns the notes.
-        waiting: called once where another process writes it.
+        waiting: called once if another process is writing the table.
 
     Raises:
-        DataError: for what `write` finds wrong with the data, and a cache that cannot be used.
+        DataError: if `write` raises it, or the cache cannot be used.
     """
     folder = cache / f"rows-{key_of(*key)}"
     try:

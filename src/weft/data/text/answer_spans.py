@@ -1,9 +1,9 @@
-"""Find what the assistant wrote in a rendered conversation.
+"""Locate the assistant's turns in a rendered conversation.
 
-The conversation is rendered a second time with one or two characters of each message replaced by marks of the same
-length. The positions of the marks in the second text are positions in the first one, however the template trims, splits
-or leaves out contents. Generation starts behind the template's generation prompt, so a turn is trained from there to
-the token that ends it.
+The conversation is rendered a second time with one or two characters of each message replaced by marks of equal length.
+The positions of the marks in the second text are positions in the first one, even if the template trims, splits or
+omits contents. Generation starts after the template's generation prompt, so a turn is trained from there to the token
+that ends it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-#: Marks are in a private area of Unicode. A turn has one mark for each kind of part.
+#: Marks are in a private use area of Unicode. A turn has one mark for each kind of part.
 _FIRST_MARK, _LAST_MARK = 0x108000, 0x10FFF0
 CONTENT, THOUGHT, CALL, INSERTED = range(4)
 _NUM_KINDS = 4
 _NUM_TURNS = (_LAST_MARK - _FIRST_MARK) // _NUM_KINDS
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
-#: Text that templates look for in contents: tags and bracketed names. It is never marked.
+#: Texts that templates search for in contents: tags and bracketed names. They are never marked.
 _TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]")
 _LETTER = re.compile(r"[^\W_]")
 _SIGN = re.compile(r"[^\s\"\\]")
 _THOUGHTS = re.compile(r"(?s)(<(think|thinking|thought|reasoning)>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
 _THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
-#: Keys of a message that hold the thoughts behind an answer.
+#: Keys of a message with the thoughts behind an answer.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-#: Values that templates compare with names of their own.
+#: Keys whose values templates compare with fixed names.
 _UNMARKED_KEYS = ("type", "id", "index", "tool_call_id")
 _UNITS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]|\s+|\w+|.", re.DOTALL)
 _OPEN_TAG = re.compile(r"<[a-z]\w*>\s*\Z")
@@ -38,8 +38,9 @@ Messages = list[dict[str, Any]]
 class Header(NamedTuple):
     """Text of the template before an assistant's turn.
 
-    prompt: the generation prompt, or the text before an answer if the template has none. before: the last text of the
-    message before it, for templates in which nothing else separates the two.
+    Attributes:
+        prompt: the generation prompt, or the text before an answer if the template has no generation prompt.
+        before: the last text of the message before it, for templates in which nothing else separates the two.
     """
 
     prompt: str
@@ -48,14 +49,14 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """What a template writes around the assistant's turns.
+    """Text of a template around the assistant's turns.
 
-    Args:
+    Attributes:
         header: returns the text before an assistant's turn, by the role of the message before it.
         ends: special tokens that end an assistant's turn.
-        stops: those of them that end the last turn of a conversation.
+        stops: the ones among them that end the last turn of a conversation.
         closers: texts between an answer and the token that ends its turn.
-        call_closer: text behind the last argument of a call that no special token ends.
+        call_closer: text after the last argument of a call that is not ended by a special token.
         specials: special tokens, longest first.
     """
 
@@ -69,7 +70,7 @@ class TurnFormat:
 
 @dataclass
 class _Part:
-    """Marked text of a message. lead, trail: the text before its first mark and after its last one."""
+    """Marked text of a message. `lead` is the text before its first mark, and `trail` the text after its last one."""
 
     lead: str = ""
     trail: str = ""
@@ -77,7 +78,7 @@ class _Part:
 
 @dataclass
 class _Marked:
-    """One message: how many marks of each kind it has, and where they are in the rendered text."""
+    """Marks of one message: their number by kind, and their positions in the rendered text."""
 
     planted: list[int] = field(default_factory=lambda: [0] * _NUM_KINDS)
     parts: dict[int, _Part] = field(default_factory=dict)
@@ -88,12 +89,12 @@ class _Marked:
 
 
 class MarkedAnswers:
-    """The messages of a conversation with marks, and the assistant's turns once the marks are found.
+    """The messages of a conversation with marks, and the assistant's turns after the marks are located.
 
     Args:
-        messages: as the template takes them.
-        others: whether messages of other roles are marked too. They limit where an assistant's turn can end.
-        insert: whether an assistant's turn that has nothing to mark gets a mark as its content.
+        messages: messages in the template's format.
+        others: mark messages of other roles too. They limit the end of an assistant's turn.
+        insert: insert a mark as content if an assistant's turn has no character to mark.
     """
 
     def __init__(self, messages: Messages, *, others: bool, insert: bool):
@@ -132,7 +133,7 @@ class MarkedAnswers:
     def locate(self, text: str, shadow: str) -> bool:
         """Find the marks of `shadow`, a rendering of the marked messages, as positions in `text`.
 
-        Returns False if the texts differ in more than the marks, or if turns are repeated or out of order.
+        Return False if the texts differ in more than the marks, or if turns are repeated or out of order.
         """
         offset, done, last = 0, 0, -1
         for match in _MARKS.finditer(shadow):
@@ -157,13 +158,13 @@ class MarkedAnswers:
         return text[done - offset :] == shadow[done:]
 
     def _nearest(self, number: int, last: int) -> tuple[int, _Marked] | None:
-        """The message of a mark. Marks are used again in very long conversations."""
+        """Return the message of a mark and its position. Very long conversations use marks more than once."""
         places = range(number, len(self._marked), _NUM_TURNS)
         place = next((one for one in places if one >= last), places[-1] if places else -1)
         return (place, self._marked[place]) if place >= 0 else None
 
     def spans(self, text: str, form: TurnFormat) -> Iterator[tuple[int, int, int]]:
-        """Return (message, low, high) of each assistant's turn that the template renders."""
+        """Yield (message, low, high) of each assistant's turn that the template renders."""
         stops = sorted(
             at
             for role, marked in zip(self._roles, self._marked, strict=True)
@@ -182,7 +183,7 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the assistant's messages of which nothing is rendered, and the kinds of parts left out of others."""
+        """Return the assistant's messages that are not rendered, and the kinds of parts missing in other messages."""
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
             if role != "assistant":
@@ -194,14 +195,17 @@ class MarkedAnswers:
         return missing, kinds
 
     def turn_at(self, low: int, high: int) -> int | None:
-        """Return the assistant's message whose marks are in a range of the text."""
+        """Return the assistant's message with marks in a range of the text, or None."""
         for place, marked in enumerate(self._marked):
             if self._roles[place] == "assistant" and any(low <= at < high for at, _ in marked.found):
                 return place
         return None
 
     def _own(self, place: int) -> list[tuple[int, int]]:
-        """The marks of an assistant's turn. A tool's answer may repeat the name of the call: those come later."""
+        """Return the marks of an assistant's turn.
+
+        Later marks are from a tool's answer that repeats the name of the call.
+        """
         marked, seen = self._marked[place], [0] * _NUM_KINDS
         own = []
         for at, kind in marked.found:
@@ -214,7 +218,7 @@ class MarkedAnswers:
         own = self._own(place)
         first, kind = own[0]
         role = self._roles[place - 1] if place else "user"
-        # Behind a tool's result some templates write the header of a new turn, and others go on in the same turn.
+        # After a tool's result, some templates write the header of a new turn, and others continue the same turn.
         for header in (form.header(role), form.header("user")):
             for before in (*_prompts(header.prompt), header.before):
                 if before and (at := text.rfind(before, done, first)) >= 0:
@@ -222,7 +226,7 @@ class MarkedAnswers:
         part = self._marked[place].parts.get(kind, _Part())
         lead = next((one for one in (part.lead, part.lead.lstrip()) if text.endswith(one, done, first)), "")
         low = first - len(lead)
-        while low > done and text[low - 1] == " ":  # a space belongs to the token of the word behind it
+        while low > done and text[low - 1] == " ":  # a space belongs to the token of the letters after it
             low -= 1
         return low
 
@@ -257,7 +261,7 @@ def _mark_of(place: int, kind: int) -> str:
 
 
 def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
-    """The parts of an answer that holds thoughts in tags, each with its kind."""
+    """Yield the parts of an answer with thoughts in tags, each with its kind."""
     done = 0
     for match in _THOUGHTS.finditer(content) if "</th" in content or "</reasoning>" in content else ():
         low = match.start(3) if match[1] else match.start(5)
@@ -270,7 +274,10 @@ def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
 
 
 def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
-    """Replace the first and the last letter that is in no tag. Texts without letters have another sign replaced."""
+    """Replace the first and the last letter outside of tags by a mark.
+
+    In a text without letters, another character is replaced.
+    """
     first, last = _free_letters(text, _LETTER, ends=ends, tags=kind != CALL)
     if first < 0 and kind != CALL:
         first, last = _free_letters(text, _SIGN, ends=ends)
@@ -288,7 +295,7 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
 
 
 def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool = True) -> tuple[int, int]:
-    """The first and the last match, outside of tags if there are any; (-1, -1) if there is none."""
+    """Return the positions of the first and the last match, outside of tags if possible, or (-1, -1)."""
     spans = [match.span() for match in _TAGS.finditer(text)] if tags and ("<" in text or "[" in text) else []
     first, at = -1, 0
     for low, high in [*spans, (len(text), len(text))]:
@@ -310,7 +317,7 @@ def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool
 
 
 def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
-    """Mark the texts in tool calls: names and arguments."""
+    """Mark the names and arguments of tool calls."""
     if isinstance(value, dict):
         return {key: one if key in _UNMARKED_KEYS else _mark_calls(one, mark, marked) for key, one in value.items()}
     if isinstance(value, list):
@@ -319,7 +326,7 @@ def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
 
 
 def _prompts(prompt: str) -> Iterator[str]:
-    """A generation prompt, then shorter ones for turns that do not begin with all of it."""
+    """Yield a generation prompt, then shorter ones for turns that begin with only a part of it."""
     if not prompt.strip():
         return
     yield prompt
@@ -328,12 +335,12 @@ def _prompts(prompt: str) -> Iterator[str]:
         shorter = "".join(units[:size])
         if not shorter.strip() or not (units[size - 1].isspace() or units[size - 1][-1] in ">]"):
             continue
-        if not _OPEN_TAG.search(shorter):  # thoughts begin with their tag
+        if not _OPEN_TAG.search(shorter):  # thoughts include their tag
             yield shorter
 
 
 def common_units(first: str, second: str) -> str:
-    """Return the text that two texts begin with, cut at the border of a tag or word."""
+    """Return the common prefix of two texts, up to the border of a tag or a run of letters."""
     found = []
     for one, other in zip(_UNITS.findall(first), _UNITS.findall(second), strict=False):
         if one != other:
@@ -343,7 +350,7 @@ def common_units(first: str, second: str) -> str:
 
 
 def last_unit(text: str) -> str:
-    """Return the last tag or word of a text; "" if it is blank."""
+    """Return the last tag or run of letters of a text, or "" if the text is blank."""
     return next((one for one in reversed(_UNITS.findall(text)) if one.strip()), "")
 
 
@@ -353,7 +360,7 @@ def without_thought_tags(text: str) -> str:
 
 
 def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with each text in it changed; keys stay."""
+    """Return a JSON value with each string in it changed. Keys are unchanged."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Conversations through a tokenizer's own chat template, and which characters of the text are trained.
+"""Rendering of conversations with a tokenizer's chat template, and the ranges of characters that are trained.
 
-Trained is what the assistant generates: everything behind the generation prompt, up to and including the token that
-ends the turn. The template's own `{% generation %}` blocks decide instead if it has them.
+The assistant's generations are trained: from the end of the generation prompt to the token that ends the turn,
+inclusive. If the template has `{% generation %}` blocks, they define the ranges instead.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from weft.data.text.turns import Turn
 from weft.errors import DataError
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-#: Contents of the small conversations that show how a template writes turns. Of a private area of Unicode.
+#: Contents of the small conversations that probe a template's turns, in a private use area of Unicode.
 _ASKED, _SAID, _RETURNED, _NEXT = "\U0010fff4", "\U0010fff5", "\U0010fff6", "\U0010fff7"
-#: Stands for a character of a special token's text that is plain text.
+#: Replaces a character of a special token's name that is plain text.
 _PLAIN = "\U0010fff8"
 _CALL_ID = "abcdefghi"
 _MESSAGE_CHARS = 200
@@ -47,7 +47,7 @@ _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 
 
 class RefusedConversation(DataError):
-    """The template cannot render this conversation. Others of the same data may be fine.
+    """The template cannot render a conversation. Others of the same data may be valid.
 
     Args:
         text: the full error.
@@ -60,7 +60,7 @@ class RefusedConversation(DataError):
 
 
 class TrainedSpan(NamedTuple):
-    """Characters low..high, and their weight in the loss."""
+    """Range of characters low..high, and its weight in the loss."""
 
     low: int
     high: int
@@ -68,7 +68,7 @@ class TrainedSpan(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template and the names of special tokens that it knows, such as bos_token.
+    """A chat template and the special tokens that it may use, such as bos_token.
 
     `left_out` counts the rendered conversations with parts that the template does not render.
 
@@ -89,12 +89,12 @@ class ChatTemplate:
         """Return the text of a conversation, and the ranges of characters that are trained.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call, or "".
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation, or leaves out or repeats answers.
-            DataError: if the template cannot be compiled, or does more work than its limits allow.
+            DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
         rendered = self._rendered(messages, schemas)
@@ -116,25 +116,25 @@ class ChatTemplate:
         """Return the text of a conversation followed by the prompt for the assistant's next turn.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call, or "".
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation.
-            DataError: if the template cannot be compiled, or does more work than its limits allow.
+            DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
 
     def apart(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
-        """Return the text in pieces: (text, whether it is a special token's text that stands for itself).
+        """Return the text in parts (text, is literal). A literal part is content that equals a special token's text.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call, or "".
-            prompt: whether the prompt for the assistant's next turn follows.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
+            prompt: append the prompt for the assistant's next turn.
 
         Raises:
-            RefusedConversation: if the template rewrites such a text, or a key of a tool call holds one.
+            RefusedConversation: if the template rewrites such a text, or a key of a tool call has one.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
         text = self._rendered(messages, schemas, prompt=prompt).text
@@ -159,17 +159,17 @@ class ChatTemplate:
         return [piece for piece in pieces if piece[0]]
 
     def has_special(self, turns: Sequence[Turn], tools: str = "") -> bool:
-        """Return whether a content or a tool call holds the text of a special token."""
+        """Return True if a content or a tool call contains the text of a special token."""
         parts = [tools, *(part for turn in turns if turn.role != "assistant" for part in (turn.content, turn.more))]
         own = [part for turn in turns if turn.role == "assistant" for part in (turn.content, turn.more)]
         parts += map(without_thought_tags, own)
         return any(name in part for part in parts for name in self._specials)
 
     def after_answer(self) -> str:
-        """Return the text behind the answer of a conversation of one question, without blanks at its ends.
+        """Return the stripped text after the answer in a conversation of one question.
 
         Raises:
-            DataError: as `render` raises it.
+            DataError: as in `render`.
         """
         text = self._rendered([_message("user", _ASKED), _message("assistant", _SAID)], None).text
         if text.count(_SAID) != 1:
@@ -177,20 +177,20 @@ class ChatTemplate:
         return text.partition(_SAID)[2].strip()
 
     def end_marks(self) -> list[str]:
-        """Return the special tokens that end an assistant's turn; an empty list if plain text ends it.
+        """Return the special tokens that end an assistant's turn, or [] if plain text ends it.
 
         Raises:
-            DataError: as `render` raises it.
+            DataError: as in `render`.
         """
-        self.after_answer()  # refuses what it refuses
+        self.after_answer()  # raises its errors
         return list(self._turn_format.stops)
 
     def begins_with_special(self, text: str) -> bool:
-        """Return whether a text begins with a special token."""
+        """Return True if a text begins with a special token."""
         return any(text.startswith(name) for name in self._specials)
 
     def _messages(self, turns: Sequence[Turn]) -> Messages:
-        """Messages as transformers gives them to a template, with the arguments of calls in the template's form."""
+        """Return messages in the format of transformers, with the arguments of calls in the template's form."""
         messages = []
         for turn in turns:
             message = turn.message
@@ -204,7 +204,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the template renders the arguments of a call as JSON only if they are JSON text."""
+        """True if the template renders the arguments of a call as JSON only if they are JSON text."""
         asked = _message("user", _ASKED)
         try:
             text = self._rendered([asked, _calling({"key": "value"})], None).text
@@ -218,7 +218,7 @@ class ChatTemplate:
             return False
 
     def _located(self, text: str, messages: Messages, tools: Any) -> MarkedAnswers | None:
-        """Render the messages with marks. Templates that look at contents may need fewer marks."""
+        """Render the messages with marks. Templates that inspect contents may need fewer marks."""
         for others, insert in ((True, True), (False, True), (True, False), (False, False)):
             answers = MarkedAnswers(messages, others=others, insert=insert)
             try:
@@ -268,7 +268,7 @@ class ChatTemplate:
         return (min(found)[2], min(found)[0]) if found else None
 
     def _after(self, content: str, messages: Messages, *, prompt: bool = False) -> str:
-        """The text behind a content; "" if the template does not render such a conversation."""
+        """Return the text after a content, or "" if the template does not render such a conversation."""
         try:
             found = self._rendered(self._adapted(messages), None, prompt=prompt).text.rpartition(content)
         except RefusedConversation:
@@ -284,7 +284,7 @@ class ChatTemplate:
         ]
 
     def _find_header(self, role: str) -> Header:
-        """The text before an assistant's turn behind a message of a role."""
+        """Return the text before an assistant's turn that follows a message of a role."""
         asked, said = _message("user", _ASKED), _message("assistant", _SAID)
         before, last = {
             "system": ([_message("system", _ASKED)], _ASKED),
@@ -302,7 +302,7 @@ class ChatTemplate:
         return Header(prompt, last_unit(shared)) if prompt.strip() else Header("", last_unit(plain))
 
     def _hidden_for(self, role: str) -> Any:
-        """A function that hides the texts of special tokens. An assistant's tags around thoughts are not hidden."""
+        """Return a function that hides the texts of special tokens, except an assistant's tags around thoughts."""
         names = [name for name in self._specials if role != "assistant" or without_thought_tags(name)]
         pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         return lambda text: pattern.sub(lambda match: _PLAIN * len(match[0]), text)
@@ -315,7 +315,7 @@ class ChatTemplate:
     def _sandbox(self) -> Sandbox:
         try:
             return Sandbox(self._template)
-        except Exception as error:  # jinja2 and the compiler raise many kinds for a damaged template
+        except Exception as error:  # jinja2 and the compiler raise many exceptions for an invalid template
             raise DataError(
                 f"tokenizer: its chat template cannot be used ({_first_line(error)}). Repair it, "
                 "or use the model's own."
@@ -334,7 +334,7 @@ class ChatTemplate:
             raise DataError(
                 f"tokenizer: its chat template {why}. Use the model's own chat template, or repair this one."
             ) from error
-        except Exception as error:  # a template raises what it likes, such as that roles must alternate
+        except Exception as error:  # a template may raise any error, such as that roles must alternate
             roles = ", ".join(str(message["role"]) for message in messages[:8])
             more = ", ..." if len(messages) > 8 else ""
             why = _first_line(error)
@@ -354,7 +354,7 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 def _with_arguments(calls: Any, *, as_text: bool) -> Any:
-    """Tool calls whose arguments are all objects, or all JSON text."""
+    """Return tool calls with all arguments as objects, or all as JSON text."""
     if not isinstance(calls, list):
         return calls
     return [_with_one(call, as_text=as_text) for call in calls]
@@ -391,7 +391,7 @@ def _size_of(value: Any) -> int:
 
 
 def _of_blocks(rendered: Rendered, turns: Sequence[Turn], answers: MarkedAnswers | None) -> list[TrainedSpan]:
-    """The template's own blocks with the weights of their turns."""
+    """Return the ranges of the template's generation blocks, with the weights of their turns."""
     own = [turn for turn in turns if turn.role == "assistant"]
     spans = [TrainedSpan(*block) for block in rendered.generated]
     weights = {turn.weight for turn in own}

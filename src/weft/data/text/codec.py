@@ -1,4 +1,4 @@
-"""Texts to token ids and back: bytes, or a tokenizer.json through the tokenizers library."""
+"""Codecs between texts and token ids: bytes, or a tokenizer.json with the tokenizers library."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from weft.errors import DataError
 END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, PAD, TURN_START, TURN_END)
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")
-#: Put before the later part of a text that was cut, so that the tokenizer does not take it for a start.
+#: Prefixes for the later part of a split text, so that the tokenizer does not treat it as a start.
 _SENTINELS = ("\n", "x", "0", ".", " ")
 _FILLER = "x"
 
 
 class MarkedText(NamedTuple):
-    """A conversation as text in which special tokens count, except within the ranges `plain`.
+    """The text of a conversation, in which names of special tokens count as tokens, except within the ranges `plain`.
 
-    spans: the characters that are trained, with their weights.
+    `spans` are the trained ranges of characters, with their weights.
     """
 
     text: str
@@ -35,13 +35,13 @@ class MarkedText(NamedTuple):
 
 
 def weights_of(offsets: np.ndarray, spans: Sequence[TrainedSpan]) -> np.ndarray:
-    """Return the weight of each token, float32: a token belongs to a span if any of its characters does.
+    """Return the weight of each token, float32. A token belongs to a span if any of its characters does.
 
-    So a token across the border of prompt and answer is part of the answer.
+    A token across the border of prompt and answer is therefore part of the answer.
 
     Args:
         offsets: first character of each token and the one after its last, int64 [n, 2].
-        spans: of trained characters; other tokens have the weight 0.
+        spans: trained ranges of characters. Other tokens have the weight 0.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
     weights = np.zeros(len(offsets), np.float32)
@@ -52,7 +52,7 @@ def weights_of(offsets: np.ndarray, spans: Sequence[TrainedSpan]) -> np.ndarray:
 
 
 class ByteCodec:
-    """One token per byte of UTF-8, then the special tokens."""
+    """Codec with one token per byte of UTF-8, followed by the special tokens."""
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) for text in texts]
@@ -108,17 +108,17 @@ class ByteCodec:
 
 
 class JsonCodec:
-    """A tokenizer.json, through the tokenizers library.
+    """Codec of a tokenizer.json, with the tokenizers library.
 
     Args:
         text: content of the file.
-        control_ids: tokens that text never becomes; below 0 are none.
+        control_ids: tokens that plain text is never encoded to. Negative ids are ignored.
     """
 
     def __init__(self, text: str, control_ids: Iterable[int]):
         self._text = text
         self._library = _library(text)
-        # Without this, "<|endoftext|>" in a document would become the real end token.
+        # Without this, "<|endoftext|>" in a document would be encoded as the end token.
         self._library.encode_special_tokens = True
         self._control = {token: self._library.id_to_token(token) or "" for token in control_ids if token >= 0}
         self._control_ids = np.array(sorted(self._control))
@@ -140,7 +140,7 @@ class JsonCodec:
         ]
 
     def marked(self, texts: Sequence[MarkedText]) -> list[Tokens]:
-        """Return the tokens of conversations: what looks like a special token within the ranges `plain` stays text."""
+        """Return the tokens of conversations. Special token names within the ranges `plain` are encoded as text."""
         filled = [self._filled(one) for one in texts]
         encodings: list[Any] = []
         for group in _groups(filled, is_limited=False):
@@ -163,7 +163,7 @@ class JsonCodec:
         return bool(np.isin(ids, self._control_ids).any())
 
     def _apart(self, text: str) -> Tokens:
-        """Encode with each control token's text cut in two, for tokenizers that match it even as plain text."""
+        """Encode with each control token's name split in two, for tokenizers that match the name even in plain text."""
         names = filter(None, self._control.values())
         pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names)
         ids, offsets, position = [], [], 0
@@ -182,7 +182,7 @@ class JsonCodec:
         return Tokens(np.array(encoding.ids, dtype=np.int64), encoding)
 
     def _continued(self, text: str) -> Tokens:
-        """Encode the later part of a text: without the blank that some tokenizers put before a text."""
+        """Encode the later part of a text, without the blank that some tokenizers add at the start of a text."""
         for sentinel in _SENTINELS:
             tokens = self._whole(sentinel + text)
             offsets = tokens.offsets()
@@ -192,7 +192,7 @@ class JsonCodec:
         return self._whole(text)
 
     def _filled(self, marked: MarkedText) -> str:
-        """The text with other letters in place of what looks like a special token in its plain ranges."""
+        """Return the text with special token names in its plain ranges replaced by filler letters."""
         if not marked.plain or self._names is None:
             return marked.text
         parts, position = [], 0
@@ -203,7 +203,7 @@ class JsonCodec:
         return "".join([*parts, marked.text[position:]])
 
     def _unfilled(self, marked: MarkedText, filled: str, tokens: Tokens) -> Tokens:
-        """Encode again, as plain text, what lies between two special tokens and was filled."""
+        """Encode each section between two special tokens again as plain text, if it has filler letters."""
         ids, offsets = tokens.ids, tokens.offsets()
         special = [*self._special_indices(ids, offsets, filled), len(ids)]
         out_ids, out_offsets, begin, position = [], [], 0, 0
@@ -227,7 +227,7 @@ class JsonCodec:
         return Tokens(np.concatenate(out_ids), np.concatenate(out_offsets))
 
     def _special_indices(self, ids: np.ndarray, offsets: np.ndarray, text: str) -> Iterator[int]:
-        """The tokens that stand for the names of special tokens in a text."""
+        """Yield the indices of tokens that encode the names of special tokens in a text."""
         for index in np.flatnonzero(np.isin(ids, self.special_ids())).tolist():
             low, high = offsets[index]
             if text[low:high].strip() == (self._library.id_to_token(int(ids[index])) or "").strip():
@@ -235,14 +235,14 @@ class JsonCodec:
 
     @cached_property
     def _names(self) -> re.Pattern[str] | None:
-        """Matches the name of any special token."""
+        """Pattern of the names of all special tokens, or None."""
         names = sorted(filter(None, self.special_names()), key=len, reverse=True)
         first = "".join(sorted({re.escape(name[0]) for name in names}))  # there may be thousands of names
         return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, names))})") if names else None
 
     @cached_property
     def _rendered(self) -> Any:
-        """The library for what a template renders: there special tokens count."""
+        """Library for rendered templates, in which special token names are encoded as special tokens."""
         from tokenizers import AddedToken
 
         library = _library(self._text)
@@ -295,8 +295,8 @@ def full_ids(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[np.ndar
     """Return the ids of texts of any length, int64.
 
     Args:
-        codec: encodes them.
-        texts: each one a text of its own.
+        codec: the codec.
+        texts: independent texts.
     """
     found: dict[int, np.ndarray] = {}
     for group in _groups(texts):
@@ -308,8 +308,8 @@ def full_tokens(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[Toke
     """Return the tokens of texts of any length, with offsets.
 
     Args:
-        codec: encodes them.
-        texts: each one a text of its own.
+        codec: the codec.
+        texts: independent texts.
     """
     found: dict[int, Tokens] = {}
     for group in _groups(texts):
@@ -327,15 +327,15 @@ def _library(text: str) -> Any:
     library = Library.from_str(text)
     library.no_truncation()
     library.no_padding()
-    # It changes no id here, but may take blanks out of the offsets.
+    # It changes no id here, but may remove blanks from the offsets.
     library.post_processor = None
     return library
 
 
 def _groups(texts: Sequence[str], *, is_limited: bool = True) -> Iterator[list[int]]:
-    """Indices of texts to encode together: the library's result takes a hundred bytes and more per token.
+    """Yield the indices of texts to encode together, since the library's result takes more than 100 bytes per token.
 
-    Texts longer than a window are left out, unless they are not limited.
+    Texts longer than a window are left out if `is_limited`.
     """
     group, num_chars = list[int](), 0
     for index, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""What a document is, and what all kinds of records are read with."""
+"""Documents, and how they are read from records of each kind."""
 
 from __future__ import annotations
 
@@ -26,18 +26,29 @@ from weft.data.text.turns import (
     without_nulls,
 )
 
-#: Number of values of a document's draw.
+#: Number of possible draws of a document.
 ALL_DRAWS = 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Exactly one of text, turns and ids is set. draw: 32 bits of the content's digest, which decide the split.
+    """One document. Exactly one of text, turns and ids is set.
 
-    trained: one bool per id, or None where all are trained. tools: JSON of what the assistant may call; "": nothing.
-    prompt: what stands before the text without being trained. note: what people should know of it, countable.
-    file, part, last: place of a text piece in its file. number: of the record in the file; 0 is unknown.
-    other: the rejected one of a pair, beside the chosen. liking: factor on the weights of its trained tokens.
+    Attributes:
+        file: name of its file.
+        draw: 32 bits of the content's digest, which determine the split.
+        text: its text.
+        turns: turns of a conversation.
+        ids: token ids.
+        trained: one bool per id, or None if all are trained.
+        part: number of a text chunk in its file.
+        last: this is the last chunk of its file.
+        prompt: text before `text` that is not trained.
+        note: remark for the user, which is counted over documents.
+        tools: JSON list of the tools that the assistant may call, or "".
+        other: the rejected document of a pair, set on the chosen one.
+        liking: factor on the weights of its trained tokens.
+        number: number of the record in the file, or 0 if unknown.
     """
 
     file: str
@@ -57,12 +68,12 @@ class Document:
 
     @property
     def place(self) -> str:
-        """Where it comes from, for errors."""
+        """File and record number, for errors."""
         return f"{self.file}:{self.number}" if self.number else self.file
 
 
 def tools_of(record: Record, schema: Schema) -> str:
-    """What the assistant may call, as JSON of a list; "" is nothing."""
+    """Return the tools that the assistant may call as a JSON list, or "" for no tools."""
     found = record.value.get(schema.tools) if schema.tools else None
     if isinstance(found, list) and (record.filled or schema_filled_by_table(found)):
         found = without_nulls(found)
@@ -79,13 +90,13 @@ def tools_of(record: Record, schema: Schema) -> str:
 
 
 def nulls_of(record: Record, schema: Schema, tools: str, *columns: str) -> Filled:
-    """What is known of the nulls in a record.
+    """Return the information about nulls in a record.
 
     Args:
-        record: as it was read.
-        schema: which columns hold what.
+        record: the record.
+        schema: the record's columns.
         tools: JSON of its tools, or "".
-        columns: that hold messages.
+        columns: columns with messages.
     """
     given = record.value.get(schema.tools) if schema.tools else None
     filled = record.filled or any(filled_by_table(record.value.get(name)) for name in columns)
@@ -93,14 +104,22 @@ def nulls_of(record: Record, schema: Schema, tools: str, *columns: str) -> Fille
 
 
 def column_of(record: Record, name: str) -> Any:
-    """The value of a column. Raises Unusable where there is none."""
+    """Return the value of a column.
+
+    Raises:
+        Unusable: if the column is missing.
+    """
     if name not in record.value:
         raise Unusable("missing column")
     return record.value[name]
 
 
 def draw_of(text: str) -> int:
-    """32 bits that the text decides. Raises Unusable where it is not UTF-8."""
+    """Return a 32-bit hash of a text.
+
+    Raises:
+        Unusable: if it is not valid UTF-8.
+    """
     try:
         return draw_of_bytes(text.encode("utf-8"))
     except UnicodeEncodeError:
@@ -108,22 +127,22 @@ def draw_of(text: str) -> int:
 
 
 def draw_of_bytes(content: bytes) -> int:
-    """32 bits that the bytes decide."""
+    """Return a 32-bit hash of bytes."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little")
 
 
-# Records that say which answers people prefer: pairs of a chosen and a rejected answer, and answers with a verdict.
+# Preference records: pairs of a chosen and a rejected answer, and answers with a verdict.
 
-#: The note of a pair that says nothing about what is preferred.
+#: Note of a pair without a preference.
 _EQUAL = "with equal answers"
 _VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def read_pair(record: Record, schema: Schema) -> Document:
-    """Return the document of the chosen answer; its `other` is that of the rejected one, of the same draw.
+    """Return the document of the chosen answer. Its `other` is the document of the rejected one, with an equal draw.
 
     Raises:
-        Unusable: where an answer is missing or says nothing.
+        Unusable: if an answer is missing or empty.
     """
     filled = _filled(record, schema)
     answers = [_answer(record, getattr(schema, part), part, schema, filled) for part in ("chosen", "rejected")]
@@ -138,10 +157,10 @@ def read_pair(record: Record, schema: Schema) -> Document:
 
 
 def read_verdict(record: Record, schema: Schema) -> Document:
-    """Return the document of an answer that is wanted or not; of one that is not, `liking` is -1.
+    """Return the document of an answer with a verdict. For an undesired answer, `liking` is -1.
 
     Raises:
-        Unusable: where the answer or the verdict is missing.
+        Unusable: if the answer or the verdict is missing.
     """
     filled = _filled(record, schema)
     prompt, answer = (
@@ -157,13 +176,13 @@ def read_verdict(record: Record, schema: Schema) -> Document:
 
 
 class _Plain(NamedTuple):
-    """An answer as text, with the text before it."""
+    """A plain-text answer with its prompt."""
 
     prompt: str
     text: str
 
 
-#: Prompt and answer as one.
+#: Prompt and answer joined.
 _Full = _Plain | tuple[Turn, ...]
 
 
@@ -196,19 +215,19 @@ def _answer(record: Record, column: str, part: str, schema: Schema, filled: Fill
 
 
 def _turns(messages: Any, schema: Schema, filled: Filled) -> tuple[Turn, ...]:
-    """Turns whose weight is 0 or 1: of an answer a token counts or not."""
+    """Return turns with a weight of 0 or 1, since tokens of an answer either count or do not."""
     turns = read_turns(messages, schema.role or "role", schema.content or "content", filled)
     return tuple(turn._replace(weight=float(turn.weight != 0)) for turn in turns)
 
 
 def _full(prompt: str | tuple[Turn, ...] | None, answer: str | tuple[Turn, ...]) -> _Full:
-    """Prompt and answer as one; they may be of different kinds."""
+    """Join prompt and answer, which may be of different kinds."""
     if isinstance(answer, str):
         if prompt is None or isinstance(prompt, str):
             return _Plain(prompt or "", answer)
         return (*prompt, Turn("assistant", answer))
     if isinstance(prompt, str):
-        # Some data sets repeat the question before each answer; then the prompt column says nothing more.
+        # Some data sets repeat the question before each answer. The prompt column is then redundant.
         if answer[0].role != "assistant":
             last = max(place for place, turn in enumerate(answer) if turn.role != "assistant")
             return (*(turn.as_context() for turn in answer[: last + 1]), *answer[last + 1 :])
@@ -217,7 +236,7 @@ def _full(prompt: str | tuple[Turn, ...] | None, answer: str | tuple[Turn, ...])
 
 
 def _without_repeats(prompt: tuple[Turn, ...], answer: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """A prompt of messages and an answer that may repeat all of it, its end, or hold it behind turns of its own."""
+    """Join a prompt of messages and an answer that may repeat all of it or its end, or contain it after other turns."""
     asked, full = _plain_turns(prompt), _plain_turns(answer)
     most = min(len(asked), len(full) - 1)
     repeated = next((size for size in range(most, 0, -1) if asked[-size:] == full[:size]), 0)
@@ -234,7 +253,7 @@ def _plain_turns(turns: tuple[Turn, ...]) -> list[tuple[str, str, str]]:
 
 
 def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
-    """Both without a prompt of their own: it is what they begin with alike."""
+    """Split both answers after their common prefix, which becomes the prompt of answers without a prompt column."""
     if isinstance(chosen, _Plain) and isinstance(rejected, _Plain):
         cut = _shared_prefix(chosen.text, rejected.text)
         found = [_Plain(one.text[:cut], one.text[cut:]) for one in (chosen, rejected)]
@@ -249,7 +268,7 @@ def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
 
 
 def _shared_prefix(first: str, second: str) -> int:
-    """Characters that two texts begin with alike, up to the end of a line or the border of a word."""
+    """Return the length of the common prefix of two texts, up to the end of a line or a space."""
     alike = min(len(first), len(second))
     same = next((place for place in range(alike) if first[place] != second[place]), alike)
     same -= same == len(first) == len(second)
@@ -269,18 +288,18 @@ def _content(document: Document) -> Sequence[Any]:
     return [document.prompt, document.text]
 
 
-# From a record to a document that can be tokenised, or to a `Broken` that says why not.
+# Conversion of a record into a document, or into a `Broken` with the reason.
 
-#: The note of a document with an answer of nothing: its end alone is trained.
+#: Note of a document with an empty answer, of which only the end token is trained.
 EMPTY_ANSWER = "with an empty answer"
 
 
 def read_document(record: Record, schema: Schema, vocab_size: int) -> Document | Broken:
-    """Make a document of a record, or say why it cannot be one.
+    """Make a document of a record, or return a `Broken` with the reason.
 
     Args:
-        record: as a reader gives it.
-        schema: which columns hold what.
+        record: the record from a reader.
+        schema: the record's columns.
         vocab_size: ids at or above it are refused.
     """
     try:
@@ -305,7 +324,7 @@ def _text(record: Record, schema: Schema) -> Document:
     text = record.value if schema.file_text else column_of(record, schema.text)
     if not isinstance(text, str):
         raise Unusable("not a string")
-    # A blank piece in the middle of a file is still part of its document.
+    # A blank chunk in the middle of a file is part of its document.
     if not text or (record.last and record.part == 0 and text.isspace()):
         raise Unusable("empty")
     return Document(record.file, draw_of(text), text=text, part=record.part, last=record.last)
@@ -330,7 +349,7 @@ def _conversation(record: Record, turns: tuple[Turn, ...], note: str = "", tools
 
 
 def _instruction(record: Record, schema: Schema) -> Document:
-    """Alpaca's columns as a chat: the input stands below the instruction, in the user's turn."""
+    """Return Alpaca's columns as a chat. The input follows the instruction in the user's turn."""
     system, asked, more = (_optional_text(record, name) for name in (schema.system, schema.instruction, schema.input))
     answer = column_of(record, schema.output)
     if not isinstance(answer, str):

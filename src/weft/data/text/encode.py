@@ -1,9 +1,9 @@
-"""Documents to token ids: texts, answers behind a prompt, and conversations, with a mask of what is trained.
+r"""Encode documents to token ids: texts, answers after a prompt, and conversations, with a mask of trained tokens.
 
-Ids are those of the full text: a document is never encoded in pieces that its tokenizer would treat as texts by
-themselves. The text of a conversation is what the tokenizer's chat template renders. Without a template it has the
-ChatML form, in which a turn is `<|im_start|>role\n` content `<|im_end|>\n`. Trained: an assistant's content and the
-<|im_end|> after it, with the weight of the turn.
+The ids are those of the full text: a document is never split into parts that its tokenizer would encode as separate
+texts. The text of a conversation is rendered by the tokenizer's chat template. Without a template it has the ChatML
+form, in which a turn is `<|im_start|>role\n` content `<|im_end|>\n`. An assistant's content and the <|im_end|> after it
+are trained, with the weight of the turn.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from weft.data.text.documents import Document
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import DataError
 
-#: Ids and weights of a document, or why the chat template does not render it.
+#: Ids and weights of a document, or the reason why the chat template does not render it.
 Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
     """Return (ids, weights) of documents, with the tokens that begin a document and without its end token.
 
-    Weights are bool or float32, or None if all are 1. A conversation that the chat template refuses has its
-    RefusedConversation instead.
+    Weights are bool or float32, or None if all are 1. For a conversation that the chat template refuses, the result is
+    its RefusedConversation.
 
     Args:
-        documents: each one in full.
-        tokenizer: makes the ids.
+        documents: complete documents.
+        tokenizer: the tokenizer.
 
     Raises:
         DataError: if messages call tools and there is no chat template, or if the template cannot be used at all.
@@ -72,7 +72,7 @@ def _conversations(documents: Sequence[Document], tokenizer: Tokenizer) -> Itera
             yield one
             continue
         ids, weights = next(encoded)
-        # A chat template writes its own beginning.
+        # A chat template writes the begin tokens.
         yield (ids, weights) if tokenizer.template is not None else _begun(tokenizer, ids, weights)
 
 
@@ -93,6 +93,6 @@ def _marked(document: Document, tokenizer: Tokenizer) -> MarkedText | RefusedCon
 
 
 def _begun(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same behind the tokens that begin a document, which are not trained."""
+    """Prepend the tokens that begin a document, which are not trained."""
     begin = tokenizer.begin_ids
     return np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), weights.dtype), weights])

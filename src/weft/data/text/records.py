@@ -1,4 +1,7 @@
-"""Which character separates the columns of a csv file, told by its first rows."""
+"""Readers of record files: text, jsonl, json, csv and parquet.
+
+The delimiter of a csv file is detected in its first rows.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,16 @@ _MAX_ROWS = 50
 
 
 def comma_or_tab(name: str) -> str:
-    """What the name of a file promises: tabs for .tsv, else commas."""
+    """Return the delimiter by the suffix of a file: a tab for .tsv, else a comma."""
     return "\t" if name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".tsv") else ","
 
 
 def sniff_delimiter(head: bytes, usual: str) -> str:
-    """The delimiter that divides the header into several columns and the most rows into as many.
+    """Return the delimiter that divides the header into several columns and the most rows into the same number.
 
-    head: the first bytes of the file. usual: what it is where nothing speaks for another one.
+    Args:
+        head: the first bytes of the file.
+        usual: the default, which is preferred among equals.
     """
     lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
@@ -39,7 +44,7 @@ def sniff_delimiter(head: bytes, usual: str) -> str:
 
 
 def _share(lines: list[str], delimiter: str) -> float:
-    """Share of the rows with as many columns as the header; 0 where the header is one column."""
+    """Return the share of the rows with as many columns as the header, or 0 if the header is one column."""
     rows: list[list[str]] = []
     try:
         for row in csv.reader(lines, delimiter=delimiter):
@@ -54,16 +59,16 @@ def _share(lines: list[str], delimiter: str) -> float:
     return sum(len(row) == len(rows[0]) for row in rows) / len(rows)
 
 
-# The elements of a JSON array, one after the other, without holding the whole file.
+# Elements of a JSON array, one by one, without the full file in memory.
 
 _READ_BYTES = 2**20
-#: What ends a string or is escaped in it, and what matters outside of strings.
+#: Escapes and ends of strings, and structural characters outside of strings.
 _IN_STRING, _OUTSIDE = re.compile(r'(?s)\\.|"'), re.compile(r'[][{},"]')
 _SPACE = " \t\r\n"
 
 
 class BadArray(Exception):
-    """The array cannot be read any further. reason: one of few texts; excerpt: where it was."""
+    """The array cannot be read further. `reason` is one of a few texts, and `excerpt` is the text at the error."""
 
     def __init__(self, reason: str, excerpt: str):
         super().__init__(reason)
@@ -71,7 +76,10 @@ class BadArray(Exception):
 
 
 class _Text:
-    """A stream of UTF-8 as text that grows at the end and is dropped at the start. position: the next character."""
+    """A stream of UTF-8 as a text buffer that grows at the end and is dropped at the start.
+
+    `position` is the next character.
+    """
 
     def __init__(self, stream: BinaryIO, max_chars: int):
         self._stream, self._max_chars = stream, max_chars
@@ -79,7 +87,7 @@ class _Text:
         self.buffer, self.position, self.ended = "", 0, False
 
     def grow(self) -> bool:
-        """Read more; False at the end of the file. Doubling keeps the work in proportion to the size."""
+        """Read more. Return False at the end of the file. The doubling block size keeps the total work linear."""
         if len(self.buffer) - self.position > self._max_chars:
             raise BadArray("too long", self.buffer[self.position : self.position + 200])
         if self.ended:
@@ -94,7 +102,7 @@ class _Text:
         return not self.ended
 
     def next_sign(self) -> str:
-        """The next character that is no space, without taking it; "" at the end."""
+        """Return the next character that is not a space, without consuming it, or "" at the end."""
         while True:
             while self.position < len(self.buffer) and self.buffer[self.position] in _SPACE:
                 self.position += 1
@@ -105,9 +113,14 @@ class _Text:
 
 
 def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
-    """The elements of the array that `stream` holds; a BadArray stands for one that cannot be read.
+    """Yield the elements of the array in `stream`. An element that cannot be read is yielded as a BadArray.
 
-    max_chars: of one element. Raises BadArray where the array breaks off or nothing behind an element can be read.
+    Args:
+        stream: the file.
+        max_chars: maximum length of one element.
+
+    Raises:
+        BadArray: if the array is cut off, or reading cannot continue after an element.
     """
     text, decoder = _Text(stream, max_chars), json.JSONDecoder()
     if text.next_sign() != "[":
@@ -139,19 +152,19 @@ def _element(text: _Text, decoder: json.JSONDecoder) -> Any:
                 raise BadArray("invalid JSON", text.buffer[text.position : text.position + 200]) from error
             continue
         size = end - text.position
-        # A number at the end of what was read may go on.
+        # A number at the end of the buffer may be incomplete.
         if end < len(text.buffer) or not text.grow():
             text.position += size
             return value
 
 
 def _skip_element(text: _Text, error: BadArray) -> None:
-    """Go to the sign behind an element, by its brackets and strings. Raises `error` if the file ends before it."""
+    """Move to the character after an element, by its brackets and strings. Raise `error` if the file ends before it."""
     depth, in_string = 0, False
     while True:
         found = (_IN_STRING if in_string else _OUTSIDE).search(text.buffer, text.position)
         if found is None:
-            # A backslash at the end belongs to the character that is read next.
+            # A backslash at the end belongs to the next character to be read.
             text.position = len(text.buffer) - text.buffer.endswith("\\")
             if not text.grow():
                 raise error
@@ -168,18 +181,21 @@ def _skip_element(text: _Text, error: BadArray) -> None:
 
 
 def _may_be_incomplete(error: Exception, size: int) -> bool:
-    """Whether more text could mend it. An unterminated string is reported where it starts, all else where it is."""
+    """Return True if the error may disappear with more text.
+
+    The position of an unterminated string error is the start of the string. Other errors have their own position.
+    """
     if not isinstance(error, json.JSONDecodeError):
         return False
     return error.msg.startswith("Unterminated string") or error.pos > size - 64
 
 
-# Files as streams of records, in bounded memory whatever their size; what cannot be read is a `Broken`.
+# Record streams of files, in bounded memory for any file size. Unreadable records are `Broken`.
 
 _EXCERPT_CHARS = 200
-#: Why a piece of a text file with NUL bytes is broken.
+#: Reason for a broken chunk of a text file with NUL bytes.
 BINARY = "binary, not text (NUL bytes)"
-#: A record that is left out because it is too long may have so many bytes.
+#: Maximum bytes of a record that is skipped because it is too long.
 _MOST_SKIPPED_BYTES = 2**34
 _SNIFF_BYTES = 65536
 _ENCODING_BYTES = 256
@@ -187,10 +203,15 @@ _ENCODING_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record as it was read: a dict of columns, or a piece of a text file.
+    """One record: a dict of columns, or a chunk of a text file.
 
-    number: line, row or piece, from 1. part, last: place of a piece in its file; a whole record is part 0 and last.
-    filled: whether it is a row of a table whose objects have the keys of all rows, with null for those of others.
+    Attributes:
+        file: name of the file.
+        number: line, row or chunk, from 1.
+        value: the columns, or the text.
+        part: number of a chunk in its file, from 0. It is 0 for other records.
+        last: the last chunk of its file. It is True for other records.
+        filled: a row of a table, whose objects have the keys of all rows, with null for missing ones.
     """
 
     file: str
@@ -203,7 +224,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A record that cannot be used. reason is one of few texts, so that it can be counted."""
+    """An unusable record. `reason` is one of a few texts, so that records can be counted by reason."""
 
     file: str
     number: int
@@ -215,10 +236,10 @@ class Broken:
         """Return a broken record with an excerpt of its value.
 
         Args:
-            file: its name.
-            number: of the record in the file.
-            reason: why it cannot be used, in words.
-            value: the record; bytes are decoded as far as they can be.
+            file: name of the file.
+            number: number of the record in the file.
+            reason: why it cannot be used.
+            value: the record. Bytes are decoded with replacement characters.
         """
         try:
             text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
@@ -228,16 +249,16 @@ class Broken:
 
 
 class RecordReader:
-    """Iterates over the records of one file.
+    """Iterator over the records of one file.
 
-    delimiter: of a csv file whose columns are separated by something else than its suffix says; known once it is read.
+    `delimiter` is set while a csv file is read, if its delimiter differs from the default of its suffix.
 
     Args:
-        file: of any format of FORMATS, compressed or not.
-        max_record_bytes: longer lines and rows come as Broken, without being held in memory.
-        piece_bytes: text files come in pieces of about this size, cut at line ends.
-        columns: of a parquet file, read only these; None reads all.
-        on_progress: called with `position()` now and then while a record that is too long is skipped.
+        file: a file of any format of FORMATS, compressed or not.
+        max_record_bytes: longer lines and rows are yielded as Broken, without being in memory.
+        piece_bytes: approximate size of the chunks of text files, which end at line ends.
+        columns: columns of a parquet file to read, or None for all.
+        on_progress: called with `position()` at intervals while a record that is too long is skipped.
     """
 
     def __init__(
@@ -251,7 +272,7 @@ class RecordReader:
     ):
         self._file = file
         self._max_record_bytes = max_record_bytes
-        # A piece must be able to hold a character.
+        # A chunk must have room for one character.
         self._piece_bytes = max(8, piece_bytes)
         self._columns = list(columns) if columns is not None else None
         self._on_progress = on_progress
@@ -259,7 +280,7 @@ class RecordReader:
         self.delimiter = ""
 
     def position(self) -> int:
-        """Return the bytes of the file that were read, for the progress; about right for parquet."""
+        """Return the number of bytes that were read, for progress reports. It is approximate for parquet."""
         return min(self._notify_all(), self._file.size_bytes)
 
     def __iter__(self) -> Iterator[Record | Broken]:
@@ -275,7 +296,7 @@ class RecordReader:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(error) from error
         except OSError as error:
-            if error.errno is None:  # of pyarrow, for compressed data
+            if error.errno is None:  # from pyarrow, for compressed data
                 raise self._damaged(error) from error
             raise DataError(
                 f"{self._file.name}: cannot be read ({error.strerror or error}). Repair it or leave it out."
@@ -320,7 +341,7 @@ class RecordReader:
             yield _json_record(name, number, line)
 
     def _skip_line(self, stream: BinaryIO, number: int) -> None:
-        """Read up to the end of a line."""
+        """Skip the rest of a line."""
         skipped = 0
         while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
             skipped += len(rest)
@@ -333,7 +354,10 @@ class RecordReader:
                 self._on_progress(self.position())
 
     def _json(self, stream: BinaryIO) -> Iterator[Record | Broken]:
-        """An array of objects; a file that starts with an object has one a line, whatever its suffix says."""
+        """Yield the elements of an array of objects.
+
+        A file that starts with an object is read as JSON lines, for any suffix.
+        """
         head = stream.read(64)
         joined = io.BufferedReader(_Joined(head, stream), _READ_BYTES)
         if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
@@ -384,8 +408,8 @@ class RecordReader:
                 yield self._csv_record(rows.line_num, header, row)
 
     def _next_row(self, rows: Iterator[list[str]]) -> list[str]:
-        """The next row. A field that was never closed would swallow the file: the reader gives up on it at our size."""
-        before = csv.field_size_limit(self._max_record_bytes)  # of the process: whoever else reads CSV gets it back
+        """Return the next row. The csv reader's size limit ends a field without a closing quote."""
+        before = csv.field_size_limit(self._max_record_bytes)  # global to the process, so it is restored
         try:
             return next(rows)
         finally:
@@ -407,7 +431,7 @@ class RecordReader:
 
         name, size_bytes, number = self._file.name, self._file.size_bytes, 0
         try:
-            # A stream buffer instead of whole column chunks: one row group may be larger than memory.
+            # A stream buffer instead of full column chunks, since one row group may be larger than memory.
             with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
                 num_rows = max(1, parquet.metadata.num_rows)
                 self._notify_all = lambda: size_bytes * number // num_rows
@@ -427,7 +451,7 @@ class RecordReader:
 
 @dataclass(frozen=True, slots=True)
 class _BadRow:
-    """A row that has no Python values. excerpt: the bytes or the message that show why."""
+    """A row that cannot be converted to Python values. `excerpt` is the bytes or the error message."""
 
     reason: str
     excerpt: object
@@ -464,7 +488,7 @@ def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
 
 
 def wide_encoding(file: SourceFile) -> str:
-    """Return "UTF-16" or "UTF-32" if the first bytes of a file are in it, else ""."""
+    """Return "UTF-16" or "UTF-32" if a file has that encoding by its first bytes, else ""."""
     if file.format == "parquet":
         return ""
     try:
@@ -476,7 +500,7 @@ def wide_encoding(file: SourceFile) -> str:
         return "UTF-32"
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "UTF-16"
-    # Without a mark: every other byte of plain letters is zero.
+    # Without a byte order mark: every other byte of plain letters is zero.
     halves = head[0::2], head[1::2]
     zeros = [half.count(0) / max(1, len(half)) for half in halves]
     return "UTF-16" if len(head) >= 8 and max(zeros) > 0.9 and min(zeros) < 0.1 else ""
@@ -497,14 +521,14 @@ def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     if compression == "zst":
         import pyarrow as pa
 
-        # Unlike the stream reader of the zstandard package, it raises for a file that is cut off.
+        # Unlike the stream reader of the zstandard package, it raises an error for a truncated file.
         stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
         return io.BufferedReader(stream, _READ_BYTES)
     return raw
 
 
 class _Joined(io.RawIOBase):
-    """A stream whose first bytes were read already."""
+    """A stream that first returns bytes that were already read."""
 
     def __init__(self, head: bytes, rest: BinaryIO):
         self._head, self._rest = head, rest
@@ -520,7 +544,7 @@ class _Joined(io.RawIOBase):
 
 
 def _pieces(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
-    """The stream in pieces of piece_bytes up to twice that, cut after a newline or else between characters."""
+    """Yield chunks of `piece_bytes` up to twice that, split after a newline if possible, else between characters."""
     buffer = bytearray()
     while block := stream.read(_READ_BYTES):
         buffer += block

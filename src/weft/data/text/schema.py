@@ -1,4 +1,4 @@
-"""What the records of a source are (text, messages, pairs or token ids), and which columns hold them."""
+"""Schemas of records: their kind (text, messages, pairs or token ids), and their columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARTS = {
     "instruction": ("instruction", "input", "output", "system"),
     "completion": ("prompt", "completion"),
 }
-#: The same for tasks that learn what is preferred.
+#: Keys of `columns` for each schema of preference tasks.
 _PREFERENCE_PARTS = {
     "preference": ("prompt", "chosen", "rejected", "role", "content", "tools"),
     "feedback": ("prompt", "completion", "label", "role", "content", "tools"),
@@ -41,10 +41,12 @@ _DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """kind: text, messages, instruction, completion, ids, preference or feedback; then the columns of its parts.
+    """Kind of records and the columns of their parts.
 
-    file_text: each file is one text document, and there are no columns.
-    delimiter: what separates the columns of a csv file, where it is not what the suffix says.
+    Attributes:
+        kind: text, messages, instruction, completion, ids, preference or feedback.
+        file_text: each file is one text document without columns.
+        delimiter: delimiter of a csv file, if it is not the default of the suffix.
     """
 
     kind: str
@@ -95,12 +97,12 @@ class Schema:
 
     @property
     def is_preference(self) -> bool:
-        """Whether records say which answers are preferred."""
+        """True if records are preferences."""
         return self.kind in _PREFERENCE_PARTS
 
     @property
     def columns(self) -> list[str]:
-        """The columns that must be read."""
+        """Columns that must be read."""
         names = (
             self.text, self.messages, self.ids, self.mask, self.instruction, self.input, self.output, self.system,
             self.prompt, self.completion, self.tools, self.chosen, self.rejected, self.label,
@@ -109,19 +111,19 @@ class Schema:
 
     @property
     def is_chat(self) -> bool:
-        """Whether documents are turns of a conversation, which need the tokenizer's chat tokens."""
+        """True if documents are conversations, which need the tokenizer's chat tokens."""
         return self.kind in ("messages", "instruction")
 
     @property
     def packing(self) -> str:
-        """What data.packing is by default: answers are kept with their questions, text fills every sequence."""
+        """Default of data.packing: answers are not separated from their questions, and text fills every sequence."""
         if self.is_preference:
             return "pad"
         return "fit" if self.is_chat or self.kind == "completion" else "concat"
 
     @property
     def has_mask(self) -> bool:
-        """Whether some tokens may be left out of the loss."""
+        """True if some tokens may be excluded from the loss."""
         return self.is_chat or self.is_preference or self.kind == "completion" or bool(self.mask)
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,18 +134,17 @@ class Schema:
 def detect_schema(
     files: FileSet, wanted: str, columns: Mapping[str, str], max_record_bytes: int, *, preferences: bool = False
 ) -> Schema:
-    """Look at the first records of `files` and say what their columns are.
+    """Read the first records of `files` and return their schema.
 
     Args:
-        files: of one source.
+        files: files of one source.
         wanted: "auto" or a kind.
-        columns: names given by the user, by what they are.
-        max_record_bytes: longer records are passed over.
-        preferences: whether the task learns from preferred answers, and from nothing else.
+        columns: column names that the user gave, by part.
+        max_record_bytes: longer records are skipped.
+        preferences: the task trains on preferences only.
 
     Raises:
-        DataError: when the wanted columns are not there, nothing known is, or the records are of a kind that the task
-            cannot train on.
+        DataError: if the wanted columns are missing, no kind is detected, or the task cannot train on the kind.
     """
     field = files.field
     _refuse_unreadable(files)
@@ -181,7 +182,7 @@ def detect_schema(
 
 
 def _refuse_unreadable(files: FileSet) -> None:
-    """Refuse a source without a byte in it, and files in another encoding."""
+    """Raise DataError for an empty source, and for files in another encoding."""
     if files.size_bytes == 0:
         names = f"{files.files[0].path.name} is empty" if len(files.files) == 1 else "all its files are empty"
         raise DataError(f"{files.field}.path={files.path}: {names}. Give a file with data in it.")
@@ -198,7 +199,7 @@ def _kinds_with(columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ..
 
 
 def _refuse_binary(files: FileSet) -> None:
-    """One binary file among others is a broken record; a source that is nothing else is refused by name."""
+    """Raise DataError if all files are binary. One binary file among others is a broken record."""
     if len(files.files) == 1:
         first = next(iter(RecordReader(files.files[0], max_record_bytes=_LOOK_AT)), None)
         if isinstance(first, Broken) and first.reason == BINARY:
@@ -213,7 +214,7 @@ def _refuse_preferences(files: FileSet, names: Sequence[str]) -> None:
     chosen = lower.get("chosen")
     if chosen and "rejected" in lower:
         prompt = lower.get("prompt")
-        # What trains on the better answers alone; without a prompt beside them they hold it themselves.
+        # Columns to train on the better answers only. Without a prompt column, the answers contain the prompt.
         alone = f"{files.field}.columns.prompt={prompt} {files.field}.columns.completion={chosen}"
         remedy = f"train on the preferred answers alone with {alone}" if prompt else "give messages or instructions"
         raise DataError(
@@ -247,7 +248,7 @@ def _check_column_keys(
 
 
 def _first_records(files: FileSet, max_record_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """The first records that can be read, and the delimiter of their file."""
+    """Return the first readable records, and the delimiter of their file."""
     for file in files.files:
         reader = RecordReader(file, max_record_bytes=max_record_bytes)
         records = [item.value for item in islice(reader, _LOOK_AT) if isinstance(item, Record)]
@@ -297,7 +298,7 @@ def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], a
 
 
 def _detect_instruction(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
-    """Instructions and answers. Beside a column of text, only the columns of Alpaca are taken for them."""
+    """Detect instructions and answers. If there is a text column, only Alpaca's column names count."""
     texts = _text_columns(first, names)
     plain = not asked and bool(_pick(texts, _TEXT_COLUMNS))
     instruction = columns.get("instruction") or _pick(texts, _QUESTION_COLUMNS[: 1 if plain else None])
@@ -346,7 +347,7 @@ def _detect_feedback(first: Any, names: list[str], columns: Mapping[str, str], a
 
 
 def _prompt_columns(first: Any, names: list[str], columns: Mapping[str, str], answers: list[str]) -> dict[str, Any]:
-    """Prompt, tools, and the keys of messages where an answer is a list of them."""
+    """Return the columns of prompt and tools, and the keys of messages if an answer is a list of messages."""
     prompt = columns.get("prompt") or _pick(names, (*_QUESTION_COLUMNS, "messages"))
     lists = [value for name in (prompt, *answers) for value in _values(first, name) if isinstance(value, list)]
     keys = list(dict.fromkeys(key for value in lists for turn in value if isinstance(turn, dict) for key in turn))
@@ -358,7 +359,7 @@ def _prompt_columns(first: Any, names: list[str], columns: Mapping[str, str], an
     }
 
 
-#: Which kinds are looked for, first come first served.
+#: Kinds in order of detection. The first match counts.
 _IN_ORDER = ("messages", "ids", "instruction", "completion", "text")
 _DETECTORS = {
     "text": _detect_text, "messages": _detect_messages, "ids": _detect_ids, "instruction": _detect_instruction,

@@ -1,4 +1,4 @@
-"""Where data comes from: a path, a folder, a glob or the built-in source, as a sorted list of files of one format."""
+"""Sources of data: a path, a folder, a glob or the built-in source, as a sorted list of files of one format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _STDLIB_LEFT_OUT = frozenset(
     (
         *("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"),
-        # Tables of characters and help texts, not code: a small model would learn little else.
+        # Character tables and help texts instead of code, of which a small model would learn little else.
         *("encodings", "pydoc_data"),
     )
 )
@@ -35,7 +35,7 @@ _USE = f'Use a file, a folder, a glob such as "data/*.jsonl", or "{STDLIB_SOURCE
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file. size_bytes and mtime_ns are what it had when it was found: they name its content in the cache key."""
+    """One file. `size_bytes` and `mtime_ns` are from the time it was found, and are part of the cache key."""
 
     path: Path
     name: str
@@ -47,7 +47,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
-    """The files of one source, all of one format, sorted. field: the config key that named them."""
+    """The sorted files of one source, all of one format. `field` is the config key of the source."""
 
     field: str
     path: str
@@ -57,15 +57,15 @@ class FileSet:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all files together."""
+        """Total size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
 def find_files(path: str, field: str) -> FileSet:
-    """Return the files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
+    """Return the files of `path`. `field` is the dotted config key for errors, such as "data.train.0".
 
     Raises:
-        DataError: when nothing matches, a format is unknown, or the files are of several formats.
+        DataError: if nothing matches, a format is unknown, or the files are of several formats.
     """
     if path == STDLIB_SOURCE:
         root = Path(sysconfig.get_path("stdlib"))
@@ -94,7 +94,7 @@ def find_files(path: str, field: str) -> FileSet:
 
 
 def _download_command(address: str) -> str:
-    """What to type to get the data of an address."""
+    """Return the shell command that downloads the data of an address."""
     scheme, _, rest = address.partition("://")
     name = rest.removeprefix("datasets/").split("/")
     if scheme == "hf" and len(name) > 1:
@@ -140,14 +140,15 @@ def _stdlib_files(root: Path) -> list[Path]:
 
 def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileSet:
     found = list(found)
-    # The order is by path relative to the source, so that a moved folder keeps its order.
+    # Sorted by path relative to the source, so that a moved folder keeps its order.
     known = sorted((_relative(name, root), name) for name in found if _format_of(name))
     if not known:
         seen = sorted({name.suffix or name.name for name in found})[:8]
         reason = f"no file of a known format ({', '.join(seen)} found)" if seen else "no file matches"
         raise DataError(f"{field}.path={path}: {reason}. {_USE}")
     files = [_source_file(relative, name) for relative, name in known]
-    # A .json file beside data of another format describes it (dataset_info.json); alone it is the data.
+    # A .json file among data of another format is a description (dataset_info.json). If there is only json, it is the
+    # data.
     files = [file for file in files if file.format != "json"] or files
     formats = Counter(file.format for file in files)
     if len(formats) > 1:

@@ -1,4 +1,4 @@
-"""Render chat templates in jinja2's sandbox, with limits on work and size.
+"""Rendering of chat templates in jinja2's sandbox, with limits on work and size.
 
 The environment has the filters, globals and the `generation` block that transformers gives to chat templates. A
 template from a downloaded folder is untrusted: loops and calls are counted, and operations whose result could be much
@@ -21,18 +21,18 @@ from jinja2 import ext, nodes, sandbox
 
 _MAX_SOURCE_CHARS = 2**20
 _MAX_STEPS = 300_000
-#: Copying this many characters counts as a step (a power of two).
+#: Characters of a copy that count as one step (a power of two).
 _COPY_BITS = 12
-#: Characters or elements of a value: this many and some per character of the conversation.
+#: Maximum characters or elements of a value: a fixed number, and some per character of the conversation.
 _MIN_SIZE, _SIZE_PER_CHAR = 2**22, 32
 _MAX_INT_BITS = 4096
 _MAX_TERMS = 500
-#: Largest number that a template may give to a filter or a method, such as a width.
+#: Largest number that a template may pass to a filter or a method, such as a width.
 _MAX_ARGUMENT = 10_000
 _MAX_INDENT = 64
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _SIZED = (str, *_CONTAINERS)
-#: Filters of jinja2 that chat templates have no use for and whose result is not bounded by their input.
+#: Filters of jinja2 that chat templates do not need and whose result is not bounded by their input.
 _REMOVED_FILTERS = (
     "batch", "center", "filesizeformat", "pprint", "random", "slice", "striptags", "urlencode", "urlize", "wordwrap",
     "xmlattr",
@@ -41,25 +41,25 @@ _REMOVED_GLOBALS = ("lipsum", "cycler", "joiner")
 _REMOVED_METHODS = ("translate", "maketrans", "expandtabs", "format_map", "encode")
 _DICT_NAMES = frozenset(dir(dict))
 _TEXT_METHODS = frozenset(("endswith", "lstrip", "replace", "rstrip", "split", "startswith", "strip"))
-#: A width or precision of five digits, or one that is itself a field.
+#: A width or precision of five digits, or one that is a nested field.
 _WIDE_FORMAT = re.compile(r"\d{5}|%[^%a-zA-Z]*\*|\{[^{}]*\{")
 _WORK = "does more work than a conversation needs"
 _SIZE = "makes a value larger than a conversation needs"
 
 
 class TemplateLimit(jinja2.TemplateError):
-    """A template passed one of the limits."""
+    """A template exceeded a limit."""
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, and the ranges of characters that `generation` blocks mark."""
+    """The text of a conversation, and the ranges of characters in `generation` blocks."""
 
     text: str
     generated: list[tuple[int, int]]
 
 
 class _Budget:
-    """Remaining steps of one rendering, and the largest size of a value."""
+    """Remaining steps of one rendering, and the maximum size of a value."""
 
     __slots__ = ("blocks", "generated", "max_size", "steps")
 
@@ -79,13 +79,13 @@ class _Budget:
             raise TemplateLimit(_SIZE)
 
     def copy(self, size: int) -> None:
-        """Check the size of a new text or list, and count the work of making it."""
+        """Check the size of a new text or list, and count the work of creating it."""
         if size >> _COPY_BITS:
             self.check_size(size)
             self.spend(size >> _COPY_BITS)
 
 
-#: Of the rendering in progress; the default bounds what jinja2 computes while it compiles.
+#: Budget of the current rendering. The default limits the work of jinja2 during compilation.
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
@@ -127,11 +127,11 @@ class Sandbox:
         """Render the template.
 
         Args:
-            variables: such as messages and tools.
-            input_chars: characters in them, which the limits are proportional to.
+            variables: variables of the template, such as messages and tools.
+            input_chars: number of characters in them. The limits are proportional to it.
 
         Raises:
-            jinja2.TemplateError: if the template refuses the conversation or passes a limit.
+            jinja2.TemplateError: if the template refuses the conversation or exceeds a limit.
         """
         budget = _Budget(input_chars)
         token = _budget.set(budget)
@@ -147,7 +147,7 @@ class Sandbox:
 
 
 class _Generation(ext.Extension):
-    """The block `{% generation %}` around what an assistant writes."""
+    """The block `{% generation %}` around the assistant's text."""
 
     tags = frozenset(("generation",))  # pyright: ignore[reportAssignmentType] - jinja2 declares a set
 
@@ -164,7 +164,7 @@ class _Generation(ext.Extension):
 
 
 class _Environment(sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox of transformers, with counted loops and calls and bounded values."""
+    """The sandbox of transformers, with counted loops and calls, and limited values."""
 
     intercepted_binops = frozenset(("**", "*", "%"))
 
@@ -181,7 +181,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         }  # fmt: skip
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute or an item. Keys of messages and common methods of texts skip the checks of others."""
+        """Return an attribute or an item. Keys of messages and common methods of texts skip the usual checks."""
         if type(obj) is dict and attribute not in _DICT_NAMES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if type(obj) is str and attribute in _TEXT_METHODS:
@@ -201,7 +201,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _current()
         budget.spend(1)
-        # The sandbox wraps str.format, and keeps the method as __wrapped__.
+        # The sandbox wraps str.format, and stores the method as __wrapped__.
         owner, name = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str):
             _check_method(owner, name, args, kwargs, budget)
@@ -217,7 +217,7 @@ def _filtered(name: str, value: nodes.Node) -> nodes.Filter:
 
 
 def _wrap_values(tree: nodes.Node) -> None:
-    """Check the size of sums, of joined texts, and of lists and dicts that hold other values."""
+    """Add size checks to sums, joined texts, and lists and dicts with other values."""
     for node in list(tree.iter_child_nodes()):
         _wrap_values(node)
     for field, value in tree.iter_fields():
@@ -232,7 +232,7 @@ def _wrapped(node: Any, parent: nodes.Node) -> Any:
         children = list(node.find_all(nodes.Expr))
         if len(children) > _MAX_TERMS:
             raise TemplateLimit(f"joins more than {_MAX_TERMS} values in one expression")
-        # The output is checked block by block, and a sum within a sum by the outermost one.
+        # The output is checked block by block, and a nested sum by the outermost one.
         if isinstance(parent, nodes.Output | nodes.Add | nodes.Concat):
             return node
     elif isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) and getattr(node, "ctx", "load") == "load":
@@ -245,7 +245,7 @@ def _wrapped(node: Any, parent: nodes.Node) -> Any:
 
 
 def _sized(value: Any) -> Any:
-    """Return the value after a check of its size, contents included."""
+    """Return the value after a check of its size, including its contents."""
     if isinstance(value, str):
         _current().copy(len(value))
     elif isinstance(value, _CONTAINERS):
@@ -271,11 +271,11 @@ def _check_contents(value: Any) -> None:
 
 
 def _each(value: Any) -> Any:
-    """Return what a loop runs over, after its length is counted."""
+    """Return the iterable of a loop, after a check of its length."""
     budget = _current()
     if not hasattr(value, "__len__"):
         if not isinstance(value, Iterable):
-            return value  # the loop raises what jinja2 raises
+            return value  # the loop raises jinja2's error
         value = list(islice(value, budget.steps + 1))
     budget.spend(1 + len(value))
     return value
@@ -299,7 +299,7 @@ def _check_format(text: str) -> None:
 
 
 def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: _Budget) -> None:
-    """Refuse a method of a text whose result is too large, before it is called."""
+    """Refuse a call of a text's method before it runs if the result would be too large."""
     if name in _REMOVED_METHODS:
         raise TemplateLimit(f"calls the method {name} of a text, which chat templates may not use")
     _check_arguments((*args, *kwargs.values()))
@@ -327,7 +327,10 @@ def _check_join(separator: str, parts: Any, budget: _Budget) -> None:
 
 
 def _bounded(name: str, function: Any) -> Any:
-    """A filter of jinja2 with its arguments and its result checked. Its markers, such as pass_context, are kept."""
+    """Wrap a filter of jinja2 with checks of its arguments and its result.
+
+    Its markers, such as pass_context, are kept.
+    """
     num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
@@ -365,7 +368,7 @@ def _counted(values: Iterator[Any], budget: _Budget) -> Iterator[Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter as transformers has it: without HTML escapes."""
+    """Return JSON without HTML escapes, as the filter of transformers does."""
     if isinstance(indent, int | str) and (indent if isinstance(indent, int) else len(indent)) > _MAX_INDENT:
         raise TemplateLimit(_SIZE)
     _current().spend(1)
@@ -381,7 +384,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Variables that survive a loop. Names with an underscore in front are refused."""
+    """Variables that survive a loop. Names with a leading underscore are refused."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)

@@ -1,9 +1,9 @@
-"""Token ids of texts of any length in bounded memory, equal to those of the full text.
+"""Token ids of texts of any length in bounded memory, equal to the ids of the full text.
 
-A long text is encoded in windows that overlap. A token depends on its neighbourhood, such as a word, and on the start
-of the text, where some tokenizers add a blank. So a cut is accepted only if two windows have the same tokens around it.
-The tokens of the first window before the cut and of the second after it are then those of the full text. Windows
-without such a cut are encoded as one.
+A long text is encoded in overlapping windows. A token depends on the text around it, and on the start of the text, at
+which some tokenizers add a blank. A border is therefore accepted only if two windows have equal tokens around it. The
+tokens of the first window before the border and of the second after it then equal the tokens of the full text. Windows
+without such a border are encoded together.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 
 from weft.errors import DataError
 
-#: Characters of a window, and how many more it reads at each end.
+#: Characters of a window, and the overlap at each end.
 WINDOW_CHARS = 2**16
 _OVERLAP_CHARS = 512
 #: Windows that are encoded together, on all cores.
 GROUP_WINDOWS = 16
-#: A longer text without a cut would take gigabytes.
+#: Maximum size of a window. A longer text without a border would take gigabytes.
 _MAX_WINDOW_CHARS = 2**24
 
 
 class Tokens:
-    """Ids of a text, and the characters of the text that each one stands for.
+    """Ids of a text, and the range of characters of each token.
 
     Args:
         ids: int64 [n].
-        source: of the offsets: an encoding of the tokenizers library, an int64 [n, 2], or None.
+        source: source of the offsets: an encoding of the tokenizers library, int64 [n, 2], or None.
     """
 
     __slots__ = ("_source", "ids")
@@ -40,7 +40,7 @@ class Tokens:
 
     @property
     def has_offsets(self) -> bool:
-        """Whether offsets are known."""
+        """True if offsets are available."""
         return self._source is not None
 
     def offsets(self) -> np.ndarray:
@@ -53,19 +53,19 @@ class Tokens:
 
 
 class WindowCodec(Protocol):
-    """Encodes texts of a window's length, each for itself."""
+    """Codec of texts of a window's length. The texts are independent."""
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return their ids, int64."""
         ...
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return their ids with offsets, which takes half as long again."""
+        """Return their ids with offsets, which takes 1.5 times as long."""
         ...
 
 
 class _Window(NamedTuple):
-    """Characters low..high of the buffer, encoded; the part from `begin` is its own."""
+    """Encoded characters low..high of the buffer. The characters before `begin` are context."""
 
     low: int
     begin: int
@@ -74,19 +74,22 @@ class _Window(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """Tokens of a window near one of its ends, as (id, first character, end); `first` is the index of the first."""
+    """Tokens of a window near one of its ends, as (id, first character, end).
+
+    `first` is the index of the first token.
+    """
 
     first: int
     tokens: list[tuple[int, int, int]]
 
 
 class TextEncoder:
-    """Encodes one text that arrives in parts.
+    """Encoder of one text that is fed in parts.
 
     Args:
-        encoder: encodes windows.
+        encoder: codec of the windows.
         window_chars: characters of a window.
-        with_offsets: whether results have offsets, which takes half as long again.
+        with_offsets: return offsets too, which takes 1.5 times as long.
     """
 
     def __init__(self, encoder: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
@@ -95,13 +98,13 @@ class TextEncoder:
         self._num_chars = 0
         #: Characters of the text before the buffer.
         self._before = 0
-        #: Where the part of the buffer begins whose ids were not returned. What is before it is context.
+        #: Start of the characters in the buffer whose ids were not returned yet. The characters before it are context.
         self._begin = 0
-        #: The first token of that part in the first window.
+        #: The first token in the first window whose id was not returned yet.
         self._first = 0
 
     def feed(self, part: str) -> Tokens:
-        """Add a part of the text, and return the tokens that no further part can change."""
+        """Add a part of the text, and return the tokens that are final."""
         self._parts.append(part)
         self._num_chars += len(part)
         if self._num_chars < GROUP_WINDOWS * self._window_chars:
@@ -109,7 +112,7 @@ class TextEncoder:
         return self._advance(is_end=False)
 
     def finish(self) -> Tokens:
-        """Return the tokens of the rest."""
+        """Return the remaining tokens."""
         return self._advance(is_end=True)
 
     def _advance(self, *, is_end: bool) -> Tokens:
@@ -138,7 +141,7 @@ class TextEncoder:
         return _joined(done)
 
     def _part(self, window: _Window, first: int, last: int) -> Tokens:
-        """Some tokens of a window, with offsets in the text."""
+        """Return a range of a window's tokens, with offsets in the text."""
         ids = window.tokens.ids[first:last]
         offsets = window.tokens.offsets()[first:last] + (self._before + window.low) if self._with_offsets else None
         return Tokens(ids, offsets)
@@ -149,7 +152,7 @@ class TextEncoder:
         return [Tokens(ids, None) for ids in self._encoder.ids(texts)]
 
     def _cuts(self, text: str, *, is_end: bool) -> list[int]:
-        """Where windows begin, and the end of the last: after a newline or before a space if there is one."""
+        """Return the starts of windows and the end of the last, after a newline or before a space if possible."""
         size, start, cuts = self._window_chars, self._begin, [self._begin]
         limit = len(text) if is_end else len(text) - _OVERLAP_CHARS
         while limit - start > size:
@@ -160,7 +163,7 @@ class TextEncoder:
 
     def _windows(self, text: str, planned: list[tuple[int, int]]) -> list[_Window]:
         bounds = [
-            # The first window starts where the buffer does, as when it was cut off from the one before it.
+            # The first window starts at the start of the buffer, as when it was split from the one before it.
             (max(0, begin - _OVERLAP_CHARS) if number else 0, begin, min(len(text), end + _OVERLAP_CHARS))
             for number, (begin, end) in enumerate(planned)
         ]
@@ -168,9 +171,9 @@ class TextEncoder:
         return [_Window(*bound, tokens) for bound, tokens in zip(bounds, encoded, strict=True)]
 
     def _agreed(self, text: str, current: _Window, following: _Window) -> tuple[int, int, int] | None:
-        """Where two windows can be cut: the token of each that is the following one's first, and its first character.
+        """Return a border between two windows, or None unless all tokens near it are equal in both.
 
-        None unless all tokens near the cut are the same in both.
+        The border is the token of each window at which the following one begins, and its first character.
         """
         cut, half = following.begin, _OVERLAP_CHARS // 2
         edges = (
@@ -190,9 +193,9 @@ class TextEncoder:
         return None
 
     def _edge(self, text: str, window: _Window, until: int, *, is_end: bool) -> _Edge:
-        """The tokens of a window from `until` to its end, or from its start to `until`.
+        """Return the tokens of a window from `until` to its end, or from its start to `until`.
 
-        Windows have no offsets as a rule. They come from encoding the edge alone, as far as that gives the same ids.
+        Windows usually have no offsets. The edge is encoded again for them, as far as that gives equal ids.
         """
         if is_end:
             low, high = max(window.low, until - _OVERLAP_CHARS), window.high
@@ -210,7 +213,10 @@ class TextEncoder:
         return _Edge(len(own) - same if is_end else 0, found)
 
     def _aligned(self, text: str, current: _Window, following: _Window) -> _Window:
-        """The following window, beginning at a token of the current one: in runs of one letter each shift differs."""
+        """Return the following window, moved to begin at a token of the current one.
+
+        In runs of one letter, the tokens differ for each shift.
+        """
         edge = self._edge(text, current, following.low, is_end=True)
         low = max((token[1] for token in edge.tokens if token[1] <= following.low), default=following.low)
         if low == following.low:
@@ -219,7 +225,10 @@ class TextEncoder:
         return following._replace(low=low, tokens=tokens)
 
     def _merged(self, text: str, current: _Window, windows: list[_Window], index: int) -> tuple[int, _Window]:
-        """The current window with as many of the following ones as double it, and the index of the next."""
+        """Merge the current window with the following ones until its size doubles.
+
+        Return the window and the index of the next one.
+        """
         wanted = current.high + (current.high - current.begin)
         while index + 1 < len(windows) and windows[index].high < wanted:
             index += 1
@@ -238,10 +247,10 @@ def encode_long(
     """Return the tokens of a text of any length.
 
     Args:
-        text: encoded in windows if it is longer than one.
-        codec: encodes windows.
+        text: the text, which is encoded in windows if it is longer than one.
+        codec: codec of the windows.
         window_chars: characters of a window.
-        with_offsets: whether the result has offsets.
+        with_offsets: return offsets too.
     """
     stream = TextEncoder(codec, window_chars=window_chars, with_offsets=with_offsets)
     step = GROUP_WINDOWS * window_chars

@@ -1,4 +1,4 @@
-"""Tokenise one source once: files -> records -> documents -> token ids -> shards, in bounded memory."""
+"""Tokenization of one source: files -> records -> documents -> token ids -> shards, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.data.token_files import SHARD_BYTES, SplitCounts, SplitWriter
 from weft.errors import DataError
 
-#: Changes when the same input would give other shards, so that old ones are not used.
+#: Increased when the same input would give other shards, so that old ones are not used.
 FORMAT_VERSION = 4
 QUARANTINE = "quarantine.jsonl"
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 2048
 _MAX_PIECE_BYTES = 2**20
 _MIN_PIECE_BYTES = 256
-#: A single early mistake in a large source is not "too many": before this many records, the limit is as for this many.
+#: Before this many records, the limit of broken ones is the limit for this many, so that one early error is not fatal.
 _EARLY_RECORDS = 1000
-#: Longer texts are tokenised in pieces: a token id takes eight times the memory of its character.
+#: Longer texts are tokenised in chunks: a token id takes eight times the memory of its character.
 _LONG_CHARS = 2**21
-#: A template's own words are reasons to refuse a document: this many different ones are counted separately.
+#: Maximum number of different refusal texts of a template that are counted separately.
 _MAX_REASONS = 20
 
 Report = Callable[[str, int, int], None]
@@ -44,9 +44,13 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What of the data section matters to reading. holdout: share of documents for the eval split.
+    """Options of the data section for reading.
 
-    piece_bytes: of text files; 0 lets the holdout decide.
+    Attributes:
+        holdout: share of documents for the eval split.
+        max_record_bytes: longer records are broken.
+        max_bad_fraction: maximum share of broken records.
+        piece_bytes: bytes per chunk of text files, or 0 to derive it from `holdout`.
     """
 
     holdout: float
@@ -57,9 +61,9 @@ class ReadLimits:
 
 @dataclass(frozen=True, slots=True)
 class SourceManifest:
-    """What a tokenised source is: written last, so that a folder with a manifest is complete.
+    """Description of a tokenised source. It is written last, so a folder with a manifest is complete.
 
-    notes: what people should know of documents that are trained on -> how many.
+    `notes` maps remarks about trained documents to the number of documents.
     """
 
     format_version: int
@@ -85,7 +89,7 @@ class SourceManifest:
         """Read manifest.json of a folder.
 
         Raises:
-            OSError, ValueError, TypeError, KeyError: where it is missing or damaged.
+            OSError, ValueError, TypeError, KeyError: if it is missing or damaged.
         """
         values = json.loads((folder / "manifest.json").read_text("utf-8"))
         splits = {name: SplitCounts.from_dict(counts) for name, counts in values["splits"].items()}
@@ -93,9 +97,9 @@ class SourceManifest:
 
 
 def piece_bytes(files: FileSet, holdout: float) -> int:
-    """Choose how many bytes of a text file go to training or evaluation as a whole.
+    """Choose the chunk size of text files, in bytes. A chunk is completely in the train or in the eval split.
 
-    Many files: each one whole. Few large files: so many pieces that the evaluation share gets some.
+    If there are many files, each is one chunk. Few large files are split so that the eval split gets some chunks.
     """
     wanted = 8 / holdout if holdout > 0 else 0
     if files.format != "text" or len(files.files) >= wanted:
@@ -104,20 +108,20 @@ def piece_bytes(files: FileSet, holdout: float) -> int:
 
 
 def split_of(document: Document, holdout: float) -> str:
-    """Return "eval" for a share of the documents that depends on their content alone, else "train"."""
+    """Return "eval" for a share `holdout` of the documents, else "train". The split depends only on the content."""
     return "eval" if document.draw < holdout * ALL_DRAWS else "train"
 
 
 class DocumentStream:
-    """The documents of a source in stored order; broken records are counted.
+    """The documents of a source in stored order. Broken records are counted.
 
     Args:
-        files: of the source.
-        schema: which columns hold what.
-        limits: of records and of how many may be broken.
+        files: files of the source.
+        schema: columns of the records.
+        limits: limits on records, and on the share of broken ones.
         vocab_size: ids at or above it are refused.
         on_broken: called with each broken record.
-        report: called with the bytes read so far; None: nobody asks.
+        report: called with the number of bytes read so far, or None.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class DocumentStream:
                 document = (
                     record if isinstance(record, Broken) else read_document(record, self._schema, self._vocab_size)
                 )
-                # A blank text file (an empty __init__.py) is nothing to complain about.
+                # A blank text file (an empty __init__.py) is not reported.
                 if isinstance(document, Broken) and self._schema.file_text and document.reason == "empty":
                     continue
                 self.num_records += 1
@@ -187,11 +191,11 @@ class DocumentStream:
 
 
 def _in_parts(document: Document) -> Iterator[Document]:
-    """A very long text as the pieces of one document, which all go to the same split."""
+    """Yield a very long text as chunks of one document, which are all in the same split."""
     text = document.text
     if text is None or document.prompt is not None or len(text) <= _LONG_CHARS:
         yield document
-        if document.other is not None:  # a pair is two documents, one after the other, in the same split
+        if document.other is not None:  # a pair is two consecutive documents in the same split
             yield document.other
         return
     starts = range(0, len(text), _LONG_CHARS // 2)
@@ -202,7 +206,7 @@ def _in_parts(document: Document) -> Iterator[Document]:
 
 
 class TooManyBroken(Exception):
-    """Carries counts from the stream to `tokenise_source`, which knows the quarantine file."""
+    """Passes the counts from the stream to `tokenise_source`, which has the quarantine file."""
 
 
 def _check_unchanged(file: Any) -> None:
@@ -223,17 +227,17 @@ def tokenise_source(
     """Write the shards, the quarantine file and the manifest of one source into the empty `folder`.
 
     Args:
-        files: of the source.
-        schema: which columns hold what.
-        tokenizer: makes the tokens.
-        limits: of records, and the share of documents held out.
-        folder: empty.
-        report: called with a title, bytes done and bytes in all; None: nobody asks.
-        keep_quarantine: where the quarantine file goes when too many records are broken and the folder is given up.
-        shard_bytes: of the tokens in one file.
+        files: files of the source.
+        schema: columns of the records.
+        tokenizer: the tokenizer.
+        limits: limits on records, and the held-out share.
+        folder: an empty folder.
+        report: called with a title, bytes done and total bytes, or None.
+        keep_quarantine: path to which the quarantine file is moved if too many records are broken.
+        shard_bytes: bytes of tokens in one file.
 
     Raises:
-        DataError: for too many broken records, damaged files and a tokenizer without chat tokens.
+        DataError: if too many records are broken, a file is damaged, or the tokenizer lacks chat tokens.
     """
     if schema.is_chat and not tokenizer.has_chat:
         raise DataError(
@@ -271,10 +275,11 @@ def tokenise_source(
 
 
 class _Router:
-    """Writes each document to its split. A text file whose pieces go to several splits is several documents.
+    """Writes each document to its split. A text file with chunks in several splits becomes several documents.
 
-    opened: closes the files of the splits, even if an error ends the work.
-    refuse: called with a document and the reason for which the chat template refuses it.
+    Args:
+        opened: closes the files of the splits, also after an error.
+        refuse: called with a document and the reason for which the chat template refuses it.
     """
 
     def __init__(
@@ -293,7 +298,7 @@ class _Router:
         self._tokenizer, self._holdout, self._refuse = tokenizer, holdout, refuse
         self._open: str | None = None
         self._next = ("", 0)
-        #: Of the text whose pieces are being read.
+        #: Encoder of the text whose chunks are being read.
         self._encoder: TextEncoder | None = None
         self._last_id = -1
         self.notes: Counter[str] = Counter()
@@ -303,7 +308,7 @@ class _Router:
             if document.note:
                 self.notes[document.note] += 1
             split = split_of(document, self._holdout)
-            # A broken piece between two good ones ends the document too.
+            # A broken chunk between two good ones also ends the document.
             if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
                 self._end(self._open, end_trained=True)
             ids, trained = (self._piece_ids(document), None) if encoded is None else encoded
@@ -317,9 +322,9 @@ class _Router:
     def _encoded(
         self, documents: list[Document]
     ) -> Iterator[tuple[Document, tuple[np.ndarray, np.ndarray | None] | None]]:
-        """Yield documents with their ids and weights, or None for pieces of a text, which are encoded in turn.
+        """Yield documents with their ids and weights, or with None for text chunks, which are encoded later.
 
-        Both answers of a pair are refused if one of them is.
+        If one answer of a pair is refused, both are.
         """
         encoded = iter(encode_documents([one for one in documents if not _is_piece(one)], self._tokenizer))
         remaining = iter(documents)
@@ -339,7 +344,7 @@ class _Router:
                 yield one, result
 
     def _piece_ids(self, document: Document) -> np.ndarray:
-        """The ids that a piece of a text settles. The others follow with the next piece or the end."""
+        """Return the ids that are final after a chunk of a text. Later calls return the rest."""
         begin = np.zeros(0, np.int64)
         if self._encoder is None:
             self._encoder, begin = self._tokenizer.text_encoder(), self._tokenizer.begin_ids
@@ -355,7 +360,7 @@ class _Router:
             self._append(split, self._encoder.finish().ids, None)
             self._encoder = None
         writer = self._writers[split]
-        # Ids that were made elsewhere may have their end token already, and a chat template may write it.
+        # Given ids may already have their end token, and a chat template may write it.
         if self._last_id != self._tokenizer.end_id:
             writer.append(np.array([self._tokenizer.end_id]), np.array([liking if end_trained else 0.0], np.float32))
         writer.end_document()
@@ -372,7 +377,10 @@ def _is_piece(document: Document) -> bool:
 
 
 def _end_trained(document: Document) -> bool:
-    """A chat ends with the end of its last turn; a text has its end to learn; ids say it with their last mask."""
+    """Return True if the end token is trained.
+
+    It is trained for texts, and for ids whose last token is trained. A chat ends with its last turn.
+    """
     if document.turns is not None:
         return False
     return document.trained is None or bool(document.trained[-1])
@@ -407,11 +415,11 @@ def too_many_broken(
     """Make the error for a source with too many broken records.
 
     Args:
-        files: of the source.
-        schema: which columns hold what.
-        read: its counts, of all records or those up to the stop.
-        max_bad_fraction: the limit that was passed.
-        listed: its quarantine file.
+        files: files of the source.
+        schema: columns of the records.
+        read: counts of all records, or of those before the stop.
+        max_bad_fraction: the limit.
+        listed: the quarantine file.
     """
     broken = Counter(read.broken)
     reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common(4))

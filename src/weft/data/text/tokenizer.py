@@ -1,7 +1,7 @@
-"""Text to token ids and back: byte-level BPE, a saved tokenizer, or plain bytes.
+"""Tokenizers: byte-level BPE, a saved tokenizer, or plain bytes.
 
-A folder holds `vocabulary.json` (kind, special ids, digest) and, unless the kind is "bytes", `tokenizer.json`.
-Text never becomes a special token: what looks like one in the data is encoded as the characters it is made of.
+A folder has `vocabulary.json` (kind, special ids, digest) and, unless the kind is "bytes", `tokenizer.json`. Plain text
+is never encoded to special tokens: their names in the data are encoded as ordinary characters.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Bos = Literal["auto"] | bool
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Numbers of a tokenizer. turn_start_id and turn_end_id are -1 if it has no chat tokens.
+    """Ids and settings of a tokenizer.
 
-    chat: the chat template and the names of tokens that it may use, or None: chats are ChatML.
-    begin_ids: tokens before each document.
+    `turn_start_id` and `turn_end_id` are -1 if it has no chat tokens. `chat` is the chat template with the names of
+    tokens that it may use, or None for ChatML. `begin_ids` are the tokens before each document.
     """
 
     kind: str
@@ -64,7 +64,10 @@ class Vocabulary:
 
 
 class Tokenizer:
-    """`Tokenizer.load(folder)`; folders are made by `save_bytes_tokenizer`, `import_tokenizer` and `bpe.train_bpe`."""
+    """A tokenizer loaded from a folder by `Tokenizer.load`.
+
+    Folders are made by `save_bytes_tokenizer`, `import_tokenizer` and `train_bpe`.
+    """
 
     def __init__(self, vocabulary: Vocabulary, tokenizer_json: str | None):
         self.vocabulary = vocabulary
@@ -82,7 +85,7 @@ class Tokenizer:
         """Read a tokenizer from its folder.
 
         Raises:
-            DataError: when the folder has no tokenizer, or its content does not match its digest.
+            DataError: if the folder has no tokenizer, or its content does not match its digest.
         """
         folder = Path(folder)
         try:
@@ -101,15 +104,15 @@ class Tokenizer:
         return cls(vocabulary, text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text as a document begins: behind the tokens that begin one, without its end token."""
+        """Return the ids of a text as the start of a document: after the begin tokens, without the end token."""
         return [*self.vocabulary.begin_ids, *self.encode_batch([text])[0].tolist()]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of texts of any length, int64 each, without tokens around them."""
+        """Return the ids of texts of any length, int64 each, without begin and end tokens."""
         return full_ids(self._codec, texts)
 
     def encode_answers(self, answers: Sequence[tuple[str, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encode prompts with their answers, each pair as one text: ids, and whether they are of the answer, bool.
+        """Encode prompts with their answers, each pair as one text. Return the ids, and a bool mask of the answer.
 
         A token across the border is part of the answer.
 
@@ -121,21 +124,22 @@ class Tokenizer:
         return [(one.ids, weights_of(one.offsets(), [span]) != 0) for one, span in zip(encoded, spans, strict=True)]
 
     def text_encoder(self) -> TextEncoder:
-        """Return an encoder of one text that arrives in parts."""
+        """Return an encoder of one text that is fed in parts."""
         return TextEncoder(self._codec)
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
-        """Return the text of `ids`; special tokens are left out unless `specials`.
+        """Return the text of `ids`, with special tokens only if `specials`.
 
-        Bytes that are not UTF-8 become U+FFFD.
+        Invalid UTF-8 becomes U+FFFD.
         """
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
 
     def decode_parts(self, parts: Iterable[Iterable[int]]) -> list[str]:
-        """Return the texts of parts of a document, with special tokens; they join to the text of all ids.
+        """Return the texts of consecutive parts of a document, with special tokens.
 
-        Decoding a part alone would lose the blank that some tokenizers drop at the start of a text.
+        Joined, they are the text of all ids. Decoding a part separately would lose the blank that some tokenizers drop
+        at the start of a text.
 
         Args:
             parts: ids of consecutive parts.
@@ -146,7 +150,7 @@ class Tokenizer:
             borders.append(len(ids))
         text, cuts = self._codec.decode(ids), [0]
         for border in borders[1:-1]:
-            # A character that is not complete yet belongs to the part of its last token.
+            # An incomplete character belongs to the part with its last token.
             before = self._codec.decode(ids[:border]).rstrip("\ufffd")
             same = next(
                 (place for place, (one, other) in enumerate(zip(before, text, strict=False)) if one != other),
@@ -160,35 +164,35 @@ class Tokenizer:
         return self._codec.library_json()
 
     def is_special(self, token: int) -> bool:
-        """Return whether the token stands for a mark and not for text."""
+        """Return True if the token is a special token."""
         return token in self._special
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """int64 [vocab_size]: bytes of text each token stands for, special tokens 0; exact for byte-level BPE."""
+        """Bytes of text of each token, int64 [vocab_size]. Special tokens have 0. Exact for byte-level BPE."""
         return self._codec.token_bytes(self.vocab_size)
 
     @property
     def has_chat(self) -> bool:
-        """Whether it has the tokens that begin and end a turn of a chat."""
+        """True if it has the tokens that begin and end a turn of a chat."""
         return self.template is not None or (self.vocabulary.turn_start_id >= 0 and self.vocabulary.turn_end_id >= 0)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """Its own chat template; None: chats are ChatML."""
+        """The tokenizer's chat template, or None for ChatML."""
         if self.vocabulary.chat is None or not isinstance(self._codec, JsonCodec):
             return None
         return ChatTemplate(self.vocabulary.chat, self._codec.special_names())
 
     def marked_turns(self, turns: Sequence[Turn], tools: str = "") -> MarkedText:
-        """Return the text of a conversation, for `encode_marked`: of its own template, or of ChatML.
+        """Return the text of a conversation for `encode_marked`, rendered by the chat template or as ChatML.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call; "": nothing.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: when the template refuses the conversation.
+            DataError: if the template refuses the conversation.
         """
         if self.template is None:
             return _chatml(turns)
@@ -197,28 +201,28 @@ class Tokenizer:
         return MarkedText(text, _plain_ranges(literals), spans)
 
     def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return ids of conversations, int64, and the weight of each token in the loss, float32."""
+        """Return the ids of conversations, int64, and the weight of each token in the loss, float32."""
         encoded: list[Tokens] = self._codec.marked(texts)
         return [(one.ids, weights_of(one.offsets(), text.spans)) for one, text in zip(encoded, texts, strict=True)]
 
     def encode_turns(self, turns: Sequence[Turn], tools: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and the weight of each in the loss (float32), of one conversation.
+        """Return the ids of one conversation, and the weight of each in the loss (float32).
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call; "": nothing.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: when the template refuses the conversation.
+            DataError: if the template refuses the conversation.
         """
         return self.encode_marked([self.marked_turns(turns, tools)])[0]
 
     def encode_prompt(self, turns: Sequence[Turn], tools: str = "") -> np.ndarray:
-        """Return ids of a conversation and of the text before the assistant's next turn.
+        """Return the ids of a conversation and of the prompt for the assistant's next turn.
 
         Args:
-            turns: of the conversation.
-            tools: JSON of what the assistant may call; "": nothing.
+            turns: the turns of the conversation.
+            tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             DataError: if the template refuses the conversation.
@@ -244,7 +248,7 @@ def _plain_ranges(parts: Sequence[tuple[str, bool]]) -> list[tuple[int, int]]:
 
 
 def _chatml(turns: Sequence[Turn]) -> MarkedText:
-    """The form of conversations for tokenizers without a template. Roles and contents hold no special tokens."""
+    """Return a conversation as ChatML, for tokenizers without a template. Roles and contents are plain text."""
     parts, plain, spans, position = list[str](), [], [], 0
     for turn in turns:
         start = position + len(TURN_START)
@@ -270,12 +274,12 @@ def save_json_tokenizer(
     """Save a tokenizer of the tokenizers library.
 
     Args:
-        folder: of the tokenizer's files.
+        folder: folder of the tokenizer's files.
         kind: bpe or file.
         text: content of a tokenizer.json.
         end: name of the token that ends a document.
-        pad: name of the token that fills up rows.
-        chat: as `Vocabulary` has it.
+        pad: name of the padding token.
+        chat: as in `Vocabulary`.
         begin_ids: tokens before each document.
     """
     from tokenizers import Tokenizer as Library
@@ -283,7 +287,7 @@ def save_json_tokenizer(
     library = Library.from_str(text)
     ids = [library.token_to_id(name) for name in (end, pad, TURN_START, TURN_END)]
     numbers = [-1 if token is None else token for token in ids]
-    # Ids may have gaps, so the table must reach the highest one.
+    # Ids may have gaps, so the table must include the highest one.
     vocab_size = max(library.get_vocab(with_added_tokens=True).values()) + 1
     vocabulary = Vocabulary(kind, vocab_size, *numbers, digest="", chat=chat, begin_ids=tuple(begin_ids))
     return _save(folder, vocabulary, text)
@@ -300,19 +304,19 @@ def _save(folder: Path, vocabulary: Vocabulary, text: str | None) -> Tokenizer:
 
 def _digest(vocabulary: Vocabulary, text: str | None) -> str:
     numbers = {**asdict(vocabulary), "digest": ""}
-    if vocabulary.chat is None:  # as before there were templates
+    if vocabulary.chat is None:  # equal to digests from before templates were added
         del numbers["chat"]
-    if not vocabulary.begin_ids:  # as before documents had a beginning
+    if not vocabulary.begin_ids:  # equal to digests from before begin tokens were added
         del numbers["begin_ids"]
     content = json.dumps(numbers, sort_keys=True) + "\n" + (text or "")
     return hashlib.sha256(content.encode("utf-8")).hexdigest()
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """Return the tokenizer.json that `tokenizer.path` stands for.
+    """Return the path of the tokenizer.json for `tokenizer.path`.
 
     Raises:
-        DataError: where there is none.
+        DataError: if there is no such file.
     """
     place = Path(path).expanduser()
     found = place / "tokenizer.json" if place.is_dir() else place
@@ -329,11 +333,11 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
     Args:
         folder: new folder of the tokenizer.
         path: a tokenizer.json, or a folder with one.
-        template: copies its chat template too, if it has one.
-        bos: which tokens begin a document, as data.bos says.
+        template: copy its chat template too, if it has one.
+        bos: the option data.bos, which selects the tokens that begin a document.
 
     Raises:
-        DataError: if there is none, it cannot be read, or it lacks an end token or the one that data.bos asks for.
+        DataError: if it is missing or unreadable, or lacks an end token or the token that data.bos requires.
     """
     from tokenizers import Tokenizer as Library
 
@@ -341,7 +345,7 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
     try:
         text = source.read_text("utf-8")
         names = bounded(lambda: Library.from_str(text), len(text)).get_vocab(with_added_tokens=True)
-    # The library raises bare Exception for every kind of bad file, and so does reading one.
+    # The library raises bare Exception for every kind of invalid file, and for read errors.
     except Exception as error:
         raise DataError(
             f"tokenizer.path={path}: not a tokenizer.json ({error}). Give one saved by `tokenizers`."
@@ -361,7 +365,7 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
 
 
 def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any], path: str, bos: Bos) -> list[int]:
-    """The tokens that the tokenizer puts before a text when transformers calls it, or those that data.bos asks for."""
+    """Return the tokens that transformers puts before a text with this tokenizer, or those that data.bos selects."""
     from tokenizers import Tokenizer as Library
 
     if bos is False:
@@ -387,7 +391,7 @@ def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any],
 
 
 def _chat(folder: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
-    """The chat template of a folder, with the names of tokens that it may use; None where there is none."""
+    """Return the chat template of a folder, with the names of tokens that it may use, or None."""
     file, found = folder / "chat_template.jinja", settings.get("chat_template")
     if file.is_file():
         found = read_regular(file, folder).decode("utf-8", "replace")
@@ -414,16 +418,16 @@ def _token_name(entry: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-# Train a byte-level BPE tokenizer on text: the same text gives the same tokenizer, byte for byte.
+# Training of a byte-level BPE tokenizer. Equal text gives an equal tokenizer, byte for byte.
 
 
 def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE and save it in `folder`.
 
     Args:
-        folder: of the tokenizer's files.
-        texts: read once.
-        vocab_size: entries with the special tokens; little text may give fewer.
+        folder: folder of the tokenizer's files.
+        texts: an iterable that is consumed once.
+        vocab_size: number of entries, including special tokens. Little text may give fewer.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -435,7 +439,7 @@ def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=list(SPECIAL_TOKENS),
-        # All bytes, so that any text can be encoded; sorted, because the library's own order is not fixed.
+        # All bytes, so that any text can be encoded. Sorted, because the library's order is not deterministic.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -1,7 +1,7 @@
-"""Calls of the tokenizers library with limits on time and memory, since its components come from files of strangers.
+"""Calls of the tokenizers library with limits on time and memory, since its components come from untrusted files.
 
 A regular expression may backtrack without end, and a chain of replacements may turn one letter into gigabytes. Each
-call runs in its own thread. A call past its limits cannot be stopped: it goes on until the error ends the process.
+call runs in a thread. A call past its limits cannot be stopped: it runs until the error ends the process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from weft.errors import DataError
 
-#: CPU seconds of a call: a fixed part, and one for each character. Ordinary tokenizers take a microsecond for one.
+#: CPU seconds of a call: a fixed part, and a part per character. Ordinary tokenizers take a microsecond per character.
 _BASE_S, _CHAR_S = 10.0, 3e-5
-#: Growth of the process during a call: a fixed part, and one for each character.
+#: Memory growth of the process during a call: a fixed part, and a part per character.
 _BASE_BYTES, _CHAR_BYTES = 2**29, 2**11
 _POLL_S = 0.05
 _STATM = Path("/proc/self/statm")
@@ -31,14 +31,14 @@ _T = TypeVar("_T")
 
 
 def bounded(call: Callable[[], _T], num_chars: int) -> _T:
-    """Return what a call of the tokenizers library returns.
+    """Return the result of a call of the tokenizers library.
 
     Args:
-        call: releases the interpreter's lock while it works.
-        num_chars: length of its input, which the limits depend on.
+        call: a function that releases the GIL while it works.
+        num_chars: length of its input, which determines the limits.
 
     Raises:
-        DataError: when the call passes its limits, or the library fails.
+        DataError: if the call exceeds its limits, or the library fails.
     """
     found: list[Any] = []
     failed: list[BaseException] = []
@@ -57,7 +57,7 @@ def bounded(call: Callable[[], _T], num_chars: int) -> _T:
 
 
 def _watch(worker: threading.Thread, num_chars: int) -> None:
-    """Run a thread to its end, or raise once its limits are passed."""
+    """Run a thread to its end, or raise DataError when it exceeds its limits."""
     limit_s, limit_bytes = _BASE_S + _CHAR_S * num_chars, _BASE_BYTES + _CHAR_BYTES * num_chars
     start_s, start_bytes = time.process_time(), _resident_bytes()
     worker.start()
@@ -73,7 +73,7 @@ def _watch(worker: threading.Thread, num_chars: int) -> None:
 
 @contextlib.contextmanager
 def _without_panic_reports() -> Iterator[None]:
-    """Within, hold back what is written to stderr, and write it afterwards unless it reports a panic of the library."""
+    """Capture stderr while inside, and write it afterwards unless it is a panic report of the library."""
     if not _stderr_lock.acquire(blocking=False):
         yield
         return
@@ -99,7 +99,10 @@ def _without_panic_reports() -> Iterator[None]:
 
 
 def _translated(error: BaseException) -> BaseException:
-    """The error to raise: the library raises bare exceptions, and its panics are no `Exception`."""
+    """Return the error to raise.
+
+    The library raises bare exceptions, and its panics are not subclasses of `Exception`.
+    """
     if type(error) is not Exception and type(error).__name__ != "PanicException":
         return error
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
@@ -113,7 +116,7 @@ def _unusable(what: str) -> DataError:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process; 0 if the system does not report it."""
+    """Return the resident memory of this process, or 0 if the system does not report it."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):

@@ -1,8 +1,8 @@
-"""Nulls that a table put into tool calls and tool schemas.
+"""Turns of conversations, and removal of nulls that a table added to tool calls and tool schemas.
 
 A table has the same columns in each row, at every depth. Arguments of different tools become one struct with the keys
-of all, and a row has null for keys that it never had. These nulls are dropped. Nulls that someone wrote are kept as far
-as they can be told apart: those in JSON text always, those in objects if nothing shows that a table wrote the record.
+of all, and a row has null for keys that it did not have. These nulls are dropped. Original nulls are kept as far as
+they are distinguishable: in JSON text always, in objects if nothing indicates that a table wrote the record.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-#: Keys of a JSON schema whose value is data, so that null means something.
+#: Keys of a JSON schema whose value is data, in which null has a meaning.
 _DATA_KEYS = ("default", "const", "example", "examples", "enum")
-#: Objects that stay if everything in them is dropped.
+#: Objects that are kept if everything in them is dropped.
 _KEPT_EMPTY = ("properties", "parameters", "arguments")
 
 
 class Filled(NamedTuple):
-    """What is known of the nulls in a record.
+    """Information about the nulls in a record.
 
-    by_table: whether a table filled its objects. declared: names of the parameters of each tool in the record.
+    Attributes:
+        by_table: a table filled its objects.
+        declared: names of the parameters of each tool in the record.
     """
 
     by_table: bool = False
@@ -28,14 +30,14 @@ class Filled(NamedTuple):
 
 
 def filled_by_table(messages: Any) -> bool:
-    """Return whether messages show that a table wrote them: one that calls no tool has a null for the calls."""
+    """Return True if a table wrote the messages: a message without tool calls has a null for them."""
     if not isinstance(messages, list):
         return False
     return any(isinstance(one, dict) and "tool_calls" in one and one["tool_calls"] is None for one in messages)
 
 
 def schema_filled_by_table(value: Any) -> bool:
-    """Return whether a JSON schema has a null where none has a meaning, as for the parameters of another tool."""
+    """Return True if a JSON schema has a null that has no meaning, such as for the parameters of another tool."""
     if isinstance(value, list):
         return any(map(schema_filled_by_table, value))
     if not isinstance(value, dict):
@@ -44,7 +46,7 @@ def schema_filled_by_table(value: Any) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys that are null, at every depth. An object of nothing but nulls is null itself."""
+    """Return a value without the keys that are null, at every depth. An object with only nulls becomes null."""
     if isinstance(value, list):
         return [without_nulls(one) for one in value]
     if not isinstance(value, dict):
@@ -72,7 +74,7 @@ def parameters_of(tools: list[dict[str, Any]]) -> dict[str, frozenset[str]]:
 
 
 def clean_calls(calls: Any, filled: Filled) -> Any:
-    """Return tool calls without the nulls that a table filled in."""
+    """Return tool calls without the nulls that a table added."""
     return [_clean_call(call, filled) for call in calls] if isinstance(calls, list) else calls
 
 
@@ -92,7 +94,8 @@ def _clean_call(call: Any, filled: Filled) -> Any:
     return call
 
 
-# Messages of a record as turns: roles by one name, contents as text, and what a template renders beside them.
+# Messages of a record as turns, with roles by one name, contents as text, and the other fields that a template
+# renders.
 
 #: Names of roles as data sets spell them -> the role in the template. Only "assistant" is trained on.
 ROLES = {
@@ -102,23 +105,27 @@ ROLES = {
     "model": "assistant", "chatbot": "assistant", "agent": "assistant", "llm": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "ipython": "tool",
 }  # fmt: skip
-#: Of these, the ones that may as well be meant as something else: they are told.
+#: Role names among them that are ambiguous. The user gets a note.
 _RARE_ASSISTANTS = ("bot", "model", "chatbot", "agent", "llm")
-#: Keys of a message that chat templates know beside its role and content.
+#: Keys of a message that chat templates use in addition to role and content.
 _BESIDE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
-#: How much an assistant's turn counts in the loss.
+#: Key of the weight of an assistant's turn in the loss.
 _WEIGHT = "weight"
 _MAX_WEIGHT = 1e30  # weights are stored as float32
 
 
 class Unusable(Exception):
-    """Carries the reason why a record is broken; never leaves this room."""
+    """Internal exception with the reason why a record is broken."""
 
 
 class Turn(NamedTuple):
-    """One message. weight: of its tokens in the loss, if it is the assistant's; 0 is context.
+    """One message.
 
-    more: JSON of what a template may render beside role and content, such as tool_calls; "" is nothing.
+    Attributes:
+        role: role of the speaker.
+        content: the text.
+        weight: weight of its tokens in the loss if it is the assistant's turn. 0 is context.
+        more: JSON of other fields that a template may render, such as tool_calls, or "".
     """
 
     role: str
@@ -128,26 +135,26 @@ class Turn(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """As a chat template takes it."""
+        """The message in the format of chat templates."""
         return {"role": self.role, "content": self.content, **(json.loads(self.more) if self.more else {})}
 
     @property
     def is_trained(self) -> bool:
-        """Whether its tokens count in the loss."""
+        """True if its tokens count in the loss."""
         return self.role == "assistant" and self.weight != 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing and calls nothing."""
+        """True if it has neither text nor calls."""
         return not self.content.strip() and not self.more
 
     def as_context(self) -> Turn:
-        """Return the same turn, not trained."""
+        """Return a copy that is not trained."""
         return self._replace(weight=0.0)
 
 
 def list_of_messages(value: Any) -> Any:
-    """Return messages as a list; they may be stored as JSON text. Anything else is returned as it is."""
+    """Return messages as a list. They may be stored as JSON text. Other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
@@ -160,7 +167,7 @@ def as_json(value: Any) -> str:
     """Return a value as JSON text.
 
     Raises:
-        Unusable: if it holds what JSON has not, such as dates or bytes of a table.
+        Unusable: if it has values that JSON cannot represent, such as dates or bytes of a table.
     """
     try:
         return json.dumps(value, ensure_ascii=False)
@@ -172,13 +179,13 @@ def read_turns(messages: Any, role: str, content: str, filled: Filled | None = N
     """Return the turns of a list of messages.
 
     Args:
-        messages: as a record holds them.
+        messages: the messages of a record.
         role: the key of a message's role.
         content: the key of its content.
-        filled: what is known of nulls in tool calls.
+        filled: information about nulls in tool calls.
 
     Raises:
-        Unusable: for anything else.
+        Unusable: for any other value.
     """
     messages = list_of_messages(messages)
     if not isinstance(messages, list):
@@ -191,12 +198,12 @@ def read_turns(messages: Any, role: str, content: str, filled: Filled | None = N
 
 
 def content_of_turns(turns: Sequence[Turn]) -> list[list[Any]]:
-    """Return what decides the content of a conversation, as JSON values."""
+    """Return the content of a conversation as JSON values."""
     return [[*turn[:2]] if turn[2:] == (1.0, "") else [*turn] for turn in turns]
 
 
 def taken_for_assistant(messages: Any, role: str) -> str:
-    """Return a note about a role that only some data sets use for the answers, where it is trained on; else ""."""
+    """Return a note if messages are trained on whose role is rarely used for the assistant, else ""."""
     roles = (str(message[role]).strip().lower() for message in list_of_messages(messages))
     return next((f"with role '{name}' read as assistant" for name in roles if name in _RARE_ASSISTANTS), "")
 
@@ -227,7 +234,7 @@ def _turn(message: Any, role_key: str, content_key: str, filled: Filled) -> Turn
 
 
 def _says(value: Any) -> bool:
-    """Whether a key of a message says anything: tables fill up the keys that other rows have."""
+    """Return True if a value of a message is not empty. Tables add empty values for the keys of other rows."""
     return value is not None and value != [] and value != ""
 
 
