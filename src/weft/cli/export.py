@@ -1,74 +1,23 @@
-"""`weft ckpt export` of an adapter: in peft's format, or merged into the Hugging Face model it was trained on."""
+"""`weft export` and `weft ckpt convert`: full weights as safetensors, or as a folder that transformers loads."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.safetensors_files import RawArray, write_blocks
 from weft.errors import CheckpointError, ConfigError, MissingExtra
 from weft.files import copy_companions
-from weft.models.adapters import Adapted, adapt_layers, merge_adapter
-from weft.models.peft_files import write_adapter
-from weft.train.model_state import model_tensors, restore_model
 
 if TYPE_CHECKING:
+    import torch
+
     from weft.train.folder import RunFolder
-
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def write_alone(
-    checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
-) -> None:
-    """Write adapter_config.json and adapter_model.safetensors; of a run a model card too.
-
-    said: the checkpoint's state of its adapter. run: of `weft train`, whose base the config then names.
-    """
-    tensors, record = checkpoint.tensors("model"), Adapted.read(said)
-    own = {f"{path}.{name}" for path, name in record.params()}
-    if more := sorted(tensors.keys() - own):
-        raise CheckpointError(
-            f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
-            "--merge, or --like with the folder of the base, to write both as one model."
-        )
-    if dtype is not None:
-        tensors = {name: tensor.to(FORMATS[dtype]) for name, tensor in tensors.items()}
-    if run is None:
-        write_adapter(record, out, tensors)
-        return
-    from weft.train.tasks.export import base_name, write_card
-
-    base = base_name(run)
-    write_adapter(record, out, tensors, base=base, task_type=None if base is None else "CAUSAL_LM")
-    write_card(run, checkpoint, out)
-
-
-def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's base with the adapter merged, each once; `model` is that base, and is changed.
-
-    CheckpointError where the model is not the base that the adapter was trained on.
-    """
-    record = Adapted.read(said)
-    modules = dict(model.named_modules())
-    # What the model lacks `restore_model` names.
-    adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
-    for name, param in model.named_parameters():
-        if name in checkpoint.entries("model"):
-            param.requires_grad_(True)  # a norm, say, that was trained beside the adapter
-    restore_model(model, checkpoint)
-    return model_tensors(merge_adapter(model))
-
-
-# `weft export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads.
 
 #: What Hugging Face splits its files at.
 MAX_FILE_BYTES = 4 * 2**30
@@ -106,6 +55,8 @@ def export_weights(
             draft = Path(work) / "out"
             draft.mkdir()
             if adapter is not None and like is None and not merged:
+                from weft.cli.adapter_export import write_alone
+
                 write_alone(checkpoint, adapter, draft, dtype, run)
             elif like is not None:
                 _write_pretrained(checkpoint, group, draft, dtype, like)
@@ -219,6 +170,8 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
             f"--like {like}: transformers cannot build its model ({error}). Give another folder."
         ) from error
     wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
+    from weft.cli.adapter_export import merged_into
+
     whole = merged_into(model, checkpoint, adapter) if adapter is not None else checkpoint.tensors(group)
     pretrained_from_full(model, whole, out, wanted)
     copy_companions(like, out, overwrite=False)

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from weft.config.cluster import DeviceSpec
 from weft.config.config_rules import config_problems, in_config
 from weft.config.expected_values import missing_key, node_at, takes_integers, unknown_key, wrong_value
-from weft.config.parsing import COMMAND_LINE, DEFAULT, apply_override, error_line, key_lines, origin_of
+from weft.config.overrides import apply_override
+from weft.config.parsing import COMMAND_LINE, DEFAULT, error_line, key_lines, origin_of
 from weft.config.plan import PLAN_FIELDS, Plan, auto_fields
 from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig

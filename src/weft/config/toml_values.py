@@ -47,3 +47,7 @@ def _plain_toml(value: object) -> str:
 def as_toml(value: object) -> str:
     """Return a value as TOML on one line, texts in quotes."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else _plain_toml(value)
+
+
+#: A model named by its code: module:name, such as timm.models:resnet50.
+MODEL_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -367,7 +367,7 @@ def _chosen(
     place: env.RankEnv | None,
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
-    from weft.config.parsing import MODEL_CODE
+    from weft.config.toml_values import MODEL_CODE
     from weft.planner.search.model_source import read_model
     from weft.train.planned import choose_plan, chosen_line, this_cluster
     from weft.train.tasks.description import trace

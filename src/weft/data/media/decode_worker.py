@@ -29,7 +29,7 @@ DONE, FAULTY, BROKEN = range(3)
 _KINDS = {
     "pictures": "weft.data.media.image_source:Pictures",
     "sounds": "weft.data.media.audio_source:Sounds",
-    "mixed": "weft.data.media:MixedItems",
+    "mixed": "weft.data.media.mixed_items:MixedItems",
 }
 
 

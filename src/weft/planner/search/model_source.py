@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.hugging_face_config import read_numbers
 from weft.config.model_spec import ModelSpec, decoder_spec, model_names
-from weft.config.parsing import MODEL_CODE
+from weft.config.toml_values import MODEL_CODE
 from weft.config.traced_model import FORMAT, Limit, TracedModel
 from weft.errors import ModelError, did_you_mean
 from weft.planner.space.shape import Shape, TracedShape

@@ -21,18 +21,18 @@ _OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
 #: Named tasks: the class, and the class for a pretrained folder.
 _CLASSES = {
-    "caption": ("weft.train.tasks:CaptionTask",) * 2,
-    "classify_audio": ("weft.train.tasks:AudioClassTask",) * 2,
-    "classify_images": ("weft.train.tasks:ImageClassTask",) * 2,
-    "classify_text": ("weft.train.tasks:TextClassTask",) * 2,
-    "classify_tokens": ("weft.train.tasks:TokenClassTask",) * 2,
-    "contrast": ("weft.train.tasks:ContrastTask",) * 2,
-    "embed": ("weft.train.tasks:EmbedTask",) * 2,
-    "masked_lm": ("weft.train.tasks:MaskedTask",) * 2,
-    "seq2seq": ("weft.train.tasks:Seq2SeqTask",) * 2,
-    "transcribe": ("weft.train.tasks:CaptionTask", "weft.train.tasks:TranscribeTask"),
+    "caption": ("weft.train.tasks.captioning:CaptionTask",) * 2,
+    "classify_audio": ("weft.train.tasks.media:AudioClassTask",) * 2,
+    "classify_images": ("weft.train.tasks.media:ImageClassTask",) * 2,
+    "classify_text": ("weft.train.tasks.classification:TextClassTask",) * 2,
+    "classify_tokens": ("weft.train.tasks.classification:TokenClassTask",) * 2,
+    "contrast": ("weft.train.tasks.captioning:ContrastTask",) * 2,
+    "embed": ("weft.train.tasks.text_tasks:EmbedTask",) * 2,
+    "masked_lm": ("weft.train.tasks.text_tasks:MaskedTask",) * 2,
+    "seq2seq": ("weft.train.tasks.text_tasks:Seq2SeqTask",) * 2,
+    "transcribe": ("weft.train.tasks.captioning:CaptionTask", "weft.train.tasks.transcription:TranscribeTask"),
     "distill": ("weft.train.tasks.distill:DistillTask", "weft.train.tasks.distill:PretrainedDistillTask"),
-    "prefer": ("weft.train.tasks:PreferTask", "weft.train.tasks:PretrainedPreferTask"),
+    "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
 }
 
 
