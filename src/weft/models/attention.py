@@ -74,9 +74,11 @@ _ROWS = 512
 def find_starts(document_ids_BT: Tensor) -> Tensor | None:
     """Return the start positions of documents, int64 (B, M), from the id of each token, on a CPU.
 
-    Return None if an id appears again after a larger one, because all tokens of one id attend to each other. Also
-    return
-    None on a GPU, where the host would have to wait for the result; there the data loader provides the starts.
+    Return None if ids decrease within a row, because an id may then appear again later, and all tokens of one id attend
+    to
+    each other. Also return None on a GPU, where the host would have to wait for the result; there the data loader
+    provides
+    the starts.
     """
     plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
     if not plain or torch.compiler.is_compiling():
