@@ -28,8 +28,8 @@ class AdapterKind:
     """Settings of an adapter on a linear layer.
 
     rank: rows of A and columns of B. alpha: the product of B and A is multiplied by alpha / rank, or by alpha /
-    sqrt(rank)
-    under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in training.
+    sqrt(rank) under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in
+    training.
     """
 
     rank: int
@@ -186,8 +186,7 @@ class AdaptedLinear(nn.Module):
         """Fill one of the adapter's full parameters with its initial values. Return False for any other parameter.
 
         A is uniform like the weight of a new `nn.Linear`, drawn from seed and name. B is zero, so the adapter has no
-        effect
-        at first. The magnitude is the norm of each row of the weight.
+        effect at first. The magnitude is the norm of each row of the weight.
 
         Args:
             parameter: a tensor of the full shape.
@@ -254,8 +253,7 @@ def add_adapter(
     """Add an adapter to linear layers in place and freeze every other parameter. Call it before `parallelize`.
 
     Module names stay the same. A layer `q` gets the parameters `q.lora_A`, `q.lora_B` and, under dora,
-    `q.lora_magnitude`.
-    On the meta device they have shapes only, and `parallelize` fills them from its seed.
+    `q.lora_magnitude`. On the meta device they have shapes only, and `parallelize` fills them from its seed.
 
     Args:
         model: any nn.Module. Its nn.Linear layers and the Conv1D layers of GPT-2 in transformers can have an adapter.
@@ -414,8 +412,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     """Add each adapter to its layer's weight in place and restore the layers' classes from before `add_adapter`.
 
     Packed weights are unpacked, because the adapter was trained with the quantized values. For a parallelized model,
-    use
-    `merged_tensors` on the full tensors. All parameters stay frozen.
+    use `merged_tensors` on the full tensors. All parameters stay frozen.
 
     Returns:
         The same model.

@@ -75,10 +75,8 @@ def find_starts(document_ids_BT: Tensor) -> Tensor | None:
     """Return the start positions of documents, int64 (B, M), from the id of each token, on a CPU.
 
     Return None if ids decrease within a row, because an id may then appear again later, and all tokens of one id attend
-    to
-    each other. Also return None on a GPU, where the host would have to wait for the result; there the data loader
-    provides
-    the starts.
+    to each other. Also return None on a GPU, where the host would have to wait for the result; there the data loader
+    provides the starts.
     """
     plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
     if not plain or torch.compiler.is_compiling():
@@ -304,8 +302,7 @@ class Visible(NamedTuple):
     """The keys that each query attends to, computed once per forward and passed to every block.
 
     mask_B1TS: 0 if a query attends to a key and -inf otherwise. None: the queries are the last T of the S tokens, and
-    each
-    attends to itself and all earlier tokens.
+    each attends to itself and all earlier tokens.
     positions_BT, document_ids_BT: the model's inputs, for cores that need no dense mask.
     starts_BM: start positions of documents, for those cores; see `find_starts`. None: unknown.
     """
@@ -320,8 +317,7 @@ class SdpaCore(nn.Module):
     """softmax(q k^T / sqrt(C)) v by torch's fused kernels. Assign `attn.core` to use another core."""
 
     #: True if the core needs a dense mask for documents (the default for cores without this attribute). Otherwise it
-    #: uses ids
-    #: or starts.
+    #: uses ids or starts.
     takes_mask = False
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
@@ -353,8 +349,7 @@ def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
     """Return True if torch has a fused kernel here for fewer key-value heads than query heads.
 
     On a GPU only the flash kernel has it, and that accepts neither masks nor float32. Otherwise torch silently falls
-    back
-    to plain matrix products, which store all (T, S) scores. With repeated heads it uses a fused kernel.
+    back to plain matrix products, which store all (T, S) scores. With repeated heads it uses a fused kernel.
 
     Args:
         device_type: "cpu" or "cuda".

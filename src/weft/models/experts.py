@@ -2,9 +2,8 @@
 
 Both kinds of balancing give the same result under every plan. The loss is the sequence-wise loss of DeepSeek-V3 (arXiv
 2412.19437, eq. 17-20). It is a sum over sequences, so it does not depend on how a batch is divided into microbatches
-and
-ranks. If several ranks share the tokens of one sequence, `Span` sums their counts. The bias (Wang et al. 2024, arXiv
-2408.15664) follows integer counts of a full step.
+and ranks. If several ranks share the tokens of one sequence, `Span` sums their counts. The bias (Wang et al. 2024,
+arXiv 2408.15664) follows integer counts of a full step.
 
 The loss is not part of the model's output. Its gradient is added to the router's gradient in backward, so any loss
 function, pipeline stage or custom training loop includes it without further code. Tokens are also counted in backward,
@@ -101,8 +100,7 @@ def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span:
     """Return the pairs of token and expert to keep if an expert takes at most `capacity_factor` times its even share.
 
     The result is bool (B, T, K). Earlier tokens of the sequence have priority, so dropping depends on the sequence
-    alone:
-    not on the rest of the batch, the ranks, or later tokens. Each expert accepts at least one token.
+    alone: not on the rest of the batch, the ranks, or later tokens. Each expert accepts at least one token.
     """
     ids_BSK = span.whole(ids_BTK)
     batch, num_tokens, top_k = ids_BSK.shape
@@ -167,8 +165,8 @@ class _Attach(torch.autograd.Function):
 #: Cumulative row counts by expert, on the device (int32) or on the host.
 Ends = Tensor | Sequence[int]
 #: Dtypes that torch's grouped kernel supports, by device. Other dtypes are computed expert by expert. The kernel
-#: rejects
-#: float64 everywhere, and on a GPU it loops internally for all dtypes but bfloat16, with the same wait on the host.
+#: rejects float64 everywhere, and on a GPU it loops internally for all dtypes but bfloat16, with the same wait on the
+#: host.
 _KERNEL_TYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
 #: Least compute capability of a GPU for the kernel, and the row alignment that the kernel requires.
 _LEAST_CAPABILITY, _ALIGNMENT_BYTES = (8, 0), 16
@@ -334,8 +332,7 @@ class _Loop(torch.autograd.Function):
     """One matrix product for each expert.
 
     Forward also runs products for experts without rows, and each product allocates its result: selective recompute
-    stores
-    products by their order and requires them to stay unchanged.
+    stores products by their order and requires them to stay unchanged.
     """
 
     @staticmethod
@@ -376,8 +373,7 @@ class Router(nn.Module):
     bias_ppm: with balance="bias", added to the scores for the selection only, in millionths (int64).
     span: distribution of sequences over ranks. aux_scale: gradient of the auxiliary loss, summed over tokens. None: one
     over the number of tokens of the call, which suits a mean loss. `TrainStep` sets it, as a 0-d tensor if only the
-    device
-    has the value.
+    device has the value.
     """
 
     bias_ppm: Tensor | None

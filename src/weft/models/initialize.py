@@ -27,8 +27,7 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
     Matrices are normal with the owning module's `init_std`, or 0.02 without one. Of stacked experts only `down` uses
     `init_std`, because only `down` ends a residual branch. Norm weights are 1 and biases 0. A tied weight is filled
-    once,
-    under its first name. Modules with buffers reset them.
+    once, under its first name. Modules with buffers reset them.
 
     Args:
         module: the full model or a part of it.

@@ -155,8 +155,7 @@ class MediaDecoder(nn.Module):
         Args:
             input_ids: (B, T).
             media_index: (B, T), index of the feature row that replaces each token, counted over the rows of all images
-                and
-                then of all recordings; -1 keeps the token.
+                and then of all recordings; -1 keeps the token.
             pixels: (N, 3, S, S), or None if `vision_states` is passed.
             features: features of recordings, (A, M, F).
             frames: frames of each recording, (A).
@@ -257,8 +256,7 @@ class MultimodalShape:
     """Shape of a multimodal model.
 
     tower: shape of each encoder. num_layers, ffn_dim: shape of the decoder, which has the encoders' width. hears: True
-    if
-    the model has an audio input.
+    if the model has an audio input.
     """
 
     tower: TowerShape
@@ -279,8 +277,7 @@ class ModelInputs:
     """Sizes of a model's inputs.
 
     vocab_size: size of the text vocabulary. most_tokens: maximum number of tokens of a sample. side: pixels per side of
-    an
-    image. grid: patches per side. mels: number of mel bands. dropout: dropout rate within the encoders.
+    an image. grid: patches per side. mels: number of mel bands. dropout: dropout rate within the encoders.
     """
 
     vocab_size: int

@@ -1,9 +1,8 @@
 """Quantized formats of frozen base weights: int8 and NF4, in blocks of 64 weights of one row with one scale each.
 
 A packed weight is one uint8 matrix, (F, blocks * bytes per block). Each block is its codes, followed by the bytes of
-its
-float32 scale. So a shard of a weight along either dim is a shard of the bytes, including its scales, and the bytes are
-never cast to a plan's precision. An incomplete last block is padded with zeros.
+its float32 scale. So a shard of a weight along either dim is a shard of the bytes, including its scales, and the bytes
+are never cast to a plan's precision. An incomplete last block is padded with zeros.
 
 Method: Dettmers et al. 2023, arXiv 2305.14314 (QLoRA: NF4 in blocks of 64; the scales are not quantized again here).
 
