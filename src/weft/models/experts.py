@@ -30,7 +30,7 @@ BIAS_UNIT = 1e-6
 
 
 class Span:
-    """Distribution of sequences over ranks. Here each rank has full sequences; `weft.parallel` has a sharded version."""
+    """Distribution of sequences over ranks. Here each rank has full sequences; `weft.parallel` has a sharded one."""
 
     @property
     def num_parts(self) -> int:
