@@ -1,4 +1,4 @@
-"""What an adapter is, apart from its numbers."""
+"""LoRA, rsLoRA and DoRA adapters on linear layers: adding, disabling and merging them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from weft.models.inspect import layers
 from weft.models.inspect.blocks import replace_class, revert
 from weft.models.quantized_linear import BASE_FORMATS, leave_packed, pack_layers, unpack_layer
 
-#: Names of an adapter's parameters beside a layer's own.
+#: Names of an adapter's parameters within a layer.
 ADAPTER_PARAMS = ("lora_A", "lora_B", "lora_magnitude")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterKind:
-    """One way to adapt a linear layer.
+    """Settings of an adapter on a linear layer.
 
-    rank: rows of A and columns of B. alpha: their product is multiplied by alpha / rank, under rslora by
-    alpha / sqrt(rank). kind: "lora", "rslora" or "dora". dropout: share of the adapter's inputs that training drops.
+    rank: rows of A and columns of B. alpha: the product of B and A is multiplied by alpha / rank, or by alpha /
+    sqrt(rank) under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in
+    training.
     """
 
     rank: int
@@ -48,10 +49,10 @@ class AdapterKind:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """What `add_adapter` did to a model.
+    """Record of the changes that `add_adapter` made to a model.
 
-    layers: by path, whether the layer keeps its weight transposed. base: "stored", or the format in which linear layers
-    keep their weights. packed: by path, the inputs of those that do.
+    layers: path -> True if the layer stores its weight transposed. base: "stored", or the format of the frozen weights.
+    packed: path -> number of inputs, for layers whose weight is packed.
     """
 
     kind: AdapterKind
@@ -61,19 +62,19 @@ class Adapted:
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Adapted:
-        """Return what `said` wrote."""
+        """Return the record from the JSON value that `said` returned."""
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
         return cls(kind, said["layers"], said.get("base_format", "stored"), said.get("packed", {}))
 
     def said(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
+        """Return the record as a JSON value."""
         kind = self.kind
         said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
         packed = {"base_format": self.base, "packed": dict(self.packed)} if self.packed else {}
         return {**said, "layers": dict(self.layers), **packed}
 
     def params(self) -> Iterator[tuple[str, str]]:
-        """Yield (path of the layer, name in it) of each of the adapter's parameters."""
+        """Yield (layer path, parameter name) for each of the adapter's parameters."""
         names = ADAPTER_PARAMS if self.kind.kind == "dora" else ADAPTER_PARAMS[:2]
         return ((path, name) for path in self.layers for name in names)
 
@@ -82,7 +83,7 @@ _RECORD = "_weft_adapted"
 
 
 def note_adapted(model: nn.Module, record: Adapted | None) -> None:
-    """Leave on a whole model what was done to it, for `adapted`; None: it was undone."""
+    """Store a record on an unsharded model, for `adapted` to return. None removes the record."""
     if record is None:
         delattr(model, _RECORD)
     else:
@@ -90,30 +91,30 @@ def note_adapted(model: nn.Module, record: Adapted | None) -> None:
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """Return what `add_adapter` did to this model, of which a rank may hold a part; None where it did nothing."""
+    """Return the record of `add_adapter` on this model or pipeline stage, or None without an adapter."""
     return getattr(model, _RECORD, None)
 
 
-# A linear layer with an adapter beside its frozen weight.
+# A linear layer with an adapter and a frozen weight.
 
 
 class Alone:
-    """What an adapter asks of the ranks that share its layer; here one process has it whole."""
+    """Communication that an adapter needs among the ranks that share its layer. Here one process has the full layer."""
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
         """Drop some of the adapter's inputs."""
         return dropout(x)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Give the input of a second product with the layer's own weight."""
+        """Return the input of a second product with the layer's own weight."""
         return x
 
     def low(self, h: Tensor) -> Tensor:
-        """Give what B reads, (..., R), from what A made."""
+        """Return the input of B, (..., R), from the output of A."""
         return h
 
     def squares(self, total_F: Tensor) -> Tensor:
-        """Add up squares of a row's elements that lie on several ranks."""
+        """Sum squares of a row's elements over the ranks that share the row."""
         return total_F
 
 
@@ -121,9 +122,9 @@ _ALONE = Alone()
 
 
 class AdaptedLinear(nn.Module):
-    """Base of the classes that adapted layers are given; beside it stands their own."""
+    """Base of the classes of adapted layers. Each such class also inherits from the layer's own class."""
 
-    #: For `structure.layers.is_linear`: the layer is what it was without this class.
+    #: `inspect.layers.is_linear` ignores this class when it looks up the layer's own forward.
     is_adapter = True
 
     lora_A: nn.Parameter
@@ -143,10 +144,10 @@ class AdaptedLinear(nn.Module):
         """Add the adapter to the layer's own product.
 
         Args:
-            product: (..., F), of the layer's weight; not used any more by the caller.
-            x: (..., D) that the adapter reads.
-            line: the ranks that share the layer.
-            has_bias: whether the product holds the layer's bias.
+            product: (..., F), the product with the layer's weight. The caller must not use it afterwards.
+            x: (..., D), input of the adapter.
+            line: communication among the ranks that share the layer.
+            has_bias: True if the product includes the layer's bias.
         """
         if not self._weft_is_on:
             return product
@@ -182,16 +183,16 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def fill_adapter(self, parameter: Tensor, name: str, full_name: str, seed: int) -> bool:
-        """Fill one of the adapter's parameters, whole, with its first values; False: it is none of the adapter's.
+        """Fill one of the adapter's full parameters with its initial values. Return False for any other parameter.
 
-        A is uniform as `nn.Linear` begins, from seed and name; B is zero, so that the adapter changes nothing at first;
-        the magnitude is the norm of the weight's rows.
+        A is uniform like the weight of a new `nn.Linear`, drawn from seed and name. B is zero, so the adapter has no
+        effect at first. The magnitude is the norm of each row of the weight.
 
         Args:
-            parameter: any tensor of its whole shape.
-            name: in this layer.
-            full_name: in the whole model.
-            seed: of the weights.
+            parameter: a tensor of the full shape.
+            name: name within this layer.
+            full_name: name in the full model.
+            seed: seed of the weights.
         """
         if name == "lora_A":
             flat, bound = parameter.view(-1), 1 / math.sqrt(self._weft_whole[1])
@@ -215,10 +216,10 @@ class AdaptedLinear(nn.Module):
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as if it had no adapter inside, such as for reference log-probabilities.
+    """Turn off the model's adapter inside the context, for example to compute reference log-probabilities.
 
     Raises:
-        ModelError: where the model has none.
+        ModelError: if the model has no adapter.
     """
     found = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     if not found:
@@ -249,30 +250,30 @@ def add_adapter(
     base: str = "stored",
     seed: int = 0,
 ) -> nn.Module:
-    """Give linear layers an adapter, in place, and freeze every other parameter. Call it before `parallelize`.
+    """Add an adapter to linear layers in place and freeze every other parameter. Call it before `parallelize`.
 
-    Names of the model stay; a layer `q` gets the parameters `q.lora_A`, `q.lora_B` and, under dora, `q.lora_magnitude`.
-    On the meta device they are shapes, which `parallelize` makes with its seed.
+    Module names stay the same. A layer `q` gets the parameters `q.lora_A`, `q.lora_B` and, under dora,
+    `q.lora_magnitude`. On the meta device they have shapes only, and `parallelize` fills them from its seed.
 
     Args:
-        model: any nn.Module; layers are nn.Linear and the Conv1D of GPT-2 in transformers.
+        model: any nn.Module. Its nn.Linear layers and the Conv1D layers of GPT-2 in transformers can have an adapter.
         rank: rows of A and columns of B.
-        alpha: the product of B and A is multiplied by alpha / rank, under rslora by alpha / sqrt(rank); None: twice
+        alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None: twice
             the rank.
-        targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*"; `*` matches
-            any text. (): all linear layers but the one that makes the logits and those that choose experts.
-        dropout: share of the adapter's inputs that training drops.
+        targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*". `*` matches
+            any text. (): all linear layers except the output layer and routers.
+        dropout: dropout rate of the adapter's inputs in training.
         kind: "lora", "rslora" or "dora".
-        base: how linear layers that may have an adapter keep their frozen weights: "stored", as they are; "int8" or
-            "nf4", in blocks of 64 with one scale, unpacked in each product.
-        seed: of the first values of A, with each parameter's name.
+        base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
+            "nf4": in blocks of 64 with one scale, unpacked in each product.
+        seed: seed of A's initial values, combined with each parameter's name.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: for a pattern that fits no layer or one that cannot be adapted, for a number out of its range, and
-            for a model that has an adapter or is parallelized.
+        ModelError: if a pattern matches no layer or a layer that cannot be adapted, if a number is out of range, or if
+            the model already has an adapter or is parallelized.
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
     chosen = chosen_layers(model, targets)
@@ -294,16 +295,16 @@ def _noted(model: nn.Module) -> Adapted:
 
 
 def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:
-    """Give chosen layers an adapter and freeze all else, in place; the same model.
+    """Add an adapter to the chosen layers in place and freeze all else. Return the same model.
 
     Args:
-        model: without an adapter.
-        chosen: its layers by path, such as `chosen_layers` gives.
-        adapter: one kind for all of them.
-        seed: as `add_adapter` takes it.
+        model: a model without an adapter.
+        chosen: its layers by path, as returned by `chosen_layers`.
+        adapter: settings for all of these layers.
+        seed: see `add_adapter`.
 
     Raises:
-        ModelError: for a number out of its range.
+        ModelError: if a number is out of range.
     """
     _check(adapter)
     for param in model.parameters():
@@ -404,25 +405,25 @@ def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None
             layer.fill_adapter(param, name, f"{path}.{name}", seed)
 
 
-# Adapters merged into the weights beside them.
+# Merging adapters into their layers' weights.
 
 
 def merge_adapter(model: nn.Module) -> nn.Module:
-    """Add each adapter to the weight beside it, in place; the layers are then what they were before `add_adapter`.
+    """Add each adapter to its layer's weight in place and restore the layers' classes from before `add_adapter`.
 
-    Weights that are kept as bytes become the numbers that these stand for: the adapter was trained beside those.
-    Of a parallelized model merge the whole tensors with `merged_tensors`. All parameters stay frozen.
+    Packed weights are unpacked, because the adapter was trained with the quantized values. For a parallelized model,
+    use `merged_tensors` on the full tensors. All parameters stay frozen.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: where the model has no adapter, or is parallelized.
+        ModelError: if the model has no adapter or is parallelized.
     """
     record, found = _expected(model), dict[str, AdaptedLinear]()
     for path in record.layers:
         layer = model.get_submodule(path)
-        # The new class stands on AdaptedLinear and the layer's own: whoever came later stands in front of both.
+        # An adapted class has AdaptedLinear as its first base. A later class replacement would come before it.
         if type(layer).__bases__[0] is not AdaptedLinear:
             raise ModelError(
                 f"model: {path} was changed after add_adapter, such as by parallelize. Merge the whole tensors: "
@@ -447,14 +448,14 @@ def merge_adapter(model: nn.Module) -> nn.Module:
 
 
 def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the whole tensors of a model with its adapters merged and left out.
+    """Return the full tensors of a model with its adapters merged into the weights and their parameters removed.
 
     Args:
-        model: which layers have adapters; parallelized or not, of any device.
-        tensors: of the whole model by name, such as `run.full_state_dict(model)` gives; they stay as they are.
+        model: the adapted model, parallelized or not, on any device. Only its record is read.
+        tensors: full tensors by name, as returned by `run.full_state_dict(model)`. They are not changed.
 
     Raises:
-        ModelError: where the model has no adapter.
+        ModelError: if the model has no adapter.
     """
     record, merged = _expected(model), dict(tensors)
     own: dict[str, dict[str, Tensor]] = {}
@@ -470,13 +471,13 @@ def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 @torch.no_grad()
 def merged_weight(record: Adapted, path: str, stored: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """Return a layer's weight with its adapter in it, in the weight's own format; computed in the adapter's.
+    """Return a layer's weight with its adapter merged. It has the weight's dtype and is computed in the adapter's.
 
     Args:
-        record: what `adapted` gives of the model.
-        path: of the layer.
-        stored: its weight as it is stored: (F, D), or (D, F) where the layer keeps it transposed.
-        own: the layer's parts of the adapter, by their names in it.
+        record: the record that `adapted` returns for the model.
+        path: path of the layer.
+        stored: the weight as stored: (F, D), or (D, F) if the layer stores it transposed.
+        own: the layer's adapter parameters by their names within it.
     """
     kind, is_transposed = record.kind, record.layers[path]
     weight = (stored.t() if is_transposed else stored).to(own["lora_A"].dtype)

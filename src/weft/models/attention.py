@@ -31,14 +31,14 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions_BT: Tensor, head_dim: int, theta: float, scale: float, dtype: torch.dtype) -> Rotation:
-    """Return the angles of the given positions, made once per forward. Angles are float32, the result has `dtype`.
+    """Return the rotation of the positions, computed once per forward. Angles are float32, the result has `dtype`.
 
     Args:
-        positions_BT: place of each token in its document.
-        head_dim: even.
+        positions_BT: position of each token in its document.
+        head_dim: width of a head; even.
         theta: base of the frequencies.
-        scale: low frequencies are divided by it, as Llama 3.1 does; 1: none are.
-        dtype: of cosines and sines.
+        scale: divisor of low frequencies, as in Llama 3.1; 1 leaves all unchanged.
+        dtype: dtype of cosines and sines.
     """
     frequencies = _frequencies(head_dim, theta, scale, positions_BT.device)
     angles = positions_BT[:, :, None, None].to(torch.float32) * frequencies
@@ -67,15 +67,16 @@ def _frequencies(head_dim: int, theta: float, scale: float, device: torch.device
 # Attention within the documents of packed sequences, or the pictures of a batch, without a mask over pairs of
 # tokens.
 
-#: Queries at a time where torch has no kernel that knows documents.
+#: Queries per chunk if torch has no kernel for packed documents.
 _ROWS = 512
 
 
 def find_starts(document_ids_BT: Tensor) -> Tensor | None:
-    """Return where documents begin, int64 (B, M), from an id for each token, on a CPU.
+    """Return the start positions of documents, int64 (B, M), from the id of each token, on a CPU.
 
-    None where ids come again after others, as tokens of one id see each other wherever they are; and on a device, where
-    the host would have to wait for the answer: there the loader's places save memory and time.
+    Return None if ids decrease within a row, because an id may then appear again later, and all tokens of one id attend
+    to each other. Also return None on a GPU, where the host would have to wait for the result; there the data loader
+    provides the starts.
     """
     plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
     if not plain or torch.compiler.is_compiling():
@@ -98,15 +99,15 @@ def document_attention(
     ids_BT: Tensor | None,
     window: int | None = None,
 ) -> Tensor:
-    """Mix the values of each token with those before it in its document; (B, H, T, C of the values).
+    """Attend causally within each document; returns (B, H, T, C of the values).
 
     Args:
         q_BHTC: queries.
         k_BKTC: keys; K divides H.
         v_BKTC: values.
-        starts_BM: as of `find_starts`; None: not known.
-        ids_BT: of documents; tokens of one id are one document. None: found from starts_BM where they are needed.
-        window: a token sees so many at most, itself among them; None: all.
+        starts_BM: start positions from `find_starts`, or None if unknown.
+        ids_BT: document ids; tokens of one id form one document. None: computed from starts_BM when needed.
+        window: number of tokens that each token attends to, including itself; None: all.
     """
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
@@ -128,20 +129,20 @@ def document_attention(
 
 
 def ids_of(starts_BM: Tensor, num_tokens: int) -> Tensor:
-    """Return an id for each token, int64 (B, T), from where documents begin; (B, 0): all are one document."""
+    """Return an id for each token, int64 (B, T), from the start positions of documents. (B, 0): one document."""
     place_BT = torch.arange(num_tokens, device=starts_BM.device).expand(starts_BM.shape[0], -1).contiguous()
     return torch.searchsorted(starts_BM, place_BT, right=True) if starts_BM.shape[1] else torch.zeros_like(place_BT)
 
 
 def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM: Tensor, longest: int) -> Tensor:
-    """Mix the values of rows with those of all rows of their picture or clip; (B, H, T, C).
+    """Attend without a causal mask within each image or clip; returns (B, H, T, C).
 
     Args:
         q_BHTC: queries.
         k_BHTC: keys.
         v_BHTC: values.
-        starts_BM: where pictures and clips begin, ascending from 0.
-        longest: rows of the longest.
+        starts_BM: start positions of images and clips, ascending from 0.
+        longest: number of rows of the longest one.
     """
     given, kind = (q_BHTC, k_BHTC, v_BHTC), q_BHTC.device.type
     if kind == "cpu":
@@ -190,7 +191,7 @@ def _by_rows(
     is_causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """Some queries at a time, with a mask for those over the keys that one of them may see."""
+    """Attend by chunks of queries, each with a mask over the keys that any of its queries may attend to."""
     times = q_BHTC.shape[1] // k_BKTC.shape[1]
     if times > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
@@ -290,20 +291,20 @@ _one_by_one.register_autograd(_differentiate, setup_context=_keep)
 
 @register_flop_formula(torch.ops.weft.document_attention)
 def _flops(q: Any, k: Any, v: Any, starts: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """As if each row were one document: what shapes alone tell."""
+    """Return the FLOPs as if each row were one document, since document boundaries are not part of the shapes."""
     return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
 
 
-# Causal attention with grouped key-value heads, and what of a sequence each token may see.
+# Causal attention with grouped key-value heads, and its masks.
 
 
 class Visible(NamedTuple):
-    """What each query may see, made once per forward and passed to every block.
+    """The keys that each query attends to, computed once per forward and passed to every block.
 
-    mask_B1TS: 0 where a query sees a key and -inf elsewhere; None: the queries are the last T of the S tokens, each
-    sees itself and all before it.
-    positions_BT, document_ids_BT: as the model got them, for cores that need no dense mask.
-    starts_BM: where documents begin, for those cores; see `by_documents.py`. None: not known.
+    mask_B1TS: 0 if a query attends to a key and -inf otherwise. None: the queries are the last T of the S tokens, and
+    each attends to itself and all earlier tokens.
+    positions_BT, document_ids_BT: the model's inputs, for cores that need no dense mask.
+    starts_BM: start positions of documents, for those cores; see `find_starts`. None: unknown.
     """
 
     mask_B1TS: Tensor | None
@@ -313,19 +314,20 @@ class Visible(NamedTuple):
 
 
 class SdpaCore(nn.Module):
-    """softmax(q k^T / sqrt(C)) v by torch's fused kernels. Another core may take its place: `attn.core = ...`."""
+    """softmax(q k^T / sqrt(C)) v by torch's fused kernels. Assign `attn.core` to use another core."""
 
-    #: Whether it wants a mask of documents, as a core does that says nothing; else their ids or starts must do.
+    #: True if the core needs a dense mask for documents (the default for cores without this attribute). Otherwise it
+    #: uses ids or starts.
     takes_mask = False
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
-        """Mix the values; (B, H, T, C).
+        """Compute attention; returns (B, H, T, C).
 
         Args:
             q_BHTC: queries.
             k_BKSC: keys; K divides H.
             v_BKSC: values.
-            visible: what each token sees.
+            visible: keys that each query attends to.
         """
         if visible.mask_B1TS is None and visible.document_ids_BT is not None:
             return document_attention(q_BHTC, k_BKSC, v_BKSC, visible.starts_BM, visible.document_ids_BT)
@@ -334,8 +336,9 @@ class SdpaCore(nn.Module):
         if grouped and not takes_groups(q_BHTC.device.type, q_BHTC.dtype, mask_B1TS is not None):
             k_BKSC, v_BKSC = repeat_heads(k_BKSC, num_heads), repeat_heads(v_BKSC, num_heads)
             grouped = False
-        # One new token sees all keys, so it needs no mask; is_causal would let it see the first key only.
-        # Branched, not computed: under compile a size may be symbolic, and torch wants a plain bool.
+        # One new token attends to all keys, so it needs no mask; is_causal would restrict it to the first key.
+        # This is a branch and not an expression: under compile a size may be symbolic, and torch requires a plain
+        # bool.
         causal = True if mask_B1TS is None and q_BHTC.shape[2] > 1 else False  # noqa: SIM210
         return F.scaled_dot_product_attention(
             q_BHTC, k_BKSC, v_BKSC, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=grouped
@@ -343,15 +346,15 @@ class SdpaCore(nn.Module):
 
 
 def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
-    """Return whether torch has a fused kernel here for fewer key-value heads than query heads.
+    """Return True if torch has a fused kernel here for fewer key-value heads than query heads.
 
-    On a GPU only the flash kernel has it, and that takes neither masks nor float32; torch would go to plain
-    matrix products, which hold all (T, S) scores in memory, without a word. Repeated heads find a fused kernel.
+    On a GPU only the flash kernel has it, and that accepts neither masks nor float32. Otherwise torch silently falls
+    back to plain matrix products, which store all (T, S) scores. With repeated heads it uses a fused kernel.
 
     Args:
         device_type: "cpu" or "cuda".
-        dtype: of queries, keys and values.
-        has_mask: whether a mask is given.
+        dtype: dtype of queries, keys and values.
+        has_mask: True if a mask is passed.
     """
     return device_type == "cpu" or (not has_mask and dtype in (torch.bfloat16, torch.float16))
 
@@ -364,13 +367,13 @@ def repeat_heads(x_BKSC: Tensor, num_heads: int) -> Tensor:
 class Attention(nn.Module):
     """q, k, v and o projections around a core without parameters.
 
-    The number of heads is read from the projections' outputs, so a projection that holds some of the heads works too.
+    The number of heads follows from the projections' output widths, so sharded projections work too.
 
     Args:
-        dim: width of the hidden state; num_heads divides it.
+        dim: width of the hidden state; a multiple of num_heads.
         num_heads: query heads.
         num_kv_heads: key-value heads.
-        bias: of all projections.
+        bias: True if all projections have a bias.
     """
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, *, bias: bool):
@@ -390,9 +393,9 @@ class Attention(nn.Module):
 
         Args:
             x_BTD: hidden states.
-            visible: what each token sees.
+            visible: keys that each query attends to.
             rotation: None for models with learned positions.
-            cache: keys and values of earlier tokens; it takes up those of this call.
+            cache: keys and values of earlier tokens; the new ones are appended.
         """
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTHC = self.q(x_BTD).view(heads)
@@ -411,15 +414,15 @@ def see_causally(
     positions_BT: Tensor, document_ids_BT: Tensor | None, num_seen: int, dtype: torch.dtype, *,
     starts_BM: Tensor | None = None, wants_mask: bool = False,
 ) -> Visible:  # fmt: skip
-    """Decide once per forward what each token sees.
+    """Build the causal mask inputs once per forward.
 
     Args:
-        positions_BT: place of each token in its document.
-        document_ids_BT: tokens see only tokens of the same id; None: the whole sequence is one document.
-        num_seen: tokens that a cache already holds; they come before all tokens here.
-        dtype: of the mask, where one is needed: the dtype in which attention runs.
-        starts_BM: where documents begin; found from the ids where it is None.
-        wants_mask: make a mask over pairs of tokens for documents.
+        positions_BT: position of each token in its document.
+        document_ids_BT: tokens attend only to tokens of the same id; None: the full sequence is one document.
+        num_seen: number of tokens in the cache; they precede all tokens here.
+        dtype: dtype of the mask if one is needed: the dtype of the attention computation.
+        starts_BM: start positions of documents; None: computed from the ids.
+        wants_mask: build a dense mask for documents.
     """
     num_new = positions_BT.shape[1]
     if document_ids_BT is None and (num_seen == 0 or num_new == 1):

@@ -29,7 +29,7 @@ from weft.models.experts import MoE
 from weft.models.kv_cache import Cache, LayerCache
 from weft.models.private_torch import KeepsTies
 
-#: Standard deviation of initial matrices; `initialise` reads a module's own under the other name where it has one.
+#: Standard deviation of initial matrices, and the name of a module's attribute that overrides it in `initialise`.
 INIT_STD, _OWN_STD = 0.02, "init_std"
 
 
@@ -78,16 +78,16 @@ class Block(nn.Module):
 
         Args:
             x_BTD: hidden states.
-            visible: what each token sees.
-            rotation: of positions; None for models with learned ones.
-            cache: keys and values of earlier tokens; it takes up those of this call.
+            visible: keys that each query attends to.
+            rotation: rotary positions, or None for models with learned positions.
+            cache: keys and values of earlier tokens; the new ones are appended.
         """
         x_BTD = x_BTD + self.attn(self.norm1(x_BTD), visible, rotation, cache)
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
 
 class Decoder(KeepsTies):
-    """A decoder transformer: token ids in, logits of the next token out. It holds no loss."""
+    """A decoder transformer from token ids to logits of the next token. It does not include a loss."""
 
     def __init__(self, spec: DecoderSpec):
         super().__init__()
@@ -117,16 +117,17 @@ class Decoder(KeepsTies):
 
         Args:
             input_ids_BT: int64 token ids.
-            positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
-            document_ids_BT: attention stays among tokens of one id; None: each row is one document.
-            cache: keys and values of earlier tokens; it takes up those of this call.
-            document_starts_BM: where the documents of document_ids begin, each row filled up with T; found where it is
-                None, for which the host waits on a GPU.
-            features_ND: rows that stand in place of tokens, such as those of pictures.
-            feature_index_BT: the row in place of each token; -1: the token itself.
+            positions_BT: position of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the
+                cache).
+            document_ids_BT: attention stays within tokens of one id; None: each row is one document.
+            cache: keys and values of earlier tokens; the new ones are appended.
+            document_starts_BM: start positions of the documents of document_ids, each row padded with T. None: computed
+                from the ids on a CPU.
+            features_ND: feature rows that replace tokens, such as rows of images.
+            feature_index_BT: index of the feature row that replaces each token; -1 keeps the token.
 
         Raises:
-            ModelError: for a sequence that the position table or the cache cannot hold.
+            ModelError: if the sequence does not fit the position table or the cache.
         """
         num_seen = cache.num_tokens if cache is not None else 0
         self._check_length(input_ids_BT, document_ids_BT, cache)
@@ -158,23 +159,23 @@ class Decoder(KeepsTies):
 
     @property
     def family(self) -> str:
-        """Of its layers: "llama" or "gpt2"."""
+        """Family of the layers: "llama" or "gpt2"."""
         return self.spec.family
 
     @property
     def has_routers(self) -> bool:
-        """Whether some layers have experts, of which each token meets a few."""
+        """True if some layers have experts."""
         return self.spec.num_experts > 0
 
     def tensor_layout(self) -> Layout:
-        """Return how tensor parallelism cuts it."""
+        """Return the tensor-parallel layout of the model."""
         if not self.has_routers:
             return Layout.named(self.family)
         # Which layers have experts, and whether some are shared, differs from model to model.
         return Layout.named("moe").fitted(dict(self.named_modules()))
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the layer that makes the logits, under the name that transformers asks for it."""
+        """Return the output layer, under the method name that transformers uses."""
         return self.head
 
     def _check_length(self, input_ids_BT: Tensor, document_ids_BT: Tensor | None, cache: Cache | None) -> None:
@@ -195,11 +196,11 @@ class Decoder(KeepsTies):
             )
 
     def is_tied(self) -> bool:
-        """Return whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
+        """Return True if embedding and head share one weight here. A pipeline stage may have only one of them."""
         return self.head.weight is self.embed.weight
 
     def tie(self) -> None:
-        """Let embedding and head be one weight, where the spec says so."""
+        """Make embedding and head share one weight if the spec ties them."""
         if self.spec.tied:
             self.head.weight = self.embed.weight
 
@@ -231,15 +232,16 @@ def _attention_dtype(x_BTD: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if has_autocast else x_BTD.dtype
 
 
-# Models built as shapes: what is too large for one rank is cut before it has values.
+# Models built as shapes, so that large models are sharded before they have values.
 
-#: What initialisers draw with, as methods or in torch.nn.init, whose other functions call these. By name: libraries put
-#: functions of their own there. On the meta device each call runs a decomposition in Python, for nothing.
+#: Functions that initializers draw with, as methods or in torch.nn.init, whose other functions call these. They are
+#: matched by name because libraries put functions of their own there. On the meta device each call would run a slow
+#: decomposition in Python for nothing.
 _DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 
 
 class _WithoutDraws(TorchFunctionMode):
-    """Leaves tensors without memory as they are where random numbers would fill them."""
+    """Skips random initialization of meta tensors."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -252,18 +254,19 @@ class _WithoutDraws(TorchFunctionMode):
 
 @contextmanager
 def as_shapes(*, vectors: bool = False) -> Iterator[None]:
-    """Build modules inside with their matrices on the meta device: no memory, no values.
+    """Build modules inside the context with their matrices on the meta device, without memory or values.
 
-    Vectors (norms, biases) and buffers are small, and what they hold is known to the model alone: they stay as it makes
-    them. `parallelize` with a seed then makes each rank's part of the matrices, or a checkpoint fills them.
+    Vectors (norms, biases) and buffers are small, and only the model's code can compute their values, so they are
+    initialized as usual. Later, `parallelize` with a seed fills each rank's part of the matrices, or a checkpoint does.
 
     Args:
-        vectors: whether all parameters are shapes alone, as where files fill them; buffers keep their values.
+        vectors: put all parameters on the meta device, for models that are filled from files. Buffers keep their
+            values.
     """
     least = 0 if vectors else 2
 
     def without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        """The parameter to register in place of this one; None: this one."""
+        """Return the parameter to register instead of this one, or None to register this one."""
         del module, name
         if param is None or param.is_meta or param.ndim < least:
             return None

@@ -1,15 +1,15 @@
-"""How experts get alike many tokens: a loss for each sequence, or a bias that moves after each step.
+"""Mixture-of-experts layers and load balancing, by a loss for each sequence or by a bias that moves after each step.
 
-Both are the same under every plan. The loss is DeepSeek-V3's sequence-wise one (arXiv 2412.19437, eq. 17-20), a sum
-over sequences, so it does not matter how a batch is cut into microbatches and ranks; where the tokens of one sequence
-lie on several ranks, `Span` adds their counts up. The bias (Wang et al. 2024, arXiv 2408.15664) follows whole-number
-counts of a whole step.
+Both kinds of balancing give the same result under every plan. The loss is the sequence-wise loss of DeepSeek-V3 (arXiv
+2412.19437, eq. 17-20). It is a sum over sequences, so it does not depend on how a batch is divided into microbatches
+and ranks. If several ranks share the tokens of one sequence, `Span` sums their counts. The bias (Wang et al. 2024,
+arXiv 2408.15664) follows integer counts of a full step.
 
-The loss does not travel with the model's output: its gradient enters the router's in backward, so that any loss
-function, pipeline stage or user's own loop has it without a word. What was counted is counted in backward too, once
-for each backward, however often a recomputed forward runs.
+The loss is not part of the model's output. Its gradient is added to the router's gradient in backward, so any loss
+function, pipeline stage or custom training loop includes it without further code. Tokens are also counted in backward,
+once for each backward, even if recompute runs forward several times.
 
-B sequences, T tokens of them here, S tokens in all, K experts that a token visits, E experts.
+B sequences, T tokens of them on this rank, S tokens in all, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from weft.config.decoder_shape import DecoderSpec
 from weft.private_torch import uncompiled
 
-#: A selection bias is kept in whole millionths: no number format rounds its small moves away, sums are exact.
+#: A selection bias is stored in integer millionths, so that small updates are never rounded away and sums are exact.
 BIAS_UNIT = 1e-6
 
 
 class Span:
-    """How the sequences lie on ranks: here each is whole. `weft.parallel` has the other kind."""
+    """Distribution of sequences over ranks. Here each rank has full sequences; `weft.parallel` has a sharded one."""
 
     @property
     def num_parts(self) -> int:
-        """Over how many ranks each sequence is divided, in equal parts."""
+        """Number of ranks that each sequence is divided over, in equal parts."""
         return 1
 
     def sum(self, x_BE: Tensor) -> Tensor:
@@ -42,16 +42,16 @@ class Span:
         return x_BE
 
     def whole(self, ids_BTK: Tensor) -> Tensor:
-        """Bring together the ids of all tokens, in the order of the sequence; (B, S, K)."""
+        """Gather the ids of all tokens in sequence order; (B, S, K)."""
         return ids_BTK
 
     def part(self, x_BSK: Tensor) -> Tensor:
-        """Cut out this rank's tokens again; (B, T, K)."""
+        """Return this rank's tokens; (B, T, K)."""
         return x_BSK
 
 
 class Load:
-    """What one router counted since `clear`: tokens by expert, and the sum of the auxiliary loss over tokens."""
+    """Counts of one router since `clear`: tokens by expert, and the sum of the auxiliary loss over tokens."""
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
@@ -67,7 +67,7 @@ class Load:
             self.aux_sum += aux_sum
 
     def clear(self) -> None:
-        """Start counting anew."""
+        """Reset the counts."""
         self.tokens_E = self.aux_sum = None
 
 
@@ -79,14 +79,14 @@ def count_tokens(ids_BTK: Tensor, num_experts: int) -> Tensor:
 
 
 def sequence_loss(tokens_BE: Tensor, probs_BTE: Tensor, top_k: int, span: Span) -> Tensor:
-    """Sum S * sum over experts of f * P over sequences: S when a sequence is spread evenly, up to S * E / K.
+    """Sum S * sum over experts of f * P over sequences. It is S for a balanced sequence and at most S * E / K.
 
-    f: an expert's tokens over its even share of them; P: its mean probability.
+    f: an expert's tokens divided by its even share. P: its mean probability.
 
     Args:
-        tokens_BE: tokens that chose each expert, of this rank's part of each sequence.
+        tokens_BE: tokens that chose each expert, in this rank's part of each sequence.
         probs_BTE: probabilities of all experts, float.
-        top_k: experts of a token.
+        top_k: experts per token.
         span: the ranks that hold other parts of the same sequences.
     """
     num_experts, num_tokens = tokens_BE.shape[1], probs_BTE.shape[1] * span.num_parts
@@ -97,10 +97,10 @@ def sequence_loss(tokens_BE: Tensor, probs_BTE: Tensor, top_k: int, span: Span) 
 
 
 def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span: Span) -> Tensor:
-    """Which pairs of token and expert stay where an expert takes so many times its even share of a sequence.
+    """Return the pairs of token and expert to keep if an expert takes at most `capacity_factor` times its even share.
 
-    Bool (B, T, K). Earlier tokens of the sequence go first, so what is dropped depends on the sequence alone: not on
-    the batch around it, nor on the ranks, nor on later tokens. At least one token stays for each expert.
+    The result is bool (B, T, K). Earlier tokens of the sequence have priority, so dropping depends on the sequence
+    alone: not on the rest of the batch, the ranks, or later tokens. Each expert accepts at least one token.
     """
     ids_BSK = span.whole(ids_BTK)
     batch, num_tokens, top_k = ids_BSK.shape
@@ -116,25 +116,25 @@ def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span:
 
 
 def attach(weights: Tensor, aux_sum: Tensor, scale: float | Tensor, tokens_E: Tensor, load: Load) -> Tensor:
-    """Return the same weights; their backward sends `scale` to the auxiliary loss, and counts.
+    """Return the same weights. Their backward passes `scale` to the auxiliary loss and counts tokens.
 
     Args:
-        weights: of the chosen experts.
+        weights: weights of the chosen experts.
         aux_sum: 0-d, the auxiliary loss.
-        scale: its gradient, a number or 0-d.
+        scale: gradient of the auxiliary loss, a number or 0-d.
         tokens_E: tokens that chose each expert.
-        load: where they are counted.
+        load: receives the counts.
     """
     return _Attach.apply(weights, aux_sum, scale, tokens_E, load)
 
 
 def move_bias(bias_ppm_E: Tensor, tokens_E: Tensor, rate: float) -> None:
-    """Move the selection bias one step, in place: up where an expert had less than its even share, down where more.
+    """Update the selection bias in place: up for experts below their even share, down for experts above it.
 
     Args:
         bias_ppm_E: int64, in units of BIAS_UNIT.
         tokens_E: tokens that chose each expert in this step, over all ranks.
-        rate: of one step.
+        rate: size of one step.
     """
     surplus = tokens_E * tokens_E.numel() - tokens_E.sum()
     bias_ppm_E -= round(rate / BIAS_UNIT) * surplus.sign()
@@ -162,20 +162,21 @@ class _Attach(torch.autograd.Function):
 
 # Products with one matrix per expert, and the order of rows by expert.
 
-#: Numbers of rows up to each expert: on the device (int32), or as the host knows them.
+#: Cumulative row counts by expert, on the device (int32) or on the host.
 Ends = Tensor | Sequence[int]
-#: What torch's grouped kernel takes, by device. Others go expert by expert: float64 is refused by it everywhere, and
-#: on a GPU all but bfloat16 would be a loop inside of it, with the host waiting just the same.
+#: Dtypes that torch's grouped kernel supports, by device. Other dtypes are computed expert by expert. The kernel
+#: rejects float64 everywhere, and on a GPU it loops internally for all dtypes but bfloat16, with the same wait on the
+#: host.
 _KERNEL_TYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
-#: Compute capability from which on a GPU has the kernel, and the alignment of rows that it asks for.
+#: Least compute capability of a GPU for the kernel, and the row alignment that the kernel requires.
 _LEAST_CAPABILITY, _ALIGNMENT_BYTES = (8, 0), 16
 
 
 class ByExpert(NamedTuple):
-    """Rows in order of their expert; those of one expert in order of their tokens.
+    """Rows sorted by expert, and by token within an expert.
 
-    source_R: index of each row among the M*K pairs of token and place. place_MK: row of each pair; R where it has no
-    expert. ends_E: number of rows of all experts up to each (int32). top_k: K.
+    source_R: index of each row among the M*K pairs of token and slot. place_MK: row of each pair, or R if the pair was
+    dropped. ends_E: cumulative row counts by expert (int32). top_k: K.
     """
 
     source_R: Tensor
@@ -185,13 +186,13 @@ class ByExpert(NamedTuple):
 
 
 def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
-    """Order pairs of token and expert by expert.
+    """Sort pairs of token and expert by expert.
 
     Args:
-        ids_MK: the experts of each token.
+        ids_MK: experts of each token.
         num_experts: E.
-        drops: some ids may be `num_experts`, which is none: they get no row. The host waits for the number of rows
-            then.
+        drops: True if some ids may be `num_experts`, which marks dropped pairs. They get no row, and the host waits for
+            the number of rows.
     """
     flat = ids_MK.reshape(-1)
     sorted_ids, source = flat.sort(stable=True)
@@ -206,23 +207,23 @@ def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
 
 
 def scatter_rows(x_MD: Tensor, order: ByExpert) -> Tensor:
-    """Return each row's token, (R, D). Backward adds up a token's rows in a fixed order."""
+    """Return each row's token, (R, D). Backward sums the rows of a token in a fixed order."""
     return _ScatterRows.apply(x_MD, order)
 
 
 def combine_rows(y_RD: Tensor, weights_MK: Tensor, order: ByExpert) -> Tensor:
-    """Sum each token's rows times their weights, (M, D); what has no row counts as zero.
+    """Sum each token's rows times their weights, (M, D). Dropped pairs count as zero.
 
     Args:
         y_RD: rows, by expert.
-        weights_MK: of each token's rows.
+        weights_MK: weight of each pair.
         order: from `sort_by_expert`.
     """
     return _Combine.apply(y_RD, weights_MK.to(y_RD.dtype), order)
 
 
 def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Return x[index] for an index that is a permutation, so that backward gathers too and adds up nothing.
+    """Return x[index] for a permutation. Backward is a gather too, without a sum.
 
     Args:
         x_RD: rows.
@@ -233,7 +234,9 @@ def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
-    """How the products of all experts are made: "kernel", torch's grouped one, or "loop", expert by expert."""
+    """Return the method for the products of all experts: "kernel" (torch's grouped kernel) or "loop" (expert by
+    expert).
+    """
     if dtype not in _KERNEL_TYPES.get(device.type, ()):
         return "loop"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -243,11 +246,12 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
 
 
 def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
-    """Return what `grouped_linear` takes as `ends_E` of all these stacks: on the host where they need it there, once.
+    """Return `ends_E` for `grouped_linear` on all these stacks. If all of them use the loop, it is copied to the host
+    once.
 
     Args:
-        ends_E: number of rows up to each expert.
-        stacks: matrices for each expert.
+        ends_E: cumulative row counts by expert.
+        stacks: stacked matrices of the experts.
     """
     return ends_E.tolist() if all(_kernel_choice(weights) == "loop" for weights in stacks) else ends_E
 
@@ -258,7 +262,7 @@ def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
     Args:
         x_RD: rows, by expert.
         weights_EFD: a matrix for each expert.
-        ends_E: number of rows up to each expert, the last is R.
+        ends_E: cumulative row counts by expert; the last is R.
     """
     way = _kernel_choice(weights_EFD)
     if torch.is_autocast_enabled(x_RD.device.type):
@@ -278,7 +282,7 @@ def _kernel_choice(weights_EFD: Tensor) -> str:
 
 
 def _pairs(rows_RD: Tensor, order: ByExpert) -> Tensor:
-    """The row of each pair of token and place, (M, K, D); zeros where it has none."""
+    """Return the row of each pair of token and slot, (M, K, D), with zeros for dropped pairs."""
     num_rows, dim = rows_RD.shape
     if num_rows < order.place_MK.numel():
         rows_RD = torch.cat((rows_RD, rows_RD.new_zeros(1, dim)))
@@ -325,10 +329,10 @@ class _Permute(torch.autograd.Function):
 
 
 class _Loop(torch.autograd.Function):
-    """One product for each expert.
+    """One matrix product for each expert.
 
-    In forward also for those without rows, and each into memory of its own: selective recompute keeps products by
-    their number, and must find them unchanged.
+    Forward also runs products for experts without rows, and each product allocates its result: selective recompute
+    stores products by their order and requires them to stay unchanged.
     """
 
     @staticmethod
@@ -353,23 +357,23 @@ class _Loop(torch.autograd.Function):
         return grad_x, grad_w, None
 
 
-# A feed-forward layer of experts, in plain PyTorch: every token visits the K experts that its router chooses.
+# A feed-forward layer of experts in plain PyTorch.
 
 
 class Routing(NamedTuple):
-    """Where tokens go: ids of experts (E: nowhere), and what each expert's output is multiplied with."""
+    """Ids of the experts of each token (E for dropped pairs), and the weight of each expert's output."""
 
     ids_BTK: Tensor
     weights_BTK: Tensor
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token. Its products are made in float32 at least.
+    """Chooses the experts of each token. It computes logits in float32 at least.
 
-    bias_ppm: with balance="bias", added to the scores for choosing alone, in millionths (int64).
-    span: how sequences lie on ranks. aux_scale: gradient of the auxiliary loss, summed over tokens; None: one over the
-    tokens of the call, as suits a loss that is their mean. `TrainStep` sets it, to a 0-d tensor where only the device
-    knows it.
+    bias_ppm: with balance="bias", added to the scores for the selection only, in millionths (int64).
+    span: distribution of sequences over ranks. aux_scale: gradient of the auxiliary loss, summed over tokens. None: one
+    over the number of tokens of the call, which suits a mean loss. `TrainStep` sets it, as a 0-d tensor if only the
+    device has the value.
     """
 
     bias_ppm: Tensor | None
@@ -379,7 +383,7 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.dim))
         has_bias = spec.balance == "bias"
-        # Never on the meta device, with whose models it would be lost: it is small, and nothing says what it holds.
+        # Never on the meta device, where its values would be lost: it is small, and no initializer has a rule for it.
         bias_ppm = torch.zeros(spec.num_experts, dtype=torch.int64, device="cpu") if has_bias else None
         self.register_buffer("bias_ppm", bias_ppm)
         self.load = Load(spec.num_experts)
@@ -387,12 +391,12 @@ class Router(nn.Module):
         self.aux_scale: float | Tensor | None = None
 
     def reset_buffers(self) -> None:
-        """Set the buffers as they are before training."""
+        """Reset the buffers to their values before training."""
         if self.bias_ppm is not None:
             self.bias_ppm.zero_()
 
     def forward(self, x_BTD: Tensor) -> Routing:
-        """Choose, balance and drop."""
+        """Choose the experts, add the balancing terms, and drop tokens above the capacity."""
         spec = self.spec
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         with torch.autocast(x_BTD.device.type, enabled=False):
@@ -437,25 +441,25 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(spec.num_experts, spec.dim, spec.expert_width))
 
     def forward(self, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        """Return the weighted sum of what each token's experts give; (M, D).
+        """Return the weighted sum of the outputs of each token's experts; (M, D).
 
         Args:
             x_MD: tokens.
-            ids_MK: the experts of each; E for none.
-            weights_MK: of each expert's output.
+            ids_MK: experts of each token; E for dropped pairs.
+            weights_MK: weight of each expert's output.
         """
         order = sort_by_expert(ids_MK, self.gate_up.shape[0], self.drops)
         return combine_rows(self.run(scatter_rows(x_MD, order), order.ends_E), weights_MK, order)
 
     def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
-        """Run the experts on rows in their order; (R, D). ends_E: number of rows up to each expert."""
+        """Run the experts on rows sorted by expert; (R, D). ends_E: cumulative row counts by expert."""
         ends = host_group_ends(ends_E, self.gate_up, self.down)
         gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends).chunk(2, -1)
         return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends)
 
 
 class MoE(nn.Module):
-    """Router, experts, and where the model has them shared experts, as one layer beside them."""
+    """Router, experts and optional shared experts, which are one dense layer."""
 
     def __init__(self, spec: DecoderSpec, shared: nn.Module | None = None):
         super().__init__()
@@ -463,7 +467,7 @@ class MoE(nn.Module):
         self.experts = Experts(spec)
         self.shared = shared
 
-    # How many rows an expert has is known only when the router has chosen, and the host must know it.
+    # The number of rows of each expert depends on the router's output, and the host needs it.
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Compute the layer: (B, T, D) to (B, T, D)."""

@@ -1,4 +1,4 @@
-"""Initial weights that depend on (seed, parameter name) only: no order, no rank, no device, no global generator."""
+"""Initial weights that depend only on (seed, parameter name), not on order, rank, device or the global generator."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from weft.errors import ModelError
 from weft.models.decoder import INIT_STD
 from weft.models.experts import Experts
 
-#: Values drawn from one stream. A matrix is a row of such streams, so that a part of it can be made alone
-#: and a large one never lies in host memory as a whole.
+#: Values drawn from one stream. A matrix is a sequence of such streams, so a part of it can be made separately, and a
+#: large matrix is never in host memory as a whole.
 _BLOCK = 2**22
 
-#: Norms whose statistics are of the samples at hand.
-#: The base of all batch norms of torch, lazy and synchronized ones included.
+#: The base of all batch norms of torch, including lazy and synchronized ones. Their statistics come from the batch.
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d.__bases__[0],)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 
@@ -26,18 +25,18 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Fill every parameter of `module` in place.
 
-    Matrices are normal with the owning module's `init_std` (0.02 where it has none; of stacked experts only `down`
-    follows it, for it alone ends a branch), norm weights 1, biases 0. A tied weight is filled once, under its first
-    name. Modules that have buffers reset them.
+    Matrices are normal with the owning module's `init_std`, or 0.02 without one. Of stacked experts only `down` uses
+    `init_std`, because only `down` ends a residual branch. Norm weights are 1 and biases 0. A tied weight is filled
+    once, under its first name. Modules with buffers reset them.
 
     Args:
-        module: the whole model, or a part of it.
-        seed: of the weights, with each parameter's name in the whole model.
-        prefix: path of `module` in the whole model, such as "blocks.3."; with it a part gets the very weights it has in
-            the whole.
+        module: the full model or a part of it.
+        seed: seed of the weights, combined with each parameter's name in the full model.
+        prefix: path of `module` in the full model, such as "blocks.3.". With it a part gets the same weights as in the
+            full model.
 
     Raises:
-        ModelError: for a parameter on the meta device, or one whose kind is not known.
+        ModelError: for a parameter on the meta device, or one of an unknown kind.
     """
     filled: set[Tensor] = set()
     for path, owner in module.named_modules():
@@ -52,13 +51,13 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
 
 def initialise_parameter(whole: Tensor, full_name: str, owner: nn.Module, seed: int) -> None:
-    """Fill one parameter of `owner` as `initialise` does, in place.
+    """Fill one parameter of `owner` in place, as `initialise` does.
 
     Args:
-        whole: any tensor of the whole parameter's shape.
-        full_name: of the parameter in the whole model.
+        whole: any tensor of the full parameter's shape.
+        full_name: name of the parameter in the full model.
         owner: the module that has it.
-        seed: of the weights.
+        seed: seed of the weights.
     """
     _fill(whole, full_name, owner, full_name.rpartition(".")[2], seed)
 
@@ -94,19 +93,19 @@ def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: 
 
 
 def normal_values(seed: int, name: str, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Standard normal float32 values of a parameter, as (offset, block) pairs in order."""
+    """Yield standard normal float32 values of a parameter, as (offset, block) pairs in order."""
     for start, size, stream in _streams(seed, name, count):
         yield start, torch.from_numpy(stream.standard_normal(size, dtype=np.float32))
 
 
 def uniform_values(seed: int, name: str, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Float32 values between 0 and 1 of a parameter, as (offset, block) pairs in order."""
+    """Yield uniform float32 values in [0, 1) of a parameter, as (offset, block) pairs in order."""
     for start, size, stream in _streams(seed, name, count):
         yield start, torch.from_numpy(stream.random(size, dtype=np.float32))
 
 
 def _streams(seed: int, name: str, count: int) -> Iterator[tuple[int, int, np.random.Generator]]:
-    """(Offset, size, generator) of each block of a parameter.
+    """Yield (offset, size, generator) for each block of a parameter.
 
     numpy's generator is used because its bits are the same on every kind of CPU; torch's are not.
     """

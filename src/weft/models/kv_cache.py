@@ -1,4 +1,4 @@
-"""Keys and values of the tokens a decoder has read, so that sampling computes only the new token.
+"""Keys and values of earlier tokens, so that sampling computes only the new token.
 
 B sequences, S tokens, K key-value heads, C width of one head.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one layer; room for `max_tokens` tokens is taken at the first use."""
+    """Keys and values of one layer. Memory for `max_tokens` tokens is allocated on first use."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
@@ -19,7 +19,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns all keys and values so far, each (B, K, S, C)."""
+        """Append new tokens and return all keys and values so far, each (B, K, S, C)."""
         if self._keys is None or self._values is None:
             batch, heads, _, width = k_BKTC.shape
             self._keys = k_BKTC.new_empty(batch, heads, self.max_tokens, width)
@@ -40,5 +40,5 @@ class Cache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Number of tokens in the cache."""
         return self.layers[0].num_tokens

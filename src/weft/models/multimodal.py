@@ -1,6 +1,6 @@
-"""Encoders of pictures, recordings and texts: transformer blocks over patches, frames or tokens.
+"""Encoders of images, audio and text: transformer blocks over patches, frames or tokens.
 
-Letters: N pictures or recordings, S pixels to a side, M mel bands, F frames, T tokens, D width.
+Letters: N images or recordings, S pixels per side, M mel bands, F frames, T tokens, D width.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft.errors import ModelError, did_you_mean
 from weft.models.decoder import INIT_STD, Decoder
 from weft.models.speech import SpeechBlock, SpeechStem
 
-#: Tokens of the encoder of sound, of 40 ms each, that become one of the text.
+#: Tokens of the audio encoder, of 40 ms each, that become one token of the text.
 SOUNDS_JOINED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """Width, blocks and heads; the layers inside of a block are 4 times as wide."""
+    """Width, blocks and heads. The feed-forward layers are 4 times as wide."""
 
     dim: int
     num_layers: int
@@ -30,7 +30,7 @@ class TowerShape:
 
 
 class Tower(nn.Module):
-    """Blocks behind one another, and a norm. Each token looks at all tokens of its own."""
+    """Transformer blocks and a final norm. Each token attends to all tokens of its sample."""
 
     def __init__(self, shape: TowerShape, dropout: float):
         super().__init__()
@@ -38,20 +38,20 @@ class Tower(nn.Module):
         self.norm = nn.LayerNorm(shape.dim)
 
     def through(self, x_NTD: Tensor, own_NT: Tensor) -> Tensor:
-        """Return states (N, T, D). own_NT: which tokens are no filling, bool."""
+        """Return states (N, T, D). own_NT: bool, False for padding."""
         for block in self.blocks:
             x_NTD = block(x_NTD, own_NT)
         return self.norm(x_NTD)
 
 
 class PictureTower(Tower):
-    """Reads pictures as squares of pixels (ViT: Dosovitskiy et al. 2020, arXiv 2010.11929).
+    """Image encoder over patches (ViT: Dosovitskiy et al. 2020, arXiv 2010.11929).
 
     Args:
         shape: width, blocks, heads.
-        side: pixels to a side of a picture.
-        grid: patches to a side.
-        dropout: rate behind each part of a block.
+        side: pixels per side of an image.
+        grid: patches per side.
+        dropout: dropout rate after each part of a block.
     """
 
     def __init__(self, shape: TowerShape, side: int, grid: int, dropout: float):
@@ -60,19 +60,19 @@ class PictureTower(Tower):
         self.places = nn.Embedding(grid * grid, shape.dim)
 
     def forward(self, pixels_N3SS: Tensor) -> Tensor:
-        """(N, 3, S, S) to (N, T, D), row by row."""
+        """Encode (N, 3, S, S) as (N, T, D), row by row."""
         x_NTD = self.patches(pixels_N3SS).flatten(2).transpose(1, 2)
         x_NTD = x_NTD + self.places(torch.arange(x_NTD.shape[1], device=x_NTD.device))
         return self.through(x_NTD, torch.ones(x_NTD.shape[:2], dtype=torch.bool, device=x_NTD.device))
 
 
 class SoundTower(Tower):
-    """Reads log-mel bands.
+    """Audio encoder over log-mel bands.
 
     Args:
         shape: width, blocks, heads.
-        mels: bands.
-        dropout: rate behind each part of a block.
+        mels: number of bands.
+        dropout: dropout rate after each part of a block.
     """
 
     def __init__(self, shape: TowerShape, mels: int, dropout: float):
@@ -80,20 +80,20 @@ class SoundTower(Tower):
         self.stem = SpeechStem(mels, shape.dim)
 
     def forward(self, features_NMF: Tensor, frames_N: Tensor) -> Tensor:
-        """(N, M, F) to (N, T, D), 0 behind the end of a recording. frames_N: of each."""
+        """Encode (N, M, F) as (N, T, D), with 0 after the end of a recording. frames_N: frames of each recording."""
         places = torch.arange(encoder_tokens(features_NMF.shape[-1]), device=frames_N.device)
         own_NT = places < encoder_tokens(frames_N)[:, None]
         return self.through(self.stem(features_NMF, frames_N), own_NT) * own_NT[..., None]
 
 
 class TextTower(Tower):
-    """Reads texts both ways.
+    """Text encoder with bidirectional attention.
 
     Args:
         shape: width, blocks, heads.
-        vocab_size: ids.
-        most_tokens: of a text.
-        dropout: rate behind each part of a block.
+        vocab_size: size of the vocabulary.
+        most_tokens: maximum number of tokens of a text.
+        dropout: dropout rate after each part of a block.
     """
 
     def __init__(self, shape: TowerShape, vocab_size: int, most_tokens: int, dropout: float):
@@ -102,35 +102,35 @@ class TextTower(Tower):
         self.places = nn.Embedding(most_tokens, shape.dim)
 
     def forward(self, input_ids_NT: Tensor, lengths_N: Tensor) -> Tensor:
-        """(N, T) to (N, T, D), 0 behind the end of a text. lengths_N: of each."""
+        """Encode (N, T) as (N, T, D), with 0 after the end of a text. lengths_N: tokens of each text."""
         places = torch.arange(input_ids_NT.shape[1], device=input_ids_NT.device)
         own_NT = places < lengths_N[:, None]
         return self.through(self.embed(input_ids_NT) + self.places(places), own_NT) * own_NT[..., None]
 
 
 def sound_tokens(frames: Any) -> Any:
-    """Return how many tokens of the text a recording of some frames takes."""
+    """Return the number of text tokens that a recording of `frames` frames becomes."""
     return -(-encoder_tokens(frames) // SOUNDS_JOINED)
 
 
 def encoder_tokens(frames: Any) -> Any:
-    """Return how many tokens the encoder makes of some frames: its two convolutions halve them."""
+    """Return the number of encoder tokens of `frames` frames. Each of the two convolutions halves it."""
     return (frames + 3) // 4
 
 
-# A decoder that reads pictures and sound among its tokens, as LLaVA does (arXiv 2304.08485).
+# A decoder that reads images and audio among its tokens, as LLaVA does (arXiv 2304.08485).
 
-#: Patches to a side of the square that becomes one token of the text.
+#: Patches per side of the square that becomes one token of the text.
 PATCHES_JOINED = 2
 
 
 class MediaDecoder(nn.Module):
-    """Writes text after pictures, sound and text.
+    """Decoder that generates text from images, audio and text.
 
     Args:
         text: the decoder.
-        vision: encoder of pictures.
-        sound: encoder of recordings; None: the model hears nothing.
+        vision: image encoder.
+        sound: audio encoder; None: the model has no audio input.
     """
 
     def __init__(self, text: Decoder, vision: PictureTower, sound: SoundTower | None):
@@ -154,13 +154,13 @@ class MediaDecoder(nn.Module):
 
         Args:
             input_ids: (B, T).
-            media_index: the row that stands in place of a token, counted over the rows of all pictures and then of all
-                recordings; -1: the token itself. (B, T)
-            pixels: (N, 3, S, S); None: `vision_states` are given.
-            features: of recordings, (A, M, F).
-            frames: of each recording, (A).
-            vision_states: what the encoder of pictures gave, (N, patches, width).
-            sound_states: what the encoder of recordings gave, (A, frames / 4, width).
+            media_index: (B, T), index of the feature row that replaces each token, counted over the rows of all images
+                and then of all recordings; -1 keeps the token.
+            pixels: (N, 3, S, S), or None if `vision_states` is passed.
+            features: features of recordings, (A, M, F).
+            frames: frames of each recording, (A).
+            vision_states: output of the image encoder, (N, patches, width).
+            sound_states: output of the audio encoder, (A, frames / 4, width).
         """
         rows = [_squares(self.vision(pixels) if vision_states is None else vision_states, self.join_vision)]
         if self.sound is not None:
@@ -169,36 +169,36 @@ class MediaDecoder(nn.Module):
         return self.text(input_ids, features_ND=torch.cat(rows), feature_index_BT=media_index)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the layer that makes the logits, under the name that transformers asks for it."""
+        """Return the output layer, under the method name that transformers uses."""
         return self.text.head
 
 
 def _squares(states_NTD: Tensor, join: nn.Linear) -> Tensor:
-    """Rows of pictures, (N * P, D): of squares of patches."""
+    """Return one row for each square of patches, (N * P, D)."""
     grid = round(states_NTD.shape[1] ** 0.5)
     x = states_NTD.unflatten(1, (grid // PATCHES_JOINED, PATCHES_JOINED, grid // PATCHES_JOINED, PATCHES_JOINED))
     return join(x.transpose(2, 3).flatten(3).flatten(1, 2).flatten(2)).flatten(0, 1)
 
 
 def _neighbours(states_ATD: Tensor, join: nn.Linear | None) -> Tensor:
-    """Rows of recordings, (A * Q, D): of tokens that follow one another."""
+    """Return one row for each group of consecutive audio tokens, (A * Q, D)."""
     assert join is not None
     odd = -states_ATD.shape[1] % SOUNDS_JOINED
     filled = nn.functional.pad(states_ATD, (0, 0, 0, odd))
     return join(filled.unflatten(1, (-1, SOUNDS_JOINED)).flatten(2)).flatten(0, 1)
 
 
-# Two encoders side by side, whose vectors are near where picture or sound and text belong together.
+# A pair of encoders, trained to give similar vectors for an image or recording and its text.
 
 
 class MediaPairs(nn.Module):
-    """Gives a vector of a picture or a recording, and one of a text.
+    """Dual encoder that returns a vector of an image or a recording, and one of a text.
 
     Args:
-        text: encoder of texts.
-        vision: encoder of pictures.
-        sound: encoder of recordings; None: the model hears nothing.
-        width: of the vectors.
+        text: text encoder.
+        vision: image encoder.
+        sound: audio encoder; None: the model has no audio input.
+        width: width of the vectors.
     """
 
     def __init__(self, text: TextTower, vision: PictureTower, sound: SoundTower | None, width: int):
@@ -224,17 +224,18 @@ class MediaPairs(nn.Module):
         vision_states: Tensor | None = None,
         sound_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return vectors of pictures or recordings, and of texts: (B, W) each.
+        """Return vectors of images or recordings, and of texts, (B, W) each.
 
         Args:
             input_ids: texts, (B, T).
-            lengths: tokens of each, (B).
-            media_index: number of each sample's picture, or of pictures and its recording, (B).
-            pixels: (N, 3, S, S); None: `vision_states` are given.
-            features: of recordings, (A, M, F).
-            frames: of each recording, (A).
-            vision_states: what the encoder of pictures gave, (N, patches, width).
-            sound_states: what the encoder of recordings gave, (A, frames / 4, width).
+            lengths: tokens of each text, (B).
+            media_index: index of each sample's image or recording, counted over all images and then all recordings,
+                (B).
+            pixels: (N, 3, S, S), or None if `vision_states` is passed.
+            features: features of recordings, (A, M, F).
+            frames: frames of each recording, (A).
+            vision_states: output of the image encoder, (N, patches, width).
+            sound_states: output of the audio encoder, (A, frames / 4, width).
         """
         seen = self.vision(pixels) if vision_states is None else vision_states
         found = [self.to_vectors["vision"](seen.mean(1))]
@@ -245,14 +246,18 @@ class MediaPairs(nn.Module):
         return torch.cat(found)[media_index], self.to_vectors["text"](texts)
 
 
-# Models of pictures, sound and text by name.
+# Models of images, audio and text by name.
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
 class MultimodalShape:
-    """tower: of each encoder. num_layers, ffn_dim: of the decoder, as wide as they are. hears: whether it has sound."""
+    """Shape of a multimodal model.
+
+    tower: shape of each encoder. num_layers, ffn_dim: shape of the decoder, which has the encoders' width. hears: True
+    if the model has an audio input.
+    """
 
     tower: TowerShape
     num_layers: int
@@ -260,7 +265,7 @@ class MultimodalShape:
     hears: bool
 
 
-#: All names that `build_media_decoder` and `build_media_pairs` know.
+#: All model names of `build_media_decoder` and `build_media_pairs`.
 MULTIMODAL_MODELS = {
     "vlm-tiny": MultimodalShape(TowerShape(128, 4, 4), 4, 352, hears=False),
     "omni-tiny": MultimodalShape(TowerShape(128, 4, 4), 4, 352, hears=True),
@@ -269,9 +274,10 @@ MULTIMODAL_MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """What a model reads. vocab_size: ids of its text. most_tokens: of a sample. side: pixels to a side of a picture.
+    """Sizes of a model's inputs.
 
-    grid: patches to a side. mels: bands of pitch. dropout: rate within the encoders.
+    vocab_size: size of the text vocabulary. most_tokens: maximum number of tokens of a sample. side: pixels per side of
+    an image. grid: patches per side. mels: number of mel bands. dropout: dropout rate within the encoders.
     """
 
     vocab_size: int
@@ -283,14 +289,14 @@ class ModelInputs:
 
 
 def build_media_decoder(name: str, inputs: ModelInputs) -> MediaDecoder:
-    """Build a model that writes text, with new weights from torch's generator.
+    """Build a model that generates text, with new weights from torch's generator.
 
     Args:
         name: one of `MULTIMODAL_MODELS`.
-        inputs: what it reads.
+        inputs: sizes of its inputs.
 
     Raises:
-        ModelError: for a name that is not known, and a side that patches do not divide.
+        ModelError: if the name is unknown or the grid does not fit the side.
     """
     shape = _shape(name, inputs)
     tower = shape.tower
@@ -303,15 +309,15 @@ def build_media_decoder(name: str, inputs: ModelInputs) -> MediaDecoder:
 
 
 def build_media_pairs(name: str, inputs: ModelInputs, width: int = 128) -> MediaPairs:
-    """Build a model that compares pictures or sound with texts, with new weights from torch's generator.
+    """Build a dual encoder for images or audio and text, with new weights from torch's generator.
 
     Args:
         name: one of `MULTIMODAL_MODELS`.
-        inputs: what it reads.
-        width: of the vectors.
+        inputs: sizes of its inputs.
+        width: width of the vectors.
 
     Raises:
-        ModelError: for a name that is not known, and a side that patches do not divide.
+        ModelError: if the name is unknown or the grid does not fit the side.
     """
     shape = _shape(name, inputs)
     text = TextTower(shape.tower, inputs.vocab_size, inputs.most_tokens, inputs.dropout)
@@ -319,10 +325,10 @@ def build_media_pairs(name: str, inputs: ModelInputs, width: int = 128) -> Media
 
 
 def hears(name: str) -> bool:
-    """Return whether a model of a name reads sound.
+    """Return True if the named model has an audio input.
 
     Raises:
-        ModelError: for a name that is not known.
+        ModelError: if the name is unknown.
     """
     return _named(name).hears
 
@@ -350,7 +356,7 @@ def _towers(shape: MultimodalShape, inputs: ModelInputs) -> tuple[PictureTower, 
 
 
 def _begun(model: Model) -> Model:
-    """Tables as small as the rest of what is added to them."""
+    """Initialize embeddings at the scale of the values that are added to them."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INIT_STD)

@@ -17,9 +17,9 @@ from weft.models.adapters import Adapted, AdapterKind, adapt_layers, adapted, ch
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-#: What this format calls the parameters of a layer, by our names.
+#: Names of a layer's parameters in peft's format, by Weft's names.
 _SUFFIXES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-#: Settings of other adapters than these, which change what a layer computes.
+#: Settings of unsupported adapters that change the layer's computation.
 _UNKNOWN = (
     "alpha_pattern", "rank_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
     "target_parameters", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
@@ -29,16 +29,16 @@ _UNKNOWN = (
 def save_adapter(
     model: nn.Module, folder: str | Path, tensors: Mapping[str, Tensor] | None = None, *, base: str | None = None
 ) -> None:
-    """Write a model's adapter as peft does. On one process; of a parallelized model give its whole tensors.
+    """Write a model's adapter in peft's format. Call it on one process. Pass the full tensors of a parallelized model.
 
     Args:
-        model: with an adapter.
-        folder: made where it is not there; files of an adapter in it are replaced.
-        tensors: whole, by the model's names, such as `run.full_state_dict(model)`; None: the model's own.
-        base: name or folder of the model without the adapter, for those who load it.
+        model: a model with an adapter.
+        folder: created if missing. Existing adapter files are replaced.
+        tensors: full tensors by the model's names, as returned by `run.full_state_dict(model)`. None: the model's own.
+        base: name or folder of the model without the adapter, stored for readers of the files.
 
     Raises:
-        ModelError: where the model has no adapter, or trains other parameters too.
+        ModelError: if the model has no adapter or also trains other parameters.
     """
     found = dict(model.named_parameters()) if tensors is None else tensors
     record = _expected(model)
@@ -64,17 +64,17 @@ def write_adapter(
     """Write an adapter in peft's format without its model.
 
     Args:
-        record: what `adapted` gives of the model.
-        folder: as `save_adapter` takes it.
-        tensors: whole, by the model's names; those of the base are left out.
-        base: as `save_adapter` takes it.
-        task_type: what peft calls the model's task.
+        record: the record that `adapted` returns for the model.
+        folder: see `save_adapter`.
+        tensors: full tensors by the model's names. Tensors of the base model are ignored.
+        base: see `save_adapter`.
+        task_type: peft's name of the model's task.
     """
     wanted = {f"{path}.{name}": f"{_PREFIX}{path}.{_SUFFIXES[name]}" for path, name in record.params()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     whole = {theirs: tensors[ours].detach().cpu().contiguous() for ours, theirs in wanted.items()}
-    # Both are written beside the old ones first: a folder never holds half of each.
+    # Write both new files before replacing the old ones.
     save_file(whole, folder / f"{TENSORS_FILE}.new", {"format": "pt"})
     (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(_config(record, base, task_type), indent=2) + "\n")
     for name in (TENSORS_FILE, CONFIG_FILE):
@@ -82,18 +82,19 @@ def write_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Give a model the adapter that peft or `save_adapter` wrote, in place, as `add_adapter` does.
+    """Load an adapter written by peft or `save_adapter` into a model in place. It adds the adapter as `add_adapter`
+    does.
 
     Args:
-        model: the base that the adapter was trained on, whole on this process and not parallelized.
-        folder: with adapter_config.json and adapter_model.safetensors.
+        model: the base model of the adapter, unsharded on this process and not parallelized.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Returns:
         The same model.
 
     Raises:
-        CheckpointError: for files that are missing or damaged, and for an adapter of another model or kind.
-        ModelError: as `add_adapter` raises it.
+        CheckpointError: if files are missing or damaged, or if the adapter is of another model or kind.
+        ModelError: see `add_adapter`.
     """
     folder = Path(folder)
     config, tensors = _read(folder)
@@ -182,7 +183,7 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _names_in(folder: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """(Path of the layer, our name of the parameter) of each tensor."""
+    """Yield (layer path, Weft's parameter name) for each tensor."""
     for full in tensors:
         found = next((name for name, suffix in _SUFFIXES.items() if full.endswith(f".{suffix}")), None)
         if found is None or not full.startswith(_PREFIX):

@@ -1,4 +1,4 @@
-"""Private names of torch in models/, each with what it is for. Read in torch 2.11 and 2.13."""
+"""Private names of torch that models/ uses, each with its purpose. Checked against torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Attention's kernels with their log-sum-exp, of one document at a time. F.scaled_dot_product_attention keeps that to
-#: itself.
+#: Flash attention kernels on CPU, for one document at a time. Unlike F.scaled_dot_product_attention they return the
+#: log-sum-exp.
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -17,15 +17,15 @@ CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 class KeepsTies(nn.Module):
     """A module whose tied weights stay tied when it leaves the meta device.
 
-    torch then replaces each module's parameters one by one, which parts a pair; `to` and `to_empty` have no hook.
+    torch then replaces each module's parameters one by one, which unties them; `to` and `to_empty` have no hook.
     """
 
     def is_tied(self) -> bool:
-        """Whether there is a pair now."""
+        """Return True if the weights are tied now."""
         raise NotImplementedError
 
     def tie(self) -> None:
-        """Make one weight of the pair."""
+        """Tie the weights."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:

@@ -1,12 +1,12 @@
-"""Formats of a frozen base: int8 and NF4, in blocks of 64 weights of one row that have one scale.
+"""Quantized formats of frozen base weights: int8 and NF4, in blocks of 64 weights of one row with one scale each.
 
-A packed weight is one matrix of bytes, (F, blocks * bytes of a block): each block is its codes, then its scale as the
-bytes of a float32. So a part of a weight along either dim is a part of the bytes, and takes its scales along; and bytes
-are never rounded to a plan's precision. A last block of fewer weights is filled with zeros.
+A packed weight is one uint8 matrix, (F, blocks * bytes per block). Each block is its codes, followed by the bytes of
+its float32 scale. So a shard of a weight along either dim is a shard of the bytes, including its scales, and the bytes
+are never cast to a plan's precision. An incomplete last block is padded with zeros.
 
-Method: Dettmers et al. 2023, arXiv 2305.14314 (QLoRA: NF4 in blocks of 64; its scales are not quantised again here).
+Method: Dettmers et al. 2023, arXiv 2305.14314 (QLoRA: NF4 in blocks of 64; the scales are not quantized again here).
 
-F features that come out, D features that go in, N blocks of a row.
+F output features, D input features, N blocks of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.private_torch import Function
 
 #: Weights that share a scale.
 BLOCK = 64
-#: Elements that are unpacked at once: what that needs beside the result stays small.
+#: Elements to unpack per chunk, to keep temporary memory small.
 _AT_ONCE = 2**23
 
 #: Quantiles of the normal distribution on both sides of an exact zero, scaled to 1: appendix E of the paper.
@@ -39,23 +39,25 @@ NF4_CODES = (
 
 @dataclass(frozen=True, slots=True)
 class BaseFormat:
-    """One way to keep frozen weights. name: "int8" or "nf4". code_bytes: of the codes of one block."""
+    """A format of frozen weights. name: "int8" or "nf4". code_bytes: bytes of the codes of one block."""
 
     name: str
     code_bytes: int
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block with its scale."""
+        """Bytes of one block, including its scale."""
         return self.code_bytes + 4
 
     def row_bytes(self, width: int) -> int:
-        """Return the bytes of a row of so many weights."""
+        """Return the bytes of a row of `width` weights."""
         return -(-width // BLOCK) * self.block_bytes
 
     @torch.no_grad()
     def pack(self, weight_FD: Tensor) -> Tensor:
-        """Return a weight's bytes, uint8; each block is rounded by itself, so parts give parts of the same bytes."""
+        """Return a weight's packed bytes, uint8. Blocks are rounded independently, so shards give shards of the same
+        bytes.
+        """
         rows, width = weight_FD.shape
         if weight_FD.is_meta:
             return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device="meta")
@@ -64,7 +66,7 @@ class BaseFormat:
         most = blocks.abs().amax(2, keepdim=True)
         if self.name == "int8":
             scale = most / 127
-            # What rounding makes of the largest quotient may lie above 127.
+            # Rounding can put the largest quotient above 127.
             codes = (blocks / scale.where(scale > 0, 1.0)).round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
         else:
             scale, table = most, torch.tensor(NF4_CODES, device=most.device)
@@ -74,12 +76,13 @@ class BaseFormat:
 
     @torch.no_grad()
     def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return the weights that bytes stand for, (F, width).
+        """Return the unpacked weights, (F, width).
 
         Args:
-            packed: rows of whole blocks.
-            width: weights in a row.
-            dtype: of the result; the product of code and scale is made in float32, or in float64 for that.
+            packed: rows of complete blocks.
+            width: weights per row.
+            dtype: dtype of the result. The product of code and scale is computed in float32, or in float64 if `dtype`
+                is that.
         """
         rows = packed.shape[0]
         out = torch.empty(rows, width, dtype=dtype, device=packed.device)
@@ -104,19 +107,19 @@ class BaseFormat:
 BASE_FORMATS = {one.name: one for one in (BaseFormat("int8", BLOCK), BaseFormat("nf4", BLOCK // 2))}
 
 
-# Linear layers whose frozen weight is kept as bytes, and unpacked in each product.
+# Linear layers that store their frozen weight packed and unpack it in each product.
 
 
 class PackedLinear(nn.Module):
-    """Base of the classes that layers with packed weights are given; beside it stands their own."""
+    """Base of the classes of packed layers. Each such class also inherits from the layer's own class."""
 
-    #: For `structure.layers.is_linear`: the layer is what it was without this class.
+    #: `inspect.layers.is_linear` ignores this class when it looks up the layer's own forward.
     is_adapter = True
 
     weight: nn.Parameter
     in_features: int
     _weft_format: BaseFormat
-    #: Of the weight before it was packed.
+    #: The dtype of the weight before it was packed.
     _weft_stored: torch.dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,18 +127,18 @@ class PackedLinear(nn.Module):
         return self.times_weight(x, layers.bias_of(self))
 
     def times_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with the unpacked weight, which lives no longer than that."""
+        """Multiply with the unpacked weight, which is freed after the product."""
         product: Tensor = _PackedProduct.apply(x, self.weight, self._weft_format, self._width)
         return product if bias is None else product + bias
 
     def unpacked_weight(self) -> Tensor:
-        """Return the weight that the bytes stand for, (F, D), in float32 or what it was stored in above that."""
+        """Return the unpacked weight, (F, D), in the dtype from before packing, but at least in float32."""
         kind = torch.promote_types(self._weft_stored, torch.float32)
         return self._weft_format.unpack(self.weight.detach(), self._width, kind)
 
     @property
     def _width(self) -> int:
-        """Inputs of what is here: of a layer cut by rows some blocks."""
+        """Number of inputs on this rank. A row-parallel layer has some of the blocks."""
         return min(self.in_features, self.weight.shape[1] // self._weft_format.block_bytes * 64)
 
 
@@ -154,18 +157,18 @@ class _PackedProduct(Function):
 
 @torch.no_grad()
 def pack_layers(model: nn.Module, chosen: Mapping[str, nn.Module], base: str) -> dict[str, int]:
-    """Keep the weights of linear layers as bytes, in place.
+    """Pack the weights of linear layers in place.
 
     Args:
-        model: whose layers they are.
+        model: the model of the layers.
         chosen: layers by path.
         base: "int8" or "nf4".
 
     Returns:
-        The inputs of each layer, by path.
+        The number of inputs of each layer, by path.
 
     Raises:
-        ModelError: for another format, and for a layer that keeps its weight transposed.
+        ModelError: if the format is unknown, or if a layer stores its weight transposed.
     """
     if base not in BASE_FORMATS:
         raise ModelError(f"base={base}: a base is kept as stored, int8 or nf4. Use base=nf4.")
@@ -186,12 +189,12 @@ def pack_layers(model: nn.Module, chosen: Mapping[str, nn.Module], base: str) ->
 
 @torch.no_grad()
 def unpack_layer(layer: nn.Module) -> None:
-    """Give a packed layer a weight again, in place: what its bytes stand for, in the format that was stored."""
+    """Replace the packed weight of a layer by its unpacked values in place, in the dtype from before packing."""
     assert isinstance(layer, PackedLinear)
     layer.weight = nn.Parameter(layer.unpacked_weight().to(layer._weft_stored), requires_grad=False)
 
 
 def leave_packed(layer: nn.Module) -> None:
-    """Give a layer that `unpack_layer` unpacked, and that nothing stands in front of any more, its own class back."""
+    """Restore the class of a layer after `unpack_layer`, if no later class replacement is in front of it."""
     del layer._weft_format, layer._weft_stored
     revert(layer, PackedLinear)

@@ -32,17 +32,17 @@ def generate(
 
     Args:
         model: on any device.
-        prompt_ids: at least one.
-        max_tokens: at most this many follow.
-        temperature: 0 takes the likeliest token each time.
-        top_k: sample among the k likeliest only; None: among all.
+        prompt_ids: at least one id.
+        max_tokens: maximum number of new tokens.
+        temperature: 0 always takes the most likely token.
+        top_k: sample among the k most likely tokens only; None: among all.
         seed: the same seed gives the same ids on any device, as far as the logits agree.
-        stop_ids: any of them ends the text.
-        num_ids: ids from here on are never taken, for a vocabulary larger than the tokenizer's; None: all may be.
-        use_cache: False computes the whole text again for each token.
+        stop_ids: ids that end the text.
+        num_ids: ids from here on are never sampled, for a vocabulary larger than the tokenizer's; None: all may be.
+        use_cache: False recomputes the full text for each token.
 
     Raises:
-        ModelError: for an empty prompt, an id outside the vocabulary, or a text longer than the model can read.
+        ModelError: if the prompt is empty, an id is outside the vocabulary, or the text exceeds the model's limit.
     """
     _check(model, prompt_ids, max_tokens, temperature, top_k)
     device = model.embed.weight.device

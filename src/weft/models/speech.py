@@ -1,8 +1,7 @@
 """An encoder of log-mel bands: convolutions over time, then transformer blocks, as in Whisper (arXiv 2212.04356).
 
-What lies behind the end of a recording is hidden everywhere, so its numbers do not depend on how far the batch is
-filled up. Letters: B batch, M mel bands, S frames, T frames after the convolutions, D width, N heads, H head width,
-K classes.
+Frames after the end of a recording are masked everywhere, so the results do not depend on the padding of the batch.
+Letters: B batch, M mel bands, S frames, T frames after the convolutions, D width, N heads, H head width, K classes.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from weft.errors import ModelError, did_you_mean
 
 #: Each of the two convolutions halves the number of frames.
 _STRIDE = 2
-#: Positions, of 40 ms, that tell one where it stands.
+#: Kernel width of the positional convolution, in positions of 40 ms.
 _AROUND = 31
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechShape:
-    """Width, blocks and heads of an encoder; the layers inside of a block are 4 times as wide."""
+    """Width, blocks and heads of an encoder. The feed-forward layers are 4 times as wide."""
 
     dim: int
     num_layers: int
     num_heads: int
 
 
-#: All names that `build_speech_model` knows.
+#: All model names of `build_speech_model`.
 SPEECH_MODELS = {"speech-tiny": SpeechShape(144, 4, 4)}
 
 
 class SpeechAttention(nn.Module):
-    """Each frame looks at all frames of its recording."""
+    """Attention over all frames of a recording."""
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
@@ -45,7 +44,7 @@ class SpeechAttention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x_BTD: Tensor, heard_BT: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D). heard_BT: whether a frame belongs to its recording."""
+        """Attend; (B, T, D) to (B, T, D). heard_BT: True if a frame belongs to its recording."""
         q, k, v = (
             layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -55,12 +54,12 @@ class SpeechAttention(nn.Module):
 
 
 class SpeechBlock(nn.Module):
-    """Attention, then two layers, each behind a norm and added to what came in.
+    """Attention and a feed-forward layer, each after a norm and added to its input.
 
     Args:
         dim: width.
-        num_heads: of attention.
-        dropout: rate behind each part.
+        num_heads: number of attention heads.
+        dropout: dropout rate after each part.
     """
 
     def __init__(self, dim: int, num_heads: int, dropout: float):
@@ -71,18 +70,20 @@ class SpeechBlock(nn.Module):
         self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, heard_BT: Tensor) -> Tensor:
-        """Return (B, T, D) of (B, T, D). heard_BT: whether a frame belongs to its recording."""
+        """Return (B, T, D) of (B, T, D). heard_BT: True if a frame belongs to its recording."""
         x_BTD = x_BTD + self.dropout1(self.attention(self.norm1(x_BTD), heard_BT))
         return x_BTD + self.dropout2(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
 
 
 class SpeechStem(nn.Module):
-    """Two convolutions, each of which halves the number of frames, and one that tells places apart by what is around.
+    """Two convolutions that each halve the number of frames, and a depthwise convolution that encodes relative
+    positions.
 
-    So a word sounds the same to the blocks wherever it stands in a recording (as in wav2vec 2.0, arXiv 2006.11477).
+    With relative positions, the blocks get the same input for the same sound at any time (wav2vec 2.0, arXiv
+    2006.11477).
 
     Args:
-        mels: bands.
+        mels: number of bands.
         dim: width.
     """
 
@@ -94,7 +95,8 @@ class SpeechStem(nn.Module):
 
     def forward(self, features_BMS: Tensor, frames_B: Tensor) -> Tensor:
         """Return (B, T, D) of bands (B, M, S). frames_B: frames of each recording."""
-        # What a band has throughout a recording, such as hiss or a dull microphone, says nothing of the words in it.
+        # Subtract the mean of each band over the recording: constant noise or a dull microphone is not part of the
+        # speech.
         heard_B1S = _heard(frames_B, features_BMS.shape[-1])[:, None]
         x_BDT = features_BMS - (features_BMS * heard_B1S).sum(-1, keepdim=True) / frames_B[:, None, None]
         for conv in (self.conv1, self.conv2):
@@ -105,13 +107,13 @@ class SpeechStem(nn.Module):
 
 
 class SpeechEncoder(nn.Module):
-    """Names what a recording is.
+    """Classifier of recordings.
 
     Args:
         shape: width, blocks, heads.
-        num_classes: outputs.
-        mels: bands of the features.
-        dropout: rate behind each part of a block.
+        num_classes: number of outputs.
+        mels: number of bands of the features.
+        dropout: dropout rate after each part of a block.
     """
 
     def __init__(self, shape: SpeechShape, num_classes: int, mels: int, dropout: float = 0.1):
@@ -122,10 +124,10 @@ class SpeechEncoder(nn.Module):
         self.head = nn.Linear(shape.dim, num_classes)
 
     def forward(self, features: Tensor, frames: Tensor | None = None) -> Tensor:
-        """Features (B, M, S) and the frames of each recording (B), by default all, to logits (B, K)."""
+        """Return logits (B, K) of features (B, M, S). frames: frames of each recording, (B), by default all."""
         if frames is None:
             frames = torch.full(features.shape[:1], features.shape[-1], device=features.device)
-        # From the inputs alone, which every stage of a pipeline has.
+        # Computed from the inputs alone, which every pipeline stage has.
         left_B = _halved(_halved(frames))
         heard_BT = _heard(left_B, _halved(_halved(features.shape[-1])))
         x_BTD = self.stem(features, frames)
@@ -140,12 +142,12 @@ def build_speech_model(name: str, num_classes: int, mels: int, *, dropout: float
 
     Args:
         name: one of `SPEECH_MODELS`.
-        num_classes: outputs.
-        mels: bands of its input.
-        dropout: rate behind each part of a block.
+        num_classes: number of outputs.
+        mels: number of bands of its input.
+        dropout: dropout rate after each part of a block.
 
     Raises:
-        ModelError: for a name that is not known.
+        ModelError: if the name is unknown.
     """
     if name not in SPEECH_MODELS:
         hint = did_you_mean(name, SPEECH_MODELS) or f" Use one of {', '.join(SPEECH_MODELS)}."
@@ -154,10 +156,10 @@ def build_speech_model(name: str, num_classes: int, mels: int, *, dropout: float
 
 
 def _halved(count: Any) -> Any:
-    """How many frames a convolution makes of some."""
+    """Return the number of frames after a convolution."""
     return (count + _STRIDE - 1) // _STRIDE
 
 
 def _heard(frames_B: Tensor, length: int) -> Tensor:
-    """Whether each of `length` frames belongs to its recording: bool, (B, length)."""
+    """Return a bool mask of the frames that belong to each recording, (B, length)."""
     return torch.arange(length, device=frames_B.device) < frames_B[:, None]

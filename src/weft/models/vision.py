@@ -19,7 +19,9 @@ Norm = Callable[[int], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class ResNetSpec:
-    """A residual network. depths: blocks of the four stages. is_wide: their output has four times the channels."""
+    """A residual network. depths: blocks of the four stages. is_wide: True for blocks with four times the output
+    channels.
+    """
 
     depths: tuple[int, int, int, int]
     is_wide: bool
@@ -34,7 +36,7 @@ RESNETS = {
 
 
 class PlainBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut. stride: of the first one."""
+    """Two 3x3 convolutions with a shortcut. stride: stride of the first one."""
 
     expansion = 1
 
@@ -54,7 +56,7 @@ class PlainBlock(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """A 3x3 convolution with the stride, between two of 1x1, the last of which has four times the channels."""
+    """A strided 3x3 convolution between two 1x1 convolutions. The last one has four times the channels."""
 
     expansion = 4
 
@@ -82,9 +84,9 @@ class ResNet(nn.Module):
 
     Args:
         spec: depths and kind of block.
-        num_classes: outputs.
-        norm: makes a norm of so many channels.
-        small_images: for images of about 32 pixels: a 3x3 stem that keeps height and width, and no pooling after it.
+        num_classes: number of outputs.
+        norm: builds a norm from its number of channels.
+        small_images: for images of about 32 pixels: a 3x3 stem that keeps height and width, without pooling after it.
     """
 
     def __init__(self, spec: ResNetSpec, num_classes: int, norm: Norm = nn.BatchNorm2d, small_images: bool = False):
@@ -108,7 +110,7 @@ class ResNet(nn.Module):
         self.reset_weights()
 
     def reset_weights(self) -> None:
-        """Draw new weights: of convolutions normal by fan-out (He et al. 2015, arXiv 1502.01852), norms at one."""
+        """Reset convolutions to normal weights by fan-out (He et al. 2015, arXiv 1502.01852)."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -140,12 +142,12 @@ class VGG(nn.Module):
     """Convolutions, then three linear layers.
 
     Args:
-        stages: of `VGGS`.
-        num_classes: outputs.
-        has_norms: a batch norm behind each convolution.
-        side: what the last convolutions are pooled to before the linear layers: 7 as published, 1 for small images.
+        stages: channels of the convolutions, from `VGGS`.
+        num_classes: number of outputs.
+        has_norms: True for a batch norm after each convolution.
+        side: height and width after pooling, before the linear layers: 7 as published, 1 for small images.
         hidden: width of the linear layers.
-        dropout: rate between them.
+        dropout: dropout rate between them.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class VGG(nn.Module):
         self.reset_weights()
 
     def reset_weights(self) -> None:
-        """Draw new weights: of convolutions normal by fan-out, of linear layers with a deviation of 0.01."""
+        """Reset convolutions to normal weights by fan-out, and linear layers to a standard deviation of 0.01."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -194,25 +196,25 @@ class VGG(nn.Module):
 
 # Vision transformers, of Dosovitskiy et al. 2020 (arXiv 2010.11929), with the parameter names of transformers.
 
-#: Of the norms, and of new weights, as published.
+#: Epsilon of the norms and standard deviation of new weights, as published.
 _EPS, _INIT_STD = 1e-12, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """Width, blocks and heads; the layers inside of a block are 4 times as wide."""
+    """Width, blocks and heads. The feed-forward layers are 4 times as wide."""
 
     dim: int
     num_layers: int
     num_heads: int
 
 
-#: The tiny one is that of Touvron et al. 2021 (arXiv 2012.12877).
+#: vit-tiny is from Touvron et al. 2021 (arXiv 2012.12877).
 VITS = {"vit-tiny": VisionShape(192, 12, 3), "vit-base": VisionShape(768, 12, 12)}
 
 
 class VisionAttention(nn.Module):
-    """Each token looks at all tokens of its picture."""
+    """Attention over all tokens of an image."""
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
@@ -231,11 +233,11 @@ class VisionAttention(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attention, then two layers, each behind a norm and added to what came in.
+    """Attention and a feed-forward layer, each after a norm and added to its input.
 
     Args:
         dim: width.
-        num_heads: of attention.
+        num_heads: number of attention heads.
     """
 
     def __init__(self, dim: int, num_heads: int):
@@ -254,7 +256,7 @@ class VisionBlock(nn.Module):
 
 
 class _Embeddings(nn.Module):
-    """Squares of pixels as tokens, behind one that stands for the class, each with its place."""
+    """Patch embeddings after a class token, with learned positions."""
 
     def __init__(self, dim: int, side: int, patch: int):
         super().__init__()
@@ -268,7 +270,7 @@ class _Embeddings(nn.Module):
 
 
 class _Trunk(nn.Module):
-    """All but the head, under the name that published files have for it."""
+    """All layers but the head, under the module name of published files."""
 
     def __init__(self, shape: VisionShape, side: int, patch: int):
         super().__init__()
@@ -285,13 +287,13 @@ class _Trunk(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Names the class of a picture by the first token.
+    """Image classifier that reads the class from the first token.
 
     Args:
-        shape: of `VITS`.
-        num_classes: outputs.
-        side: pixels to a side of a picture.
-        patch: pixels to a side of a square; divides `side`.
+        shape: shape from `VITS`.
+        num_classes: number of outputs.
+        side: pixels per side of an image.
+        patch: pixels per side of a patch; divides `side`.
     """
 
     def __init__(self, shape: VisionShape, num_classes: int, side: int, patch: int):
@@ -301,7 +303,7 @@ class VisionTransformer(nn.Module):
         self.reset_weights()
 
     def reset_weights(self) -> None:
-        """Draw new weights: normal with a deviation of 0.02, cut at two deviations; biases and the head's are 0."""
+        """Reset weights to a truncated normal (0.02, at two deviations), and biases and the head's weight to 0."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 nn.init.trunc_normal_(module.weight, std=_INIT_STD, a=-2 * _INIT_STD, b=2 * _INIT_STD)
@@ -316,29 +318,29 @@ class VisionTransformer(nn.Module):
         return self.classifier(self.vit(x_B3SS)[:, 0])
 
 
-# Networks for images by name.
+# Image networks by name.
 
-#: All names that `build_image_model` knows; "_bn" has batch norms.
+#: All model names of `build_image_model`; "_bn" marks batch norms.
 IMAGE_MODELS = (*RESNETS, *(f"{name}{norms}" for name in VGGS for norms in ("", "_bn")), *VITS)
-#: Images with fewer pixels to a side are small: a stem that halves them twice would leave too little.
+#: Smaller images use another stem, because one that halves them twice would leave too few pixels.
 _SMALL_SIDE = 64
-#: Pixels to a side of a vision transformer's squares, of large and of small images.
+#: Pixels per side of a vision transformer's patches, for large and for small images.
 _PATCH, _SMALL_PATCH = 16, 4
 
 
 def build_image_model(name: str, num_classes: int, side: int) -> nn.Module:
     """Build a network with new weights from torch's generator.
 
-    Parameters have torchvision's names; those of vision transformers have the names of transformers' files.
+    Parameters have torchvision's names. Those of vision transformers have the names of transformers' files.
 
     Args:
         name: one of `IMAGE_MODELS`.
-        num_classes: outputs.
-        side: pixels to a side. Below 64 a ResNet's stem keeps height and width, and a vision transformer's squares have
-            4 pixels to a side in place of 16.
+        num_classes: number of outputs.
+        side: pixels per side. Below 64 the stem of a ResNet keeps height and width, and the patches of a vision
+            transformer have 4 pixels per side instead of 16.
 
     Raises:
-        ModelError: for a name that is not known, or a side that is too small for it.
+        ModelError: if the name is unknown or the side does not fit the network.
     """
     if name in RESNETS:
         return ResNet(RESNETS[name], num_classes, small_images=side < _SMALL_SIDE)

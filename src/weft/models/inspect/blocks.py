@@ -1,7 +1,7 @@
-"""A model's repeated blocks: what is recomputed, compiled, gathered and counted one at a time.
+"""A model's repeated blocks, the units of recompute, compilation, gathering and counting.
 
-`outermost` is the one walk that looks for them. Callers differ in what they ask of a module: recompute and compile
-want blocks (`repeated_blocks`), ZeRO 3 also wants large layers outside of them, and `describe` wants what is alike.
+`outermost` is the shared traversal. Callers differ in the modules that they select: recompute and compile select blocks
+(`repeated_blocks`), ZeRO 3 also selects large layers outside of them, and `describe` selects identical modules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"(.*?)\d+")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A module's place in the model: the module that holds it, and its name there."""
+    """A module's position in the model: its parent module and its name there."""
 
     parent: nn.Module
     key: str
@@ -31,17 +31,17 @@ class Site:
 
     @property
     def module(self) -> nn.Module:
-        """What is there now."""
+        """The module at this position now."""
         found = children(self.parent)[self.key]
         assert found is not None
         return found
 
 
 def outermost(model: nn.Module, is_wanted: Callable[[Site], bool]) -> list[Site]:
-    """Return the sites below `model` that are wanted, in the order of the modules.
+    """Return the selected sites below `model` in module order.
 
-    A module inside a wanted one is left out, and so is one without parameters. A module with several sites has the
-    first that is wanted.
+    Modules inside a selected one and modules without parameters are left out. A module with several sites has the first
+    selected one.
     """
     found: dict[nn.Module, Site] = {}
     opened: set[nn.Module] = set()
@@ -63,16 +63,16 @@ def outermost(model: nn.Module, is_wanted: Callable[[Site], bool]) -> list[Site]
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks by module path, in the order of registration; empty if there are none.
+    """Return the repeated blocks by module path, in the order of registration. The result is empty without blocks.
 
     A block is a module that is called. The blocks are the outermost ones of these:
 
     - entries of ModuleLists, and of ModuleDicts with numbers as keys or with two entries of one class;
-    - composite children of Sequentials (a residual network's stages are made so);
+    - composite children of Sequentials (such as a residual network's stages);
     - composite modules of one class with numbered names (`layer0`, `layer1`) or, without other blocks, any names.
 
-    Lists inside of a list, and modules without a forward, are never called: their entries are the blocks. A block
-    never lies inside another, and a block that is listed under several paths has the first.
+    Lists inside a list and modules without a forward are never called, so their entries are the blocks. Blocks are
+    never nested. A block with several paths has the first.
     """
     return {site.path: site.module for site in block_sites(model)}
 
@@ -91,12 +91,12 @@ def block_sites(model: nn.Module) -> list[Site]:
 
 
 def _inside(sites: Sequence[Site], around: Sequence[Site]) -> bool:
-    """Return whether each of the sites lies in one of the others. True without sites."""
+    """Return True if each of the sites is inside one of the others, or without sites."""
     return all(any(site.path.startswith(f"{outer.path}.") for outer in around) for site in sites)
 
 
 def _open_lists(model: nn.Module) -> set[nn.Module]:
-    """Return the modules whose entries are blocks: lists, and what is never called inside of them."""
+    """Return the modules whose entries are blocks: lists, and modules inside them that are never called."""
     found: set[nn.Module] = set()
 
     def open_all(module: nn.Module) -> None:
@@ -112,19 +112,19 @@ def _open_lists(model: nn.Module) -> set[nn.Module]:
 
 
 def _is_repeated(entries: nn.ModuleDict) -> bool:
-    """Return whether a ModuleDict holds blocks, and not parts of different kinds by name."""
+    """Return True if a ModuleDict holds blocks, and not parts of different kinds by name."""
     kinds = Counter(type(child) for child in map(original, entries.children()) if _is_composite(child))
     numbers = [key for key in entries if key.isdecimal()]
     return len(numbers) == len(entries) > 0 or max(kinds.values(), default=0) > 1
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Return whether a module has no forward: ModuleList, ModuleDict, ParameterList and classes without one."""
+    """Return True if a module has no forward: ModuleList, ModuleDict, ParameterList and classes without one."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _is_in_sequential(site: Site) -> bool:
-    """Whether it is a composite child of a Sequential that holds no such children itself."""
+    """Return True for a composite child of a Sequential that contains no composite children of Sequentials."""
     sequentials = (part for part in site.module.modules() if isinstance(part, nn.Sequential))
     return (
         isinstance(site.parent, nn.Sequential)
@@ -134,7 +134,7 @@ def _is_in_sequential(site: Site) -> bool:
 
 
 def _is_numbered(site: Site) -> bool:
-    """Return whether a composite module has a numbered name, and a sibling of its class has the next."""
+    """Return True if a composite module has a numbered name and a sibling of its class has another number."""
     match = _NUMBERED.fullmatch(site.key)
     is_open = isinstance(site.parent, CONTAINERS) or isinstance(site.module, nn.Sequential)
     if match is None or is_open or not _is_composite(site.module):
@@ -146,13 +146,13 @@ def _is_numbered(site: Site) -> bool:
 
 
 def _is_sibling(site: Site) -> bool:
-    """Return whether a composite module has a sibling of its class."""
+    """Return True if a composite module has a sibling of its class."""
     alike = sum(type(original(child)) is type(site.module) for child in site.parent.children())
     return alike > 1 and _is_composite(site.module)
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module that a stand-in of a pipeline stands for, or else the module itself."""
+    """Return the module that a pipeline placeholder represents, or else the module itself."""
     return getattr(module, "stands_for", module)
 
 
@@ -161,35 +161,35 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether its parameters are its own: nothing with parameters inside."""
+    """Return True if no child of the module has parameters."""
     return not any(has_params(child) for child in module.children())
 
 
 def has_params(module: nn.Module) -> bool:
-    """Whether there is any parameter in it."""
+    """Return True if the module or a submodule has a parameter."""
     return next(module.parameters(), None) is not None
 
 
 def join_path(path: str, name: str) -> str:
-    """The path of what is called `name` in the module of that path."""
+    """Return the path of the child `name` of the module at `path`."""
     return f"{path}.{name}" if path else name
 
 
 # The class of a module, replaced from outside: paths, parameters, state_dict names and other methods stay.
 
-#: What a new class has of its own, made from the class that it stands on.
+#: Returns the members of a new class, from its base class.
 Body = Callable[[type], dict[str, Any]]
 
 
 def replace_class(module: nn.Module, kind: type, body: Body | None = None, **state: Any) -> None:
-    """Give the module the behaviour of `kind`, on top of its own class, in place.
+    """Replace the module's class in place by one that derives from `kind` and from its own class.
 
     Args:
         module: its class is replaced.
-        kind: a base for the new class, in front of the module's own. It keeps its subclasses alive no longer than their
+        kind: the first base of the new class. It references its subclasses weakly, so they are freed with their
             modules.
-        body: members of the new class beside those of `kind`; the same for every call with this kind and class.
-        **state: set on the module, each name after `_weft_`.
+        body: returns additional members of the new class. It must be the same for every call with this kind and class.
+        **state: attributes to set on the module, each with the prefix `_weft_`.
     """
     module.__class__ = _known(kind, type(module)) or _made(kind, type(module), body)
     for name, value in state.items():
@@ -197,14 +197,14 @@ def replace_class(module: nn.Module, kind: type, body: Body | None = None, **sta
 
 
 def revert(module: nn.Module, kind: type) -> None:
-    """Give the module the class that it had before it became `kind`, where that was the last that it became."""
+    """Restore the module's class from before `replace_class` with `kind`, if that was the last replacement."""
     bases = type(module).__bases__
     if len(bases) == 2 and bases[0] is kind:
         module.__class__ = bases[1]
 
 
 def class_before(module: nn.Module) -> type:
-    """Return the class that a module came with, whatever it became."""
+    """Return the module's original class, before any replacement."""
     now = type(module)
     named = (now.__module__, now.__qualname__)
     return [kind for kind in now.__mro__ if (kind.__module__, kind.__qualname__) == named][-1]
@@ -217,5 +217,5 @@ def _known(kind: type, own: type) -> type | None:
 
 def _made(kind: type, own: type, body: Body | None) -> type:
     members = body(own) if body is not None else {}
-    # Who asks the class for its name is told the module's own: a layer that is cut is still that layer.
+    # The new class has the original's name and module, so code that checks the class name still works.
     return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, **members})

@@ -1,16 +1,16 @@
-"""The chain of a model: its modules in the order of their calls, for cutting it into stages.
+"""The chain of a model: its modules in call order, for dividing it into pipeline stages.
 
     embed -> blocks.0, blocks.1, ... -> norm, head
 
 The chain has the repeated blocks, and the topmost other modules with parameters. Each of these runs before the first
-block, between two blocks, or after the last one. Weights that no single position has are in every stage: parameters
-beside the modules (`pos_embed`), and modules that are used on both sides of the blocks.
+block, between two blocks, or after the last one. Weights without a single position are in every stage: parameters of no
+such module (`pos_embed`), and modules that are used on both sides of the blocks.
 
-The order is the order of calls if the model can be called without numbers (`call_order`), and the order of registration
-otherwise. A stage checks the order again when it runs.
+The order is the order of calls if the model can be called on the meta device (`call_order`), and the order of
+registration otherwise. A stage checks the order again when it runs.
 
-An encoder and a decoder are one chain, the encoder's blocks first. If a model reads images or sound into its text, the
-chain is that of the text, and each tower is one module before it.
+An encoder and a decoder are one chain that starts with the encoder's blocks. If a model reads images or audio into its
+text, the chain is that of the text model, and each encoder (tower) is one module before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "audio_va
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The modules of a model in the order of their calls. See the module.
+    """The modules of a model in the order of their calls. See the module docstring.
 
     blocks: in order. before, after: modules that run before the first block and after the last one.
     between: other modules, each with the number of blocks that run before it.
@@ -56,7 +56,7 @@ class Chain:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """All modules that one stage holds."""
+        """All modules that belong to a single stage."""
         return (*self.before, *self.upto(len(self.blocks)), *self.after)
 
     def upto(self, stop: int, first: int = 0) -> tuple[Site, ...]:
@@ -98,7 +98,7 @@ def find_chain(model: nn.Module) -> Chain:
 
 
 def _with_empty(model: nn.Module, units: list[Site]) -> list[Site]:
-    """The blocks with their siblings in the same list, such as an activation between two layers, and repeats."""
+    """Return the blocks with their siblings in the same list, such as activations, and with repeats."""
     found: dict[str, Site] = {}
     for site in units:
         is_list = isinstance(site.parent, nn.Sequential | nn.ModuleList | nn.ModuleDict)
@@ -119,7 +119,7 @@ def _entries(model: nn.Module, path: str) -> list[Site]:
 
 
 def _of_sequential(model: nn.Module) -> list[Site]:
-    """The entries of the only Sequential with several layers that a model is or holds."""
+    """Return the entries of the model if it is a Sequential, or of its only Sequential with several layers."""
     if isinstance(model, nn.Sequential):
         return _entries(model, "")
     several = [
@@ -131,7 +131,7 @@ def _of_sequential(model: nn.Module) -> list[Site]:
 
 
 def _of_text(model: nn.Module, paths: set[str]) -> set[str]:
-    """The lists of blocks in the language model of one that reads more than text; empty for any other model."""
+    """Return the block lists of a multimodal model's language model. The result is empty for any other model."""
     if len(paths) < 2:
         return set()
     towers = (getattr(part, "language_model", None) for part in (model, getattr(model, "model", None)))
@@ -140,7 +140,7 @@ def _of_text(model: nn.Module, paths: set[str]) -> set[str]:
 
 
 def _encoder_and_decoder(model: nn.Module, paths: set[str]) -> tuple[str, str] | None:
-    """Paths of the two lists of blocks of an encoder and of a decoder that takes the encoder's output."""
+    """Return the paths of the block lists of an encoder and of a decoder that takes the encoder's output, or None."""
     encoders = {path for path in paths if _part(path, "encoder")}
     decoders = {path for path in paths - encoders if _part(path, "decoder")}
     if len(paths) != 2 or len(encoders) != 1 or len(decoders) != 1:
@@ -151,7 +151,7 @@ def _encoder_and_decoder(model: nn.Module, paths: set[str]) -> tuple[str, str] |
 
 
 def _part(path: str, name: str) -> str:
-    """Path of the module with this name: an encoder, or a text_encoder."""
+    """Return the path up to the first name that ends with `name`, such as `encoder` or `text_encoder`."""
     keys = path.split(".")
     return next((".".join(keys[: place + 1]) for place, key in enumerate(keys) if key.endswith(name)), "")
 
@@ -199,7 +199,7 @@ def _arranged(
 def _position(
     site: Site, units: list[Site], order: CallOrder | None, passed: int, *, is_joint: bool, is_known: bool
 ) -> int | None:  # fmt: skip
-    """Number of blocks that run before a module; None if every stage must hold it."""
+    """Return the number of blocks that run before a module, or None if every stage must hold it."""
     is_table = table_params(site.module).issuperset(site.module.parameters())
     if is_joint:
         positions = order.positions(site, units) if order is not None else []
@@ -214,7 +214,7 @@ def _position(
 
 
 def _incompatible_setting(model: nn.Module, units: set[str]) -> Iterator[Site | str | int]:
-    """The topmost modules beside the blocks, names of parameters in no such module, and 1 for each block passed."""
+    """Yield the topmost modules outside the blocks, names of parameters in no such module, and 1 after each block."""
 
     def look_into(module: nn.Module, path: str) -> Iterator[Site | str | int]:
         for name, _ in module.named_parameters(recurse=False):

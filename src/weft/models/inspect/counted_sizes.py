@@ -1,7 +1,7 @@
 """Sizes of divided dims as integers that record how code uses them.
 
-A rank sees only its part of a divided dim, so a number computed from its size differs from that of one process. A
-reshape may use such a size, provided that the part's size gives the part of the reshaped tensor.
+A rank has only its part of a divided dim, so a number computed from its size differs from the result on one process. A
+reshape may use such a size if the part's size gives the part of the reshaped tensor.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Counted(int):
         """Return such a number.
 
         Args:
-            full: its value on one process.
-            part: its value on one of the ranks.
+            full: value on one process.
+            part: value on one of the ranks.
             misuse: called with a description of any use other than reshaping.
         """
         found = Counted(full)
@@ -118,16 +118,16 @@ class Counted(int):
 def counted_result(
     name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, dim: int, part: int, misuse: Misuse
 ) -> Any:
-    """Return what a question for sizes returns, with the size of a divided dim as a `Counted`.
+    """Return the result of a size query, with the size of the divided dim as a `Counted`.
 
     Args:
-        name: of the method or attribute.
-        args: that it was called with, the tensor first.
-        kwargs: the same.
-        result: what torch returned.
-        dim: which is divided.
-        part: its size on one rank.
-        misuse: as for `Counted`.
+        name: name of the method or attribute.
+        args: positional arguments; the tensor is first.
+        kwargs: keyword arguments.
+        result: result of torch.
+        dim: the divided dim.
+        part: size of the dim on one rank.
+        misuse: see `Counted.of`.
     """
     tensor: torch.Tensor = args[0]
     size = int(tensor.shape[dim])
@@ -151,14 +151,14 @@ def sizes_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Sup
 
 
 def fits_parts(name: str, args: Sequence[Any], kwargs: dict[str, Any], shape: Sequence[int], made: list[int]) -> bool:
-    """Return whether a reshape of a rank's part gives the part of the reshaped tensor.
+    """Return True if a reshape of a rank's part gives the part of the reshaped tensor.
 
     Args:
-        name: of the method.
-        args: that it was called with, of the full tensor.
-        kwargs: the same.
-        shape: of the part.
-        made: shape of the part that must come out.
+        name: name of the method.
+        args: positional arguments of the call on the full tensor.
+        kwargs: keyword arguments of that call.
+        shape: shape of the part.
+        made: expected shape of the reshaped part.
     """
     sizes = sizes_of(name, args, kwargs)
     if sizes is None:
@@ -181,7 +181,7 @@ def fits_parts(name: str, args: Sequence[Any], kwargs: dict[str, Any], shape: Se
 
 
 def counted_in(values: Any) -> Iterator[Counted]:
-    """Yield such sizes among the arguments of a call, and in slices among them."""
+    """Yield the `Counted` sizes in the arguments of a call, including those in slices."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Counted):
             yield leaf

@@ -24,18 +24,18 @@ from weft.models.inspect.kernel_recorder import KernelRecorder, Measured, PartOf
 from weft.models.inspect.layers import stored_weight
 from weft.private_torch import Function, named_modules, storage_key, tree_flatten, tree_leaves, tree_unflatten
 
-#: What makes two blocks the same: class, and name, shape and dtype of each parameter.
+#: Identity of a block: its class, and name, shape and dtype of each parameter.
 Kind = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]
 
 
 def describe(module: nn.Module) -> ModelSpec:
     """Count a module's parameters; it may be on the meta device.
 
-    Children of one container that are alike become one LayerSpec with a count: "blocks.*" when all children are
-    alike, else "blocks.{0-3,5}". A weight that several modules share is counted where it is met first.
+    Identical children of one container become one LayerSpec with a count: "blocks.*" if all children are identical,
+    else "blocks.{0-3,5}". A weight that several modules share is counted in the first one.
 
     Raises:
-        ModelError: when a parameter has no shape yet.
+        ModelError: if a parameter has no shape yet.
     """
     for path, parameter in module.named_parameters():
         if is_lazy(parameter):
@@ -69,7 +69,7 @@ def _layers(model: nn.Module) -> Iterator[LayerSpec]:
 
 
 def _parts(model: nn.Module) -> list[Site]:
-    """The outermost modules that repeat in their container, or in which nothing repeats."""
+    """Return the outermost modules that repeat in their container or contain no repeats."""
     kinds: dict[nn.Module, Counter[Kind]] = {
         part: Counter(map(_kind, _entries(part))) for part in model.modules() if isinstance(part, CONTAINERS)
     }
@@ -94,7 +94,10 @@ def _kind(module: nn.Module) -> Kind:
 
 
 def _group_path(site: Site, paths: list[str]) -> str:
-    """How like entries of a container are shown: "blocks.*", "blocks.4", "blocks.{0-3,5}". site: of the first."""
+    """Return the displayed path of equal entries of a container: "blocks.*", "blocks.4" or "blocks.{0-3,5}".
+
+    site: site of the first entry.
+    """
     holder = site.path.rpartition(".")[0]
     if len(paths) == len(_entries(site.parent)):
         return join_path(holder, "*")
@@ -113,14 +116,14 @@ def _runs(names: list[str]) -> Iterator[str]:
         yield numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
-# Which part of a model runs at each moment of a trace; a layer like one that was traced runs as a stand-in.
+# The part of the model that runs at each moment of a trace. A repeated layer is replaced by a stand-in.
 
 
 class Layers:
-    """The parts of one run. blocks: the repeated layers by path. ends: modules from which on nothing is written down.
+    """The parts of one run.
 
-    parts: by number; layers from 0 on, `before` and `after` as the caller numbers them. current: path of
-    the layer that runs.
+    blocks: the repeated layers by path. ends: modules at whose call recording stops. parts: parts by number; layers
+    count from 0, and the caller numbers `before` and `after`. current: path of the running layer.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class Layers:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """The layers are watched inside."""
+        """Record the calls of the layers inside the context."""
         own = {path: vars(block).get("forward") for path, block in self.blocks.items()}
         numbers = _own_numbers(self.blocks)
         for path, block in self.blocks.items():
@@ -193,7 +196,7 @@ class Layers:
         return outputs
 
     def _stand_in(self, tensors: list[torch.Tensor], outputs: Any) -> Any:
-        """Outputs like those of the layer that was traced; gradients reach the inputs, at no cost."""
+        """Return outputs with the shapes of the traced layer's. Gradients reach the inputs without recorded cost."""
         self.recorder.enter(None)
         leaves, tree = tree_flatten(outputs)
         inputs = [each for each in tensors if each.requires_grad]
@@ -218,7 +221,7 @@ class _StandIn(Function):
 
 
 def _own_numbers(blocks: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
-    """Settings in which every layer holds its own place: path of the module in the layer, and name."""
+    """Return the settings that hold the layer's index in every layer: path of the module in the layer, and name."""
     found: set[tuple[str, str]] | None = None
     for path, block in blocks.items():
         place = path.rpartition(".")[2]
@@ -233,7 +236,7 @@ def _own_numbers(blocks: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
 
 
 def _signature(block: nn.Module, ignored: set[tuple[str, str]]) -> Any:
-    """What makes two layers alike: classes, parameters, and settings but the ignored."""
+    """Return the identity of a layer: classes, parameters, and settings except the ignored ones."""
     return tuple((path, type(module), _parameters(module), _settings(path, module, ignored))
                  for path, module in named_modules(block))  # fmt: skip
 
@@ -248,24 +251,26 @@ def _settings(path: str, module: nn.Module, ignored: set[tuple[str, str]]) -> An
     return tuple((name, value) for name, value in plain if (path, name) not in ignored)
 
 
-# The description of any module, by running it without numbers: a few batches and sequences say how its work grows.
+# Description of any module by running it on the meta device, with a few batch sizes and sequence lengths to fit its
+# work.
 
-#: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last is the trial.
+#: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last run checks the
+#: fit.
 _POINTS = ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
 _BATCHES = ((2, 1), (3, 1), (4, 1))
 #: Numbers of the parts that are no repeated layers.
 BEFORE, AFTER = -1, -2
-#: A trial may differ by so much.
+#: Maximum relative deviation of the check.
 _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What is known of a model's modules before it is traced.
+    """Facts about a model's modules that are needed before tracing.
 
-    blocks: its repeated layers by path; none: the model is one layer. styles: "columns", "rows" or "vocab" of modules
-    by path, as tensor parallelism would cut them. head: the layer that makes logits of a language model.
-    table: the embedding of its ids.
+    blocks: its repeated layers by path; empty: the model is one layer. styles: "columns", "rows" or "vocab" by module
+    path, as tensor parallelism would shard them. head: the output layer of a language model. table: the embedding of
+    its ids.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -276,7 +281,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One traced run: its parts by number, and what it says of each."""
+    """One traced run: its parts by number, and the measured values of each."""
 
     parts: dict[int, PartOfRun]
     measured: dict[int, Measured]
@@ -292,13 +297,13 @@ def trace_model(
     """Describe a model on the meta device.
 
     Args:
-        model: on the meta device.
-        outline: its blocks, head and what tensor parallelism cuts.
-        call: call(model, batch, seq) runs it on so many samples of so many tokens.
-        seq_step: least tokens of a sequence to try; 0: the model reads no sequence.
+        model: a model on the meta device.
+        outline: its blocks, head, and the modules that tensor parallelism shards.
+        call: call(model, batch, seq) runs the model on `batch` samples of `seq` tokens.
+        seq_step: shortest sequence to try, in tokens; 0: the model reads no sequence.
 
     Raises:
-        ModelError: where it does not run without numbers, or its work does not grow as a polynomial.
+        ModelError: if it does not run on the meta device, or its work does not grow as a polynomial.
     """
     points = [(batch, seq * seq_step) for batch, seq in _POINTS] if seq_step else list(_BATCHES)
     weights = _weights(model)
@@ -324,15 +329,17 @@ def trace_model(
 
 
 def _width(fit: _Fit, runs: Sequence[_Run], reads_sequence: bool) -> int:
-    """Values of a token, or of a sample, that leave the first layer whose output grows with these: of two towers, the
-    one that reads pictures may come first."""
+    """Return the number of values per token, or per sample, of the first layer whose output grows with these.
+
+    Layers whose output does not grow are skipped, because an image encoder may come first.
+    """
     found = [fit.growth([run.parts[number].output_values for run in runs]) for number in runs[0].parts if number >= 0]
     widths = [round(growth.tokens if reads_sequence else growth.batch) for growth in found]
     return next((each for each in widths if each > 0), 1)
 
 
 def _weights(model: nn.Module) -> set[int]:
-    """Storages of parameters and buffers."""
+    """Return the storages of parameters and buffers."""
     return {storage_key(each.untyped_storage()) for each in (*model.parameters(), *model.buffers())}
 
 
@@ -341,7 +348,7 @@ def _weight_of(module: nn.Module | None) -> torch.Tensor | None:
 
 
 def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[], Any]) -> _Run:
-    """One forward and backward."""
+    """Run one forward and backward."""
     modules = dict(named_modules(model))
     styles = {
         storage_key(param.untyped_storage()): style
@@ -385,7 +392,7 @@ def _backward(output: Any) -> None:
 
 
 def _count_params(model: nn.Module, outline: Outline, recorder: KernelRecorder, parts: dict[int, PartOfRun]) -> None:
-    """Each parameter to the part that reads it first; those of the vocabulary are counted by its size."""
+    """Assign each parameter to the part that reads it first. Those of the vocabulary are counted by its size."""
     vocabulary = {id(weight) for each in (outline.head, outline.table) if outline.head is not None
                   and (weight := _weight_of(each)) is not None}  # fmt: skip
     readers: dict[int, int] = {}
@@ -413,7 +420,7 @@ def _count_params(model: nn.Module, outline: Outline, recorder: KernelRecorder, 
 
 
 def _same_parts(runs: Sequence[_Run]) -> list[int]:
-    """The numbers of parts; they and their kernels must be the same in all runs."""
+    """Return the numbers of the parts. Raise ModelError unless the parts and their kernels are the same in all runs."""
     first = runs[0]
     for run in runs[1:]:
         same = run.parts.keys() == first.parts.keys() and all(
@@ -438,7 +445,7 @@ class _Fit:
         self._trial = np.array(rows[-1])
 
     def growth(self, values: Sequence[float]) -> Growth:
-        """The polynomial through all values but the last, which must be met too. Raises ModelError."""
+        """Return the polynomial through all values but the last. Raise ModelError if it misses the last value."""
         found = self._inverse @ np.array(values[:-1], dtype=np.float64)
         scale = max(1.0, max(abs(value) for value in values))
         found[np.abs(found) < 1e-9 * scale] = 0.0
@@ -449,7 +456,7 @@ class _Fit:
         return Growth(**{name: float(f"{value:.10g}") for name, value in zip(self._names, found, strict=True)})
 
     def parts(self, values: Sequence[tuple[float, float, float]]) -> DividedBytes:
-        """The same for bytes by what divides them."""
+        """Return the same for bytes, by the axes that divide them."""
         return DividedBytes(*(self.growth([each[place] for each in values]) for place in range(3)))
 
 

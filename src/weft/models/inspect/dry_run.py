@@ -1,4 +1,4 @@
-"""One forward of a model on the meta device: shapes without numbers, whatever its size."""
+"""One forward of a model on the meta device, with shapes but without values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def in_some_format(attempt: Callable[[torch.dtype | None], T]) -> T:
-    """What `attempt` gives with the model's own format, or else with bfloat16, which some kernels insist on."""
+    """Return the result of `attempt` with the model's own dtype, or else with bfloat16, which some kernels require."""
     try:
         return attempt(None)
     except (LayoutError, ModelError) as error:
@@ -42,9 +42,10 @@ def in_some_format(attempt: Callable[[torch.dtype | None], T]) -> T:
 def call_without_numbers(
     model: nn.Module, moved: Any, mode: AbstractContextManager[Any], dtype: torch.dtype | None = None
 ) -> Any:
-    """The model's output for what `without_numbers` gave, called under a mode and in evaluation. The model stays.
+    """Return the model's output on the meta device, under a mode and in evaluation. The model is not changed.
 
-    dtype: of all floats; None: the model's own. Raises ModelError where forward asks for numbers, or fails.
+    moved: arguments from `without_numbers`. dtype: dtype of all floats; None: the model's own. Raises ModelError if
+    forward reads values or fails.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     meta = {name: _on_meta(tensor.detach(), dtype or tensor.dtype) for name, tensor in named}
@@ -64,16 +65,16 @@ def call_without_numbers(
 def call_traced(
     model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], *, training: bool = False
 ) -> Any:
-    """Return the output of one forward under a watch, with the gradients' graph. The model stays as it is.
+    """Return the output of one forward under a watch, with the autograd graph. The model is not changed.
 
-    The forward runs on the meta device, in the model's format or else in bfloat16. If that fails, as with branches
-    that depend on numbers, it runs with numbers.
+    The forward runs on the meta device, in the model's dtype or else in bfloat16. If that fails, for example because of
+    branches that depend on values, it runs with values.
 
     Args:
-        model: any.
+        model: any model.
         example: arguments of the forward.
-        watch: makes what observes one forward, from its inputs.
-        training: whether modules keep their mode; otherwise all are in evaluation.
+        watch: builds the context manager that observes one forward, from its inputs.
+        training: True to keep the modules' mode; otherwise all are in evaluation.
 
     Raises:
         ModelError: if the forward fails in each of these ways.
@@ -122,14 +123,14 @@ def _call_once(
 
 
 def _same_draws() -> AbstractContextManager[Any]:
-    """Inside, numbers may be drawn; afterwards the CPU draws what it would have drawn before."""
+    """Restore the CPU generator's state afterwards."""
     untyped: Any = torch.random
     return untyped.fork_rng(devices=[])
 
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Generator[None]:
-    """Afterwards modules have the attributes of before: what a forward keeps for the next one, and who is training."""
+    """Restore all attributes of the modules afterwards, including caches of the forward and the training mode."""
     before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
         yield
@@ -144,12 +145,12 @@ def _unchanged(model: nn.Module) -> Generator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[dict[Any, Any] | list[Any], Any]]:
-    """What lists and dicts of a module hold, its buffers among them."""
+    """Return the contents of the lists and dicts of a module, including its buffers."""
     return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, dict | list)]
 
 
 def _is_same(held: dict[Any, Any] | list[Any], content: Any) -> bool:
-    """Return whether nothing was exchanged, as in a dict that refuses it."""
+    """Return True if nothing was exchanged, since some dicts refuse an update."""
     if len(held) != len(content):
         return False
     if isinstance(held, dict):
@@ -159,7 +160,7 @@ def _is_same(held: dict[Any, Any] | list[Any], content: Any) -> bool:
 
 @contextlib.contextmanager
 def _layer_by_layer() -> Generator[None]:
-    """Without the fused kernel that torch's transformer layers call in evaluation: it shows no linear layer."""
+    """Disable the fused kernel of torch's transformer layers in evaluation, which hides their linear layers."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -169,7 +170,7 @@ def _layer_by_layer() -> Generator[None]:
 
 
 def without_numbers(example: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    """The example on the meta device. dtype: of its floats; None: the model's."""
+    """Return the example on the meta device. dtype: dtype of its floats; None: the model's."""
     if dtype is None:
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
     wanted = dtype
@@ -185,12 +186,12 @@ def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_named(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether these are values by name."""
+    """Return True if these are values by name."""
     return isinstance(value, dict)
 
 
 class LoadedSamples:
-    """The samples of a user's DataLoader in the order of its dataset, from its start again when it is at its end.
+    """The samples of a user's DataLoader in the order of its dataset, which is repeated without end.
 
     It may be called as a batch_fn(step, size).
     """
@@ -201,7 +202,7 @@ class LoadedSamples:
         self.collate = cast(Callable[[list[Any]], Any], loader.collate_fn)  # pyright: ignore[reportUnknownMemberType] - torch leaves it untyped
 
     def samples(self, step: int, size: int) -> list[Any]:
-        """Those of one step."""
+        """Return the samples of one step."""
         return [self._dataset[number % len(self._dataset)] for number in range(step * size, (step + 1) * size)]
 
     def __call__(self, step: int, size: int) -> Any:
@@ -209,19 +210,19 @@ class LoadedSamples:
 
 
 def is_placed(value: Any) -> TypeGuard[tuple[Any, ...]]:
-    """Whether these are values in order."""
+    """Return True if these are positional values."""
     return isinstance(value, tuple)
 
 
 def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example (a tensor, a tuple, or a dict) as what a forward is called with."""
+    """Return an example (a tensor, a tuple, or a dict) as positional and keyword arguments of a forward."""
     if is_named(example):
         return (), example
     return example if is_placed(example) else (example,), {}
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
-    """Arguments that fit the model: every input of one of transformers, else ids, an image, sound or features."""
+    """Return arguments that fit the model: every input of a transformers model, else ids, an image, audio or features."""
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
@@ -245,7 +246,7 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
 
 
 def _image(model: nn.Module, channels: int, batch: int) -> torch.Tensor:
-    """An image of the first common size that the model takes, or of 64 pixels."""
+    """Return an image of the first common size that the model accepts, or of 64 pixels."""
     named = (getattr(model, name, None) for name in ("image_size", "img_size"))
     sizes = [size for size in named if isinstance(size, int)]
     for size in (*sizes, 64, 32, 16, 224, 28, 8, 48, 96, 128, 256):
@@ -259,7 +260,7 @@ def _image(model: nn.Module, channels: int, batch: int) -> torch.Tensor:
 
 
 class Inputs:
-    """What the model is called with, for any batch and sequence."""
+    """Arguments of the model's forward, for any batch size and sequence length."""
 
     def __init__(self, model: nn.Module, example: Any):
         self.given = example is not None
@@ -280,7 +281,7 @@ class Inputs:
         self._sure = bool(ids)
 
     def call(self, model: nn.Module, batch: int, seq: int) -> Any:
-        """Run the model on so many samples of so many tokens."""
+        """Run the model on `batch` samples of `seq` tokens."""
         with torch.device("meta"):
             made = tree_map(partial(self._sized, batch=batch, seq=seq), self.example)
             args, kwargs = as_arguments(made)
@@ -296,9 +297,9 @@ class Inputs:
         return torch.zeros(shape, dtype=leaf.dtype, device="meta")
 
     def sequence_step(self, model: nn.Module, longest: int | None = None) -> int:
-        """Tokens of the shortest sequence to trace; 0 where the model reads none.
+        """Return the length of the shortest sequence to trace, or 0 if the model reads no sequences.
 
-        longest: that it reads; a trace takes sequences of four times the shortest.
+        longest: maximum length that the model reads. A trace uses sequences of up to four times the shortest.
         """
         step = max(1, min(SHORTEST, (longest or 4 * SHORTEST) // 4))
         if not self.seq_len or self._sure:
@@ -312,7 +313,7 @@ class Inputs:
 
 
 def _model_inputs(made: Any) -> Any:
-    """What of a batch a training step calls the model with."""
+    """Return the part of a batch that a training step passes to the model."""
     first = made[0] if is_placed(made) else made
     return {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
 
@@ -334,25 +335,25 @@ class CallOrder:
         self._uses: set[tuple[nn.Module, tuple[nn.Module, ...]]] = set()
 
     def add(self, module: nn.Module) -> None:
-        """Note the begin of a call."""
+        """Record the start of a call."""
         self._first.setdefault(module, len(self.calls))
         self.calls.append(module)
 
     def add_use(self, owner: nn.Module, running: tuple[nn.Module, ...]) -> None:
-        """Note that a module was called, or a weight of it read, during these calls."""
+        """Record that a module was called, or a weight of it read, during these calls."""
         self._uses.add((owner, running))
 
     def is_read(self, module: nn.Module) -> bool:
-        """Return whether a weight of a module, or a part of it, was used outside of the module's calls."""
+        """Return True if a weight of a module, or of a part of it, was used outside of the module's calls."""
         inside = set(module.modules())
         return any(owner in inside and module not in running for owner, running in self._uses)
 
     def is_called(self, module: nn.Module) -> bool:
-        """Return whether a module was called, or nothing in it was."""
+        """Return True if a module was called, or nothing in it was."""
         return module in self._first or not any(part in self._first for part in module.modules())
 
     def called(self, sites: list[Site]) -> list[Site]:
-        """Return the sites, with the modules that are called in place of a module that is not."""
+        """Return the sites, with each module that is not called replaced by its children that are."""
         found: list[Site] = []
         for site in sites:
             inside = [
@@ -365,13 +366,13 @@ class CallOrder:
         return found
 
     def sorted(self, sites: list[Site]) -> list[Site]:
-        """Return the sites in the order of their first calls. What is never called keeps its position."""
+        """Return the sites in the order of their first calls. Modules that are never called keep their position."""
         called = [site for site in sites if site.module in self._first]
         ordered = iter(sorted(called, key=lambda site: self._first[site.module]))
         return [next(ordered) if site.module in self._first else site for site in sites]
 
     def positions(self, site: Site, units: list[Site]) -> list[int]:
-        """Return after how many of the blocks a module is called, once for each different number."""
+        """Return the numbers of blocks that ran before each call of a module, without repeats."""
         modules = {unit.module for unit in units}
         seen: set[nn.Module] = set()
         found: dict[int, None] = {}
@@ -388,9 +389,9 @@ class CallOrder:
 
 
 def call_order(model: nn.Module) -> CallOrder | None:
-    """Call a model without numbers and return the order of calls; None if it cannot be called so.
+    """Call a model on the meta device and return the order of calls, or None if that fails.
 
-    The example is made up (`example_of`). The model stays as it is.
+    The example is invented (`example_of`). The model is not changed.
     """
     try:
         example = example_of(model)
@@ -419,13 +420,13 @@ def _of_other_sizes(example: Any) -> list[Any]:
 
 
 def _only(example: Any) -> torch.Tensor | None:
-    """The tensor of an example that is one tensor."""
+    """Return the tensor of an example with one tensor."""
     found: list[Any] = list(example) if is_placed(example) else []
     return found[0] if len(found) == 1 else None
 
 
 def _with_more(model: nn.Module, example: Any) -> list[Any]:
-    """The example with numbers of samples for the other arguments that forward requires: steps of noise, classes."""
+    """Return examples that fill the other required arguments with one number per sample: noise steps, classes."""
     takes = inspect.signature(model.forward).parameters.values()
     required = sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in takes)
     given = _only(example)
@@ -437,7 +438,7 @@ def _with_more(model: nn.Module, example: Any) -> list[Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes calls, and weights that are read outside of them; answers yes to questions about numbers."""
+    """Records calls and weights that are read outside of them. Checks of meta tensors' values return True."""
 
     def __init__(self, model: nn.Module, order: CallOrder):
         super().__init__()
@@ -446,7 +447,7 @@ class _Watch(TorchFunctionMode):
         self._owners: dict[int, list[nn.Module]] = {}
 
     def hooks(self) -> list[Any]:
-        """Register the hooks that note calls."""
+        """Register the hooks that record calls."""
         modules = [module for module in self._model.modules() if not is_never_called(module)]
         before = [module.register_forward_pre_hook(self._enter) for module in modules]
         return before + [module.register_forward_hook(self._leave, always_call=True) for module in modules]
@@ -478,16 +479,16 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Models by `package.module:function`: importing and calling it, and what is said where that fails.
+# Models by `package.module:function`: import and call the function, and report failures.
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return the model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
+    """Return the model that a function returns and its other results, with a DataLoader as `LoadedSamples`.
 
-    The working folder can be imported from.
+    The current folder is importable.
 
     Raises:
-        ModelError: where it cannot be imported or called, or gives no model.
+        ModelError: if the function cannot be imported or called, or does not return a model.
     """
     try:
         function = named_object(source)

@@ -1,8 +1,8 @@
-"""Follow the output features of linear layers through a forward: where they stay apart, and where they meet.
+"""Follow the output features of linear layers through a forward, and find operations that mix them.
 
-Each linear layer's output is marked with the dim that its features are in. An operation that treats every feature (or
-head) by itself passes the mark on; one that mixes them, or is not known, ends it, and that layer cannot be cut by
-columns. A mark that arrives at the input features of another linear layer says that this one can be cut by rows.
+Each linear layer's output is marked with the dim of its features. An operation that treats every feature (or head)
+separately passes the mark on. An operation that mixes them or is unknown ends the mark, and that layer cannot be
+sharded by columns. If a mark reaches the input features of another linear layer, that layer can be sharded by rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from weft.models.inspect.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 from weft.private_torch import tree_leaves
 
-#: Each number of the result comes from the numbers at the same place.
+#: Each value of the result depends on the values at the same position only.
 _POINTWISE = frozenset((
     "add", "sub", "mul", "div", "true_divide", "rsub", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "tanh",
     "sigmoid", "relu", "relu6", "silu", "gelu", "elu", "selu", "mish", "erf", "abs", "square", "cos", "sin",
@@ -32,7 +32,7 @@ _POINTWISE = frozenset((
     "remainder", "logical_not", "_to_copy", "alias",
 ))  # fmt: skip
 _SIZES = frozenset(("shape", "size", "numel", "nelement"))
-#: What may be asked of features in Python: nothing about their numbers.
+#: Attributes that Python code may read from features, because they do not depend on values.
 _ASKED = frozenset((
     "dim", "ndim", "ndimension", "dtype", "device", "requires_grad", "is_floating_point", "is_complex", "is_contiguous",
     "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "get_device", "type", "__len__",
@@ -42,16 +42,16 @@ _ASKED = frozenset((
     "backward_hooks", "_backward_hooks", "register_hook", "retain_grad",
 ))  # fmt: skip
 _SUMS = frozenset(("mean", "sum", "var", "amax", "amin", "norm"))
-#: What they give has a shape of its own, and nothing of the numbers.
+#: The result has a shape of its arguments and none of the input's values.
 _FRESH = frozenset(("new_empty", "new_zeros", "new_ones", "new_full"))
 _ALIKE = frozenset(("empty_like", "zeros_like", "ones_like", "full_like"))
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Features of some layers. dim: where they are. count: how many pieces may be told apart there (heads, features).
+    """Features of some layers. dim: the dim of the features. count: number of separable parts there (heads, features).
 
-    segment: first feature and number of features, where it is a part of a fused layer's output.
+    segment: first feature and number of features, for a part of a fused layer's output.
     """
 
     sources: frozenset[str]
@@ -61,10 +61,10 @@ class Mark:
 
 
 class FeatureFlow(TorchFunctionMode):
-    """Marks of all tensors of one forward. `inside` is true in a layer whose own operations are of no interest.
+    """Marks of all tensors of one forward. `inside` is True in a layer whose own operations are ignored.
 
-    broken: why a layer cannot be cut. alone: those of them whose features met by themselves, and not with another's.
-    trusted: above zero where numbers of heads and widths that code writes down become those of a rank.
+    broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
+    trusted: above zero where constant numbers of heads and widths are replaced by those of a rank.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -84,7 +84,7 @@ class FeatureFlow(TorchFunctionMode):
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # of fresh tensors, and their indices
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """From here this tensor carries these features."""
+        """Mark a tensor."""
         self._marks[id(tensor)] = (tensor, mark)
         for source in mark.sources:
             self.counts[source] = math.gcd(self.counts.get(source, 0), mark.count)
@@ -92,16 +92,16 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """The features that a value carries; None where their layers are known to stay whole on every rank."""
+        """Return the mark of a value, or None if it has no mark or its layers stay unsharded on every rank."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         return found[1] if found is not None and not found[1].sources <= self.alone else None
 
     def is_param(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter of a module that works on features: its gradient is a sum over ranks then."""
+        """Return True for a parameter of a module that works on features. Its gradient is then a sum over ranks."""
         return id(tensor) in self.params
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
-        """These features meet others: their layers cannot be cut. alone: each other, and no other layers' features."""
+        """Record that the layers of a mark cannot be sharded. alone: their features mixed only with each other."""
         for source in mark.sources:
             self.broken.setdefault(source, reason)
         if alone and len(mark.sources) == 1:
@@ -137,7 +137,7 @@ class FeatureFlow(TorchFunctionMode):
             self.end(mark, reason)
 
     def _counted(self, name: str, args: Any, kwargs: Any, result: Any, mark: Mark) -> Any:
-        """A size, which ends the mark if code computes with it."""
+        """Return a size that ends the mark if code computes with it."""
 
         def misuse(what: str) -> None:
             if not self.is_over:
@@ -147,7 +147,7 @@ class FeatureFlow(TorchFunctionMode):
         return counted_result(name, args, kwargs, result, mark.dim, size // ranks_of(mark), misuse)
 
     def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, before: Mark | None) -> None:
-        """End marks if a rank's part is reshaped by numbers of the full tensor, or sizes are used otherwise."""
+        """End marks if a rank's part is reshaped by sizes of the full tensor, or if sizes are used in other ways."""
         after = self.of(result)
         if name in RESHAPES and before is not None and after is not None:
             shape, made, ranks = [*args[0].shape], [*result.shape], ranks_of(before)
@@ -182,7 +182,7 @@ class FeatureFlow(TorchFunctionMode):
             self.mark(tensor, mark)
 
     def _fills(self, name: str, args: Any, result: Any) -> bool:
-        """Whether this sets a part of a tensor, by its index or in a view of one that was made to be filled."""
+        """Return True for a write into part of a tensor, by its index or through a view of a fresh tensor."""
         if name == "__getitem__" and id(args[0]) in self._fresh:
             self._views[id(result)] = (result, args[0], args[1])
         elif name == "__setitem__":
@@ -194,7 +194,7 @@ class FeatureFlow(TorchFunctionMode):
         return True
 
     def _fill(self, target: torch.Tensor, index: Any, value: Any) -> None:
-        """A part of `target` is set: it carries what the value does, where pieces stay where they were."""
+        """Follow a write into part of `target`. It inherits the value's mark if features keep their positions."""
         mark, known = self.of(value), self.of(target)
         if mark is None:
             if known is not None and not uniform(value, known.dim - target.dim()):
@@ -218,19 +218,19 @@ class FeatureFlow(TorchFunctionMode):
 
 
 def ranks_of(mark: Mark) -> int:
-    """Return a number of ranks that could share the pieces of a mark: the smallest above one."""
+    """Return the smallest number of ranks above one that could share the parts of a mark."""
     return next((each for each in range(2, mark.count) if mark.count % each == 0), max(mark.count, 1))
 
 
 def uniform(value: Any, dim: int) -> bool:
-    """Whether a value is the same at every place of `dim` (from the end), so that any part of it is as good."""
+    """Return True if a value is constant along `dim` (counted from the end), so that any part of it is equal."""
     if not isinstance(value, torch.Tensor) or -dim > value.dim():
         return True
     return value.shape[dim] == 1 or value.stride()[dim] == 0
 
 
 def plain_name(func: Any) -> str:
-    """An operation's name, the same in place, reflected, as a method or as an attribute."""
+    """Return an operation's name, the same for its in-place, reflected, method and attribute forms."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(func.__self__, "__name__", name)  # of an attribute: `x.mT`
@@ -252,7 +252,7 @@ class FlowStep:
         self.reason = ""
 
     def marks(self, marked: list[Any]) -> Iterator[tuple[torch.Tensor, Mark]]:
-        """What each output carries; nothing where features meet."""
+        """Yield each marked output with its mark. Yield nothing if features mix."""
         if self.name in _POINTWISE:
             yield from self._pointwise(marked)
             return
@@ -272,7 +272,7 @@ class FlowStep:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def _is_part(self, size: Any) -> bool:
-        """Whether a number of features will be that of a rank's part."""
+        """Return True if a number of features becomes that of a rank's part."""
         return self.flow.trusted > 0 or (
             isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0)
         )
@@ -385,7 +385,7 @@ class FlowStep:
     _concat = _cat
 
     def _stay(self) -> bool:
-        """Whether all of a list of tensors have their features in one dim."""
+        """Return True if all tensors of a list have their features in the same dim."""
         parts = [part for part in self._argument(0, "tensors") if part.numel()]  # an empty cache joins nothing
         for part in parts:
             mark = self.flow.of(part)
@@ -419,7 +419,9 @@ class FlowStep:
     _chunk = _split_with_sizes = _tensor_split = _split
 
     def _segment(self, output: torch.Tensor, start: int, size: int) -> Iterator[tuple[torch.Tensor, Mark]]:
-        """A part of a fused layer's features; only of a whole output, since a part of heads is no segment."""
+        """Yield a segment of a fused layer's features, but only of a full output, because a part of heads is no
+        segment.
+        """
         whole = self.args[0]
         if self.first.segment is None and len(self.first.sources) == 1 and self.first.dim == whole.dim() - 1:
             yield output, replace(self.first, count=size, segment=(start, size))
@@ -445,7 +447,7 @@ class FlowStep:
             old, new = old + 1, new + (not isinstance(part, int))
 
     def _narrowed(self, part: slice[Any, Any, Any], old: int, new: int) -> Iterator[tuple[torch.Tensor, Mark]]:
-        """A part of the marked dim. old, new: its place before and after."""
+        """Yield a slice of the marked dim. old, new: its index before and after."""
         whole = self.args[0].shape[old]
         start, stop, stride = part.indices(whole)
         if (start, stop, stride) == (0, whole, 1):
@@ -480,9 +482,9 @@ class FlowStep:
 
 
 def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
-    """Where pieces of `dim` are after a reshape; None where they do not stay one after another in one dim.
+    """Return the dim that holds the parts of `dim` in order after a reshape, or None if no single dim does.
 
-    They do where nothing but ones stands before `dim` among the dims that it is joined with.
+    A dim does if only dims of size 1 precede `dim` among the dims that it is joined with.
     """
     i = j = 0
     while i < len(old) or j < len(new):

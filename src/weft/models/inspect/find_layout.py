@@ -1,7 +1,8 @@
-"""Does a layout say what stands between the layers that it cuts? Parameters there see a part of the features.
+"""Check that a layout covers the modules between the layers that it shards. Their parameters work on part of the
+features.
 
-Such a parameter's gradient is a partial sum (the norm of queries is the common case), which no shape tells: where the
-layout leaves it out, or calls it whole, training goes on with wrong gradients.
+The gradient of such a parameter is a partial sum (the norm of queries is the common case), which its shape does not
+show. If the layout omits it or replicates it, training continues with wrong gradients.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _ANSWERS = ("partial", "replicate", "expert")
 
 
 def uncovered(around: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield the modules inside `around` that have parameters of their own and that no style answers for.
+    """Yield the modules inside `around` that have direct parameters and that no style covers.
 
     Args:
-        around: the path of a module that holds layers cut by columns.
+        around: path of a module with column-parallel layers.
         styles: names of styles by path.
-        modules: all of the model's by path.
+        modules: all of the model's modules by path.
     """
     prefix = f"{around}." if around else ""
     for name, module in named_modules(modules[around]):
@@ -42,10 +43,10 @@ def uncovered(around: str, styles: Mapping[str, str], modules: Mapping[str, nn.M
 
 
 def says_too_little(layout: Layout, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module with parameters stands beside layers cut by columns and by rows, and the layout leaves it out.
+    """Return True if the layout omits a module with parameters among column- and row-parallel layers.
 
-    It may work on this rank's heads: only tracing tells. Some families have norms of queries and keys only where
-    their config asks for them, and publish one plan for both.
+    Such a module may work on this rank's heads, which only tracing shows. Some families have norms of queries and keys
+    only if their config enables them, and publish one plan for both cases.
     """
     styles = _names(layout, modules)
     for around in {parent_of(path) for path, style in styles.items() if style == "colwise"} - {""}:
@@ -56,15 +57,15 @@ def says_too_little(layout: Layout, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) -> None:
-    """Refuse a layout by hand that does not call partial what works on a part of what it cuts.
+    """Check that a manual layout has the style partial for modules that work on a part of sharded features.
 
     Args:
-        model: the whole; it is called once without numbers where a module may work on a part.
-        layout: as the user wrote it.
+        model: the full model. It is called once on the meta device if a module may work on a part.
+        layout: the layout that the user wrote.
         example: arguments of a forward, for a model that takes neither ids nor images.
 
     Raises:
-        LayoutError: names the module, and the style to add.
+        LayoutError: if a module lacks the style; the message names the module and the style to add.
     """
     modules = dict(named_modules(model))
     styles = _names(layout, modules)
@@ -165,7 +166,7 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
 
 
 def _replicated_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
-    """Attention of blocks that a layout leaves whole on every rank, as plans published for latent attention do."""
+    """Return attention modules that a layout replicates fully, as published plans for latent attention do."""
     cut = [path for path, _ in named_modules(model) if layout.match(path) in ("colwise", "rowwise")]
     return [
         module
@@ -176,7 +177,7 @@ def _replicated_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
 
 
 def _with_attention(model: nn.Module, example: Any, found: FoundLayout, across_norms: bool = False) -> FoundLayout:
-    """What tracing finds where that cuts all that `found` does, and more; else `found`."""
+    """Return the traced layout if it shards all layers that `found` does; else return `found`."""
     try:
         traced = trace_layout(model, example, across_norms)
     except LayoutError:
@@ -191,7 +192,7 @@ def _with_attention(model: nn.Module, example: Any, found: FoundLayout, across_n
 
 
 def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
-    """The layout that a Hugging Face model brings along; None without one, or with styles that say too little."""
+    """Return the layout of a Hugging Face model's own plan, or None without a plan or if it is incomplete."""
     plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""

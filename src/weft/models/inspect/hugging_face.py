@@ -1,6 +1,6 @@
-"""What only models of transformers are asked: their config, attention, documents; transformers is imported late.
+"""Properties specific to transformers models: config, attention, documents. transformers is imported lazily.
 
-The numbers of a config have their names in `weft.config.hugging_face_config`.
+Config keys and their aliases are in `weft.config.hugging_face_config`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.errors import DataError, MissingExtra, ModelError
 from weft.models.inspect.private_torch import forward_hooks
 from weft.private_torch import named_modules
 
-#: Numbers by which models change their logits after the head.
+#: Config values by which models change their logits after the head.
 _SCALES = (
     "final_logit_softcapping",
     "logit_scale",
@@ -33,32 +33,32 @@ _SCALES = (
     "lm_head_multiplier",
 )
 
-#: Files that hold the entries of a tokenizer.
+#: Files that hold the vocabulary of a tokenizer.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 
 #: Inputs of token ids.
 TOKENS = ("input_ids", "decoder_input_ids")
 
-#: Arguments that are no caches, whatever their names end with.
+#: Types of arguments that are never caches.
 _NO_CACHES = (torch.Tensor, bool, int, float, str, tuple, list, dict)
 
-#: Where transformers keeps its hooks that record what layers give.
+#: Module of the transformers hooks that record the outputs of layers.
 _CAPTURES = "transformers.utils.output_capturing"
 
-#: Where a config of transformers keeps how its experts are multiplied.
+#: Config attribute of transformers that selects the implementation of experts.
 _EXPERTS = "_experts_implementation_internal"
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether this is a model of transformers; without importing it."""
+    """Return True for a transformers model, without importing transformers."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def load_model_config(path: Path) -> Any:
-    """The config of a folder, or of its config.json; nothing is downloaded, and no code of the folder is run.
+    """Return the config of a folder, or of its config.json. It downloads nothing and runs no code of the folder.
 
-    Raises ModelError where transformers cannot read it, MissingExtra without transformers.
+    Raises ModelError if transformers cannot read it, and MissingExtra without transformers.
     """
     env.set_for_children(HF_HUB_OFFLINE="1")
     try:
@@ -72,7 +72,7 @@ def load_model_config(path: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what it raises depends on what the file holds
-        # Some say in the first line which check it was, and in the second what is wrong.
+        # Some errors name the failed check in the first line and the cause in the second.
         first = " ".join(line.strip() for line in str(error).strip().splitlines()[:2]) or type(error).__name__
         raise ModelError(
             f"model={path}: transformers cannot read its config.json ({first.rstrip('.')}). "
@@ -81,7 +81,7 @@ def load_model_config(path: Path) -> Any:
 
 
 def model_of_config(config: Any) -> nn.Module:
-    """The model that the config names, or the causal one of its family, with random weights."""
+    """Return the model that the config names, or the causal one of its family, with random weights."""
     transformers: Any = importlib.import_module("transformers")
     names = getattr(config, "architectures", None) or ()
     kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
@@ -89,10 +89,10 @@ def model_of_config(config: Any) -> nn.Module:
 
 
 def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of one sample of each input that the model cannot do without, by name, tokens last.
+    """Return the shapes of one sample of each required input by name, with tokens last.
 
-    Of a model that writes images over tokens (LLaVA), only the tokens: it reads text alone, too. Empty where no
-    input is known.
+    For a model that replaces tokens by images (LLaVA), only the tokens are returned, since it also accepts text alone.
+    The result is empty if no input is known.
     """
     config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
@@ -113,42 +113,42 @@ def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
 
 
 def reads_images_as_tokens(model: Any) -> bool:
-    """Whether what the model sees of images takes the place of tokens of the text."""
+    """Return True if image features replace tokens of the text."""
     takes = inspect.signature(model.forward).parameters
     has_images = {"pixel_values", "input_ids"} <= takes.keys() and hasattr(model, "get_image_features")
     return has_images and image_token(getattr(model, "config", None)) is not None
 
 
 def image_token(config: Any) -> int | None:
-    """The token that images are written over."""
+    """Return the token that image features replace, or None."""
     found = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if found is None else found
 
 
 def vocab_size(config: Any) -> int | None:
-    """Entries of the vocabulary of the model or of its text part."""
+    """Return the vocabulary size of the model or of its text part, or None."""
     return number(config, "vocab") or number(getattr(config, "text_config", None), "vocab")
 
 
 def causal_model(config: Any) -> nn.Module:
-    """The causal language model of a config, in float32; within `as_shapes` without memory.
+    """Return the causal language model of a config, in float32. Within `as_shapes` it allocates no memory.
 
     Raises:
-        ModelError: for a family without one, and for weights that are stored quantised.
+        ModelError: if the family has no such model, or the weights are stored quantized.
     """
     return headed_model(config, "CausalLM", "causal language model")
 
 
 def headed_model(config: Any, head: str, words: str) -> nn.Module:
-    """The model of a config's family with some head, in float32; within `as_shapes` without memory.
+    """Return the model of a config's family with some head, in float32. Within `as_shapes` it allocates no memory.
 
     Args:
-        config: of transformers.
-        head: what transformers' AutoModelFor is followed by, such as "MaskedLM"; "": the model without a head.
-        words: what that is called in errors.
+        config: a transformers config.
+        head: suffix of transformers' AutoModelFor class, such as "MaskedLM"; "": the model without a head.
+        words: description of the model in errors.
 
     Raises:
-        ModelError: for a family without one, and for weights that are stored quantised.
+        ModelError: if the family has no such model, or the weights are stored quantized.
     """
     transformers: Any = importlib.import_module("transformers")
     family = getattr(config, "model_type", "?")
@@ -168,9 +168,9 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
 
 
 def decoder_start(model: Any) -> int | Literal["last"] | None:
-    """Return the token that a model puts before its labels when it makes the decoder's inputs of them.
+    """Return the first token of the decoder inputs that a model makes from its labels.
 
-    "last" is the labels' own last token, and None a model that makes no such inputs.
+    "last" is the labels' own last token. None: the model makes no such inputs.
     """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
     if shift is None:
@@ -187,14 +187,14 @@ def decoder_start(model: Any) -> int | Literal["last"] | None:
 
 
 def load_tokenizer(folder: Path, **options: Any) -> Any:
-    """The fast tokenizer of a folder; nothing is downloaded, and no code of the folder is run.
+    """Return the fast tokenizer of a folder. It downloads nothing and runs no code of the folder.
 
     Args:
-        folder: of the model.
-        options: that the tokenizer's class knows.
+        folder: folder of the model.
+        options: options of the tokenizer's class.
 
     Raises:
-        DataError: where there is none that transformers can read.
+        DataError: if the folder has no tokenizer that transformers can read.
     """
     transformers: Any = importlib.import_module("transformers")
     if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):  # else transformers makes an empty one
@@ -221,14 +221,16 @@ def load_tokenizer(folder: Path, **options: Any) -> Any:
 
 
 def attention_heads(model: Any) -> tuple[int, int] | None:
-    """Numbers of query heads and key-value heads, from the config; None where there is no one number."""
+    """Return the numbers of query heads and key-value heads of the config, or None without a single number."""
     config = model.config.get_text_config(decoder=True)
     heads = number(config, "heads")
     return None if heads is None else (heads, number(config, "kv_heads") or heads)
 
 
 def attention_name(module: nn.Module) -> str | None:
-    """What a module's config calls its attention ("sdpa", "eager", ...); None for a module that looks none up."""
+    """Return the attention implementation in a module's config ("sdpa", "eager", ...), or None if it has no such
+    setting.
+    """
     config: Any = getattr(module, "config", None)
     return (
         (config._attn_implementation_internal or "eager") if hasattr(config, "_attn_implementation_internal") else None
@@ -236,7 +238,7 @@ def attention_name(module: nn.Module) -> str | None:
 
 
 def attention_function(module: nn.Module, name: str) -> Any:
-    """The function that a module calls for its attention when its config says `name` (sdpa, eager, ...)."""
+    """Return the function that a module calls for an attention implementation (sdpa, eager, ...)."""
     known: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     if name in known:
         return known[name]
@@ -245,9 +247,9 @@ def attention_function(module: nn.Module, name: str) -> Any:
 
 
 def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> bool:
-    """Whether a call finds documents by the values of its positions: of causal layers that fill no cache.
+    """Return True if a call infers documents from the position ids: causal layers do if they fill no cache.
 
-    signature, given: of the model's forward, and its arguments by name.
+    signature, given: signature of the model's forward, and its arguments by name.
     """
     layers = [module for module in model.modules() if hasattr(module, "is_causal")]
     if layers and not any(layer.is_causal for layer in layers):
@@ -260,7 +262,7 @@ def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A hook by which transformers keeps what a module gives. key: hidden_states, attentions and such."""
+    """A transformers hook that records a module's outputs. key: hidden_states, attentions and so on."""
 
     module: nn.Module
     key: str
@@ -268,13 +270,13 @@ class Capture:
 
 
 def requested_captures() -> frozenset[str]:
-    """Keys of what the model of transformers that is being called shall keep of its layers; mostly none."""
+    """Return the keys of the outputs that the running transformers model records; usually empty."""
     collector: Any = getattr(sys.modules.get(_CAPTURES), "_active_collector", None)
     return frozenset((collector and collector.get()) or ())
 
 
 def take_captures(module: nn.Module) -> list[Capture]:
-    """Remove those hooks from a module and from all inside of it, and return them."""
+    """Remove these hooks from a module and all its submodules, and return them."""
     found: list[Capture] = []
     for part in module.modules():
         hooks = forward_hooks(part)
@@ -285,24 +287,24 @@ def take_captures(module: nn.Module) -> list[Capture]:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument of a block is a key-value cache of transformers."""
-    # The plain types first: torch 2.11 breaks the graph at the name of a bool's type.
+    """Return True if an argument of a block is a key-value cache of transformers."""
+    # The plain types come first: torch 2.11 breaks the graph at the name of a bool's type.
     return value is not None and not isinstance(value, _NO_CACHES) and type(value).__name__.endswith("Cache")
 
 
 def holds_tokens(cache: Any) -> bool:
-    """Whether a key-value cache holds tokens, or cannot say that it holds none."""
+    """Return True if a key-value cache holds tokens, or has no length."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or count() > 0
 
 
 def cache_name(model: Any) -> str:
-    """What the model's forward calls the keys and values of tokens that it has read; it changed in 2026."""
+    """Return the name of the model's key-value cache argument, which transformers changed in 2026."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def attention_chunk(module: nn.Module) -> int:
-    """Tokens of the chunks that a module attends within (Llama 4); 0 where it attends to all."""
+    """Return the chunk size that a module's attention is limited to (Llama 4), or 0 for full attention."""
     config = getattr(module, "config", None)
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     is_chunked = kinds is None or index is None or kinds[index] == "chunked_attention"
@@ -310,20 +312,20 @@ def attention_chunk(module: nn.Module) -> int:
 
 
 def scales_logits(model: nn.Module) -> bool:
-    """Whether the model changes its logits after the head."""
+    """Return True if the model changes its logits after the head."""
     config = getattr(model, "config", None)
     return any(isinstance(getattr(config, name, None), int | float) for name in _SCALES)
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Tokens that the model reads at most; None where it does not say."""
+    """Return the maximum number of tokens of the model, or None if its config has no limit."""
     return number(getattr(model, "config", None) or getattr(model, "spec", None), "positions")
 
 
 def longest_text(model: nn.Module) -> int | None:
-    """Tokens that the model reads at most; None where positions have no end or the model does not say.
+    """Return the maximum number of tokens of a text, or None if positions are unlimited or the config has no limit.
 
-    Tables of positions whose first rows stand for padding (RoBERTa) are shorter than the config says.
+    Position tables whose first rows are for padding (RoBERTa) hold fewer tokens than the config's limit.
     """
     if (table := _table_past_padding(model)) is not None:
         return table.num_embeddings - first_position(model)
@@ -333,7 +335,7 @@ def longest_text(model: nn.Module) -> int | None:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of a text's first token: 0, or behind the row for padding in tables of RoBERTa and its kin."""
+    """Return the position of a text's first token: 0, or the one after the padding row in RoBERTa-like tables."""
     table = _table_past_padding(model)
     return 0 if table is None or table.padding_idx is None else table.padding_idx + 1
 
@@ -346,7 +348,9 @@ def _table_past_padding(model: nn.Module) -> nn.Embedding | None:
 
 
 def has_gated_experts(experts: nn.Module) -> bool:
-    """Whether a module of transformers says: experts are down(gate(x)), (outputs, inputs) in each matrix, no biases."""
+    """Return True if a transformers module has experts of the form down(gate(x)), (outputs, inputs) weights and no
+    biases.
+    """
     said = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
     return callable(getattr(experts, "_apply_gate", None)) and all(
         getattr(experts, name, None) is value for name, value in said.items()
@@ -354,19 +358,19 @@ def has_gated_experts(experts: nn.Module) -> bool:
 
 
 def keeps_tokens_apart(module: nn.Module) -> bool:
-    """Return whether a module is the experts of a model of transformers, which compute tokens one by one."""
+    """Return True if a module is the experts of a transformers model, which compute each token separately."""
     kind = type(module)
     return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")
 
 
 def is_router(module: Any) -> bool:
-    """Whether this chooses experts in the manner of transformers 5."""
+    """Return True for a router in the style of transformers 5."""
     return isinstance(module, nn.Module) and hasattr(module, "top_k") and isinstance(module.weight, nn.Parameter)
 
 
 @contextlib.contextmanager
 def one_document() -> Generator[None]:
-    """Inside, each sample is one document: models of transformers look at the values of positions for more."""
+    """Treat each sample as one document inside the context. Otherwise transformers infers documents from position ids."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
     if masks is None or look is None:
@@ -385,7 +389,7 @@ def one_document() -> Generator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """Inside, transformers logs nothing below errors."""
+    """Hide log messages of transformers below errors inside the context."""
     logs: Any = importlib.import_module("transformers").logging
     before = logs.get_verbosity()
     logs.set_verbosity_error()
@@ -397,7 +401,9 @@ def quiet() -> Generator[None]:
 
 @contextlib.contextmanager
 def experts_at_once(model: nn.Module) -> Generator[None]:
-    """Within, transformers' experts are one batched product: a loop over those that tokens chose has no shapes."""
+    """Compute transformers' experts as one batched product inside the context, because a loop has value-dependent
+    shapes.
+    """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     before = [(one, one.__dict__[_EXPERTS]) for one in configs.values() if _EXPERTS in getattr(one, "__dict__", ())]
     try:

@@ -1,7 +1,8 @@
-"""One forward and backward without numbers, written down kernel by kernel.
+"""Record the kernels of one forward and backward on the meta device.
 
-Matrix products and attention get rows of their own; everything else is a pass over memory. What tensor parallelism
-divides is followed from the outputs of column-cut layers to the inputs of row-cut ones, forward and backward.
+Matrix products and attention get rows of their own kind. Everything else is a pass over memory. Values that tensor
+parallelism divides are followed from the outputs of column-parallel layers to the inputs of row-parallel ones, in
+forward and backward.
 """
 
 from __future__ import annotations
@@ -24,35 +25,37 @@ from weft.private_torch import Function, TorchDispatchMode, storage_key, tree_le
 
 aten = torch.ops.aten
 
-#: Operations that move nothing: they make views, or memory that is written later.
+#: Operations that move no data: they make views, or memory that is written later.
 _FREE = {
     aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
     UNSAFE_VIEW, aten.lift_fresh, aten.alias,
 }  # fmt: skip
-#: Operations that read of their first argument as much as they give: a small table is read again and again.
+#: Operations that read as much of their first argument as they return, such as lookups in a small table.
 _PICKING = {aten.embedding, aten.index, aten.gather, aten.index_select}
 _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 def is_worth_saving(op: Any, made: float, read: float) -> bool:
-    """Return whether a product is rather kept than made again: batched ones only where they are not the larger side.
+    """Return True if a product should be saved instead of recomputed. Batched products are saved only if not larger
+    than their inputs.
 
-    Those are attention scores where they are larger than what they are made of: dear to keep, cheap to make again.
+    Larger ones are attention scores, which are expensive to save and cheap to recompute.
 
     Args:
-        op: its name without the overload, or what has it.
+        op: the operation, or its name without the overload.
         made: size of the result.
-        read: size of what it is made of, in the same unit.
+        read: size of its inputs, in the same unit.
     """
     return str(op) not in ("aten.bmm", "aten.baddbmm") or made <= read
 
 
 @dataclass(slots=True)
 class Row:
-    """One kernel. part: which layer it belongs to. dims: m, n, k and batch of a product; queries and keys of attention.
+    """One kernel.
 
-    cut: "columns", "rows", "inside" or "none". reads, writes: bytes by storage. fixed: what does not grow.
+    part: number of its layer. dims: m, n, k and batch of a product; queries and keys of attention. cut: "columns",
+    "rows", "inside" or "none". reads, writes: bytes by storage. fixed: values that do not grow with the inputs.
     """
 
     op: str
@@ -68,7 +71,7 @@ class Row:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether selective recompute keeps what it makes."""
+        """True if selective recompute saves the output."""
         if self.kind == "pass" or self.backward:
             return False
         return is_worth_saving(self.op, sum(self.writes.values()), sum(self.reads.values()))
@@ -76,7 +79,7 @@ class Row:
 
 @dataclass(slots=True)
 class Saved:
-    """One tensor kept for backward. place: rows that had run. in_attention: attention alone keeps it."""
+    """One tensor saved for backward. place: number of rows before it. in_attention: True if only attention saves it."""
 
     part: int
     num_bytes: int
@@ -85,7 +88,7 @@ class Saved:
 
 
 class KernelRecorder(TorchDispatchMode):
-    """While inside, every kernel becomes a row. `part` says where forward is; None writes nothing down.
+    """Mode that records every kernel as a row. `part` is the current part of forward; None records nothing.
 
     styles: "columns", "rows" or "vocab" by storage of a weight.
     """
@@ -105,21 +108,21 @@ class KernelRecorder(TorchDispatchMode):
         self._attending = False
 
     def enter(self, part: int | None) -> int | None:
-        """Forward goes on in another part. Returns the one that it leaves."""
+        """Continue forward in another part, and return the previous one."""
         before, self.part = self.part, part
         self._starts.append(next_node_number())
         self._parts.append(part)
         return before
 
     def key(self, tensor: torch.Tensor) -> int:
-        """What tells the tensor's memory apart; it is held, so that no other gets its name."""
+        """Return an id of the tensor's storage. The storage is kept alive so that the id stays unique."""
         storage = tensor.untyped_storage()
         self._alive.append(storage)
         return storage_key(storage)
 
     @contextlib.contextmanager
     def recording(self) -> Generator[None]:
-        """Rows, saved tensors and attention are seen inside."""
+        """Record rows, saved tensors and attention inside the context."""
         original = F.scaled_dot_product_attention
 
         def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
@@ -131,7 +134,8 @@ class KernelRecorder(TorchDispatchMode):
             finally:
                 self._attending = False
 
-        # multi_head_attention_forward finds it by its name in the module; everybody else is met by the mode.
+        # multi_head_attention_forward finds the function by its name in the module. The mode intercepts all other
+        # calls.
         F.scaled_dot_product_attention = attend
         try:
             with self, saved_tensors_hooks(self._keep, lambda tensor: tensor), _Calls(original, attend):
@@ -156,7 +160,7 @@ class KernelRecorder(TorchDispatchMode):
         return outputs
 
     def attended(self, query: torch.Tensor, key: torch.Tensor, outputs: list[torch.Tensor], causal: bool) -> None:
-        """One fused attention ran in forward."""
+        """Record one fused attention of forward."""
         if self.part is None:
             return
         heads, kv_heads, width = query.shape[-3], key.shape[-3], query.shape[-1]
@@ -170,7 +174,7 @@ class KernelRecorder(TorchDispatchMode):
         self.rows.append(row)
 
     def _fill(self, row: Row, packet: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """What the row reads, writes, multiplies, and what of it is cut."""
+        """Set the row's reads, writes, product sizes and sharding."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         row.writes = {self.key(each): _num_bytes(each) for each in made}
@@ -206,13 +210,13 @@ class KernelRecorder(TorchDispatchMode):
             self.cut |= row.writes.keys()
 
     def _follow(self, args: Any, kwargs: Any, outputs: Any) -> None:
-        """A view, or memory like another's, is cut as that is."""
+        """Mark the outputs as sharded if an input is. Used for views and uninitialized memory."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(self.key(each) in self.cut for each in inputs):
             self.cut |= {self.key(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
 
     def _part_of(self, node: Any) -> int | None:
-        """The part of forward that made a node of autograd."""
+        """Return the part of forward that made an autograd node."""
         place = bisect.bisect_right(self._starts, number_of(node)) - 1
         return self._parts[place] if place >= 0 else None
 
@@ -230,7 +234,9 @@ class KernelRecorder(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sends calls of fused attention to the one row that they are: without numbers torch would take it apart."""
+    """Replaces calls of fused attention by the recorded function, because on the meta device torch would decompose
+    them.
+    """
 
     def __init__(self, original: Any, attend: Any):
         super().__init__()
@@ -241,14 +247,14 @@ class _Calls(TorchFunctionMode):
 
 
 class _Attention(Function):
-    """Attention that keeps what a fused kernel keeps: queries, keys, values, the output, a log-sum of each row."""
+    """Attention that saves the same tensors as a fused kernel: queries, keys, values, output and log-sum of each row."""
 
     @staticmethod
     def forward(
         ctx: Any, recorder: KernelRecorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
     ) -> torch.Tensor:
         *outer, heads, rows, _ = query.shape
-        # Fused kernels give their heads side by side, so that the next layer reads them as they are.
+        # Fused kernels return their heads interleaved by row, so the next layer reads the output without a copy.
         out = query.new_empty((*outer, rows, heads, value.shape[-1])).transpose(-2, -3)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         recorder.attended(query, key, [out, sums], causal)
@@ -263,7 +269,7 @@ class _Attention(Function):
 
 
 def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
-    """Rows that are multiplied by one matrix of several each, as many rows for each matrix; or backward of that."""
+    """Return the sizes of a grouped product with equal numbers of rows per matrix, or zeros for its backward."""
     left, right = args[0], args[1]
     if left.dim() == 2 and right.dim() == 3:
         return left.shape[0] / right.shape[0], output.shape[-1], left.shape[1], right.shape[0]
@@ -271,7 +277,7 @@ def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
 
 
 def _convolution(args: Any, output: torch.Tensor) -> tuple[float, ...]:
-    """A convolution as products: a row for each place of each sample, one product for each group."""
+    """Return a convolution's sizes as products: one row for each position of each sample, one product for each group."""
     weight, transposed, groups = args[1], args[6], args[8]
     if transposed:
         channels = args[0].shape[1]
@@ -281,19 +287,19 @@ def _convolution(args: Any, output: torch.Tensor) -> tuple[float, ...]:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading a tensor takes; what was expanded is read once."""
+    """Return the bytes of one read of a tensor. Expanded elements are read once."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-# From the rows of a traced run to what one layer moves and keeps: under each recompute policy, plain and compiled.
+# Bytes that one layer moves and saves, from the rows of a traced run: under each recompute policy, plain and compiled.
 
-#: What of a part's bytes is cut by tp, what a column-cut layer reads whole, and the rest.
+#: Bytes of a part in three groups: divided by tp, read in full by a column-parallel layer, and the rest.
 Bytes = tuple[float, float, float]
 
 
 @dataclass(slots=True)
 class PartOfRun:
-    """One layer in one run. inputs: bytes of the activations it got, by storage. outputs: storages of what it gave."""
+    """One layer in one run. inputs: bytes of its input activations, by storage. outputs: storages of its outputs."""
 
     path: str
     inputs: dict[int, int] = field(default_factory=dict[int, int])
@@ -306,7 +312,7 @@ class PartOfRun:
 
 @dataclass(slots=True)
 class Measured:
-    """What one run says of a part, in numbers: products and attentions in order, and bytes."""
+    """Measured values of a part in one run: products and attentions in order, and bytes."""
 
     heavy: list[Row]
     moved: dict[str, Bytes]
@@ -316,9 +322,9 @@ class Measured:
 
 
 def makers_of(recorder: KernelRecorder, passed: Set[int]) -> dict[int, int]:
-    """The part that made each storage in forward, but for `passed`, which layers got as activations.
+    """Return the part that made each storage in forward, except storages in `passed`, the layers' input activations.
 
-    What one part makes and another keeps, such as rotary tables, is kept once, by the one that made it.
+    A tensor that one part makes and another saves, such as rotary tables, is counted once, for the part that made it.
     """
     found: dict[int, int] = {}
     for row in recorder.rows:
@@ -328,7 +334,7 @@ def makers_of(recorder: KernelRecorder, passed: Set[int]) -> dict[int, int]:
 
 
 class PartReader:
-    """Reads one part's rows.
+    """Computes the measured values of one part from its rows.
 
     ignored: storages of parameters, buffers and the model's inputs. makers: see `makers_of`.
     """
@@ -354,14 +360,14 @@ class PartReader:
         self.dropped = self._dropped()
 
     def measure(self) -> Measured:
-        """All of it."""
+        """Return all measured values."""
         saved = {
             "none": self.saved.keys(),
             "attention": [key for key, each in self.saved.items() if not each.in_attention or key in self.operands],
             "compiled": self.saved.keys() - self.dropped,
         }
         sizes = {key: each.num_bytes for key, each in self.saved.items()}
-        # What column-cut products read under sp is kept as the rank's own part, and gathered again in backward.
+        # Inputs of column-parallel products under sp are saved as the rank's own part, and gathered again in backward.
         none: frozenset[int] = frozenset()
         kept = {name: self._divided(((key, sizes[key]) for key in keys), none) for name, keys in saved.items()}
         kept["full"] = self._divided(self.part.inputs.items(), none)
@@ -379,14 +385,16 @@ class PartReader:
         return Measured(self.heavy, moved, kept, values, kernels)
 
     def _divided(self, items: Iterable[tuple[int, float]], gathered: Set[int]) -> Bytes:
-        """Bytes that tp divides, that it does not divide even under sp, and that it divides under sp."""
+        """Return the bytes that tp divides, those that it does not divide even under sp, and those that it divides
+        under sp.
+        """
         found = [0.0, 0.0, 0.0]
         for key, size in items:
             found[0 if key in self.recorder.cut else 1 if key in gathered else 2] += size
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
-        """What the layer got, and what its heavy operations made up to the last thing that backward needs."""
+        """Return the layer's inputs, and the outputs of its heavy operations up to the last tensor that backward needs."""
         last = max((each.place for each in self.saved.values()), default=0)
         kept = dict(self.part.inputs)
         for place, row in enumerate(self.recorder.rows):
@@ -395,7 +403,7 @@ class PartReader:
         return kept
 
     def _dropped(self) -> set[int]:
-        """Saved tensors that compiled code makes again from others, since element-wise chains are cheap."""
+        """Return saved tensors that compiled code recomputes from others, since element-wise chains are cheap."""
         kept: set[int] = set()
         dropped: set[int] = set()
         for key in self.saved:
@@ -426,7 +434,9 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _fused(self, rows: list[Row]) -> Bytes:
-        """Bytes where each chain of element-wise kernels reads what comes into it and writes what leaves it."""
+        """Return the bytes moved if each chain of element-wise kernels reads only its inputs and writes only its
+        outputs.
+        """
         found = [0.0, 0.0, 0.0]
         for chain in _chains(rows):
             members = {id(row) for row in chain}
@@ -450,14 +460,14 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _with_dropped(self, moved: Bytes) -> Bytes:
-        """What backward moves, and the inputs of products that it writes again."""
+        """Return the bytes that backward moves, including recomputed inputs of products that it writes again."""
         found = list(moved)
         for key in self.dropped & self.operands:
             found[0 if key in self.recorder.cut else 2] += self.saved[key].num_bytes
         return found[0], found[1], found[2]
 
     def _sources(self, key: int, size: int) -> Mapping[int, int]:
-        """What is read in the place of a tensor that compiled code does not keep."""
+        """Return the tensors that are read instead of one that compiled code does not save."""
         if key not in self.dropped:
             return {key: size}
         found: dict[int, int] = {}
@@ -468,7 +478,7 @@ class PartReader:
 
 
 def _chains(rows: Iterable[Row]) -> Iterable[list[Row]]:
-    """Runs of rows without a product or attention between them."""
+    """Yield runs of rows without a product or attention between them."""
     chain: list[Row] = []
     for row in rows:
         if row.kind == "pass":

@@ -1,4 +1,4 @@
-"""Single layers, and what a model says of its own: which are linear, which table reads the ids, which makes logits."""
+"""Single layers, and layers that a model identifies: linear layers, the input embedding, the output layer."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from weft.private_torch import named_modules
 
 @runtime_checkable
 class KnownModel(Protocol):
-    """A model that says of itself what is else found by looking: the project's own decoders do.
+    """Protocol of a model that reports properties that are otherwise found by inspection, such as Weft's decoders.
 
-    Its layout keeps tokens apart outside of cut layers, and its attention can be replaced.
+    Outside of sharded layers it computes each token separately, and its attention can be replaced.
     """
 
     @property
     def family(self) -> str:
-        """What people call its kind, such as "llama"."""
+        """Name of the model family, such as "llama"."""
         ...
 
     @property
     def has_routers(self) -> bool:
-        """Whether values decide which of its weights a token meets: then no forward without numbers shows its work."""
+        """True if values decide which weights a token uses. A forward on the meta device then does not show the work."""
         ...
 
     def tensor_layout(self) -> Layout:
-        """How tensor parallelism cuts it."""
+        """Return the tensor-parallel layout."""
         ...
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the layer keeps its weight as (inputs, outputs), as the linear layer of GPT-2 in transformers does."""
+    """Return True if the layer stores its weight as (inputs, outputs), as GPT-2's linear layer in transformers does."""
     return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a product with a matrix and a bias, and nothing else; an adapter beside it counts not."""
+    """Return True if the module is a product with a matrix plus a bias, and nothing else. An adapter is ignored."""
     own = _own_forward(type(module))
     return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
 
 
 def _own_forward(kind: type[nn.Module]) -> Any:
-    """The forward that a layer had before it was given an adapter, whose class says `is_adapter`."""
+    """Return the layer's forward from before adapter classes (`is_adapter`) were added."""
     return next(
         vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one) and "is_adapter" not in vars(one)
     )
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """The weight as (outputs, inputs); of one that is kept as bytes, the numbers that they stand for."""
+    """Return the weight as (outputs, inputs), unpacked if it is packed."""
     unpacked = getattr(module, "unpacked_weight", None)
     if unpacked is not None:
         return unpacked()
@@ -66,48 +66,51 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 def stored_weight(module: nn.Module) -> torch.Tensor:
-    """The weight as the layer keeps it: (outputs, inputs), or the other way round where it is transposed, or bytes."""
+    """Return the weight as stored: (outputs, inputs), (inputs, outputs) if transposed, or packed bytes."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a linear layer keeps its frozen weight as bytes."""
+    """Return True if a linear layer stores its frozen weight packed."""
     return hasattr(module, "times_weight")
 
 
 def product(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The product of x with the layer's weight in the format of x, and a bias."""
+    """Return the product of x with the layer's weight in the dtype of x, plus a bias."""
     times: Any = getattr(module, "times_weight", None)
     return nn.functional.linear(x, weight_of(module).to(x.dtype), bias) if times is None else times(x, bias)
 
 
 def bias_of(module: nn.Module) -> torch.Tensor | None:
-    """The bias; None where the layer has none."""
+    """Return the bias or None."""
     return getattr(module, "bias", None)
 
 
 def find_lm_head(model: nn.Module) -> nn.Module | None:
-    """The linear layer that makes a language model's logits; None where the model does not say which it is."""
+    """Return the output layer of a language model, or None if the model does not identify it."""
     return _asked(model, "get_output_embeddings")
 
 
 def input_embeddings(model: nn.Module) -> nn.Embedding | None:
-    """The table that reads a model's token ids; None where the model does not say which it is."""
+    """Return the embedding of a model's token ids, or None if the model does not identify it."""
     table = _asked(model, "get_input_embeddings")
     return table if isinstance(table, nn.Embedding) else None
 
 
 def table_params(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters in a module that are looked up by id, and multiplied with nothing."""
+    """Return the parameters of a module's embeddings, which are looked up by id and not multiplied."""
     tables = (part for part in module.modules() if isinstance(part, nn.Embedding))
     return {param for table in tables for param in table.parameters(recurse=False)}
 
 
 def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of stacked experts, by path: those that say so (`stacks_experts`), those that the plan of a model of
-    transformers names, and those that a layout calls `expert`."""
+    """Yield modules of stacked experts by path.
+
+    These are modules with `stacks_experts`, modules in the expert plan of a transformers model, and modules that a
+    layout calls `expert`.
+    """
     plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     patterns = [key for key, style in plan.items() if style == "ep_dispatch_experts"]
     known = [re.compile(r"(?:.*\.)?" + re.escape(key).replace(r"\*", r"[^.]+")) for key in patterns]
@@ -118,7 +121,7 @@ def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tup
 
 
 def num_experts(path: str, experts: nn.Module) -> int:
-    """How many experts are stacked in a module here; ModelError where its parameters do not say."""
+    """Return the number of experts stacked in a module here. Raise ModelError if its parameters do not determine it."""
     sizes = {parameter.shape[0] if parameter.ndim >= 2 else 0 for parameter in experts.parameters()}
     if len(sizes) != 1 or 0 in sizes:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in experts.named_parameters()) or "none"
@@ -130,7 +133,7 @@ def num_experts(path: str, experts: nn.Module) -> int:
 
 
 def _asked(model: nn.Module, name: str) -> nn.Module | None:
-    """What a model answers to a question of transformers'; None where it has no answer."""
+    """Return the module that a transformers getter returns, or None."""
     get = getattr(model, name, None)
     try:
         found = get() if callable(get) else None
@@ -145,7 +148,7 @@ def parent_of(path: str) -> str:
 
 
 def own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Return by path the parameters that modules hold themselves beside linear layers, such as one number a head."""
+    """Return by path the parameters that modules with linear children hold directly, such as one number per head."""
     return {
         f"{path}.{name}" if path else name: param
         for path, module in modules.items()
@@ -154,20 +157,23 @@ def own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     }
 
 
-# Attention heads of any module, read from the attributes that model code keeps.
+# Attention heads of any module, read from common attribute names.
 
-#: The names under which modules keep them.
+#: Attribute names of head counts.
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups")
-#: Widths that follow the heads. `embed_dim` and `hidden_size` are not here: they are the model's as often.
+#: Widths that scale with the heads. `embed_dim` and `hidden_size` are excluded, because they are often the model's.
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_kv", "dim_head", "key_value_proj_dim", "qk_head_dim")
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """count: query heads; 0 where the module has none. kv_count: key-value heads. width: features of one."""
+    """Attention heads of a module.
+
+    count: query heads; 0 for a module without heads. kv_count: key-value heads. width: features of one head.
+    """
 
     count: int = 0
     kv_count: int = 0
@@ -175,7 +181,7 @@ class Heads:
 
     @classmethod
     def of(cls, module: nn.Module) -> Heads:
-        """Return the heads of a module around cut layers."""
+        """Return the heads of a module around sharded layers."""
         width = _number(module, _HEAD_DIMS)
         if width is None:
             return cls()
@@ -185,7 +191,10 @@ class Heads:
         return cls(count, kv_count, width)
 
     def pieces(self, style: Style, rows: int) -> list[tuple[int, int, bool]]:
-        """Return a column-cut layer's rows, rows that stay together, and whether fewer than tp may be repeated."""
+        """Return (rows, rows per unit, may repeat) for each part of a column-parallel layer.
+
+        Rows of one unit stay on one rank. `may repeat` is True if fewer units than tp ranks may be repeated.
+        """
         parts = style.sizes(rows)
         if not self.count:
             return [(part, 1, False) for part in parts or (rows,)]
@@ -199,7 +208,7 @@ class Heads:
         return [(rows, self.width, rows < whole)]
 
     def numbers(self, tp: int) -> list[tuple[tuple[str, ...], int, int]]:
-        """Return what modules count: its names, how many in the whole model, and how many on one of tp ranks."""
+        """Return (attribute names, value of the full model, value on one of tp ranks) for each count."""
         count, kv_count = self.count // tp, max(1, self.kv_count // tp)
         return [
             (_HEADS, self.count, count),
@@ -218,7 +227,7 @@ def _number(owner: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _count_by_width(module: nn.Module, width: int) -> int:
-    """Heads of a module that only knows their width: its widest projection decides, and none has more outputs."""
+    """Return the heads of a module with only a head width, from the widest outputs and inputs of its projections."""
     features = [child.out_features for child in module.children() if isinstance(child, nn.Linear)]
     inputs = [child.in_features for child in module.children() if isinstance(child, nn.Linear)]
     return min(max(features, default=0), max(inputs, default=0)) // width

@@ -1,8 +1,8 @@
-"""The layout of any module, found by following the features of its linear layers through one forward without numbers.
+"""Find the layout of any module by following the features of its linear layers through one forward on the meta device.
 
-Two linear layers with nothing between them that mixes features (pointwise operations, attention by heads) are a pair:
-the first is cut by columns, the second by rows. The embedding that reads the ids, and the linear layer with as many
-outputs as that has entries, are cut by vocabulary.
+Two linear layers are a pair if nothing between them mixes features (pointwise operations, attention by heads). The
+first is sharded by columns and the second by rows. The embedding of the ids, and the linear layer with as many outputs
+as the embedding has entries, are sharded by vocabulary.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from weft.models.inspect.layers import (
 from weft.models.inspect.rms_norm import rms_form
 from weft.private_torch import named_modules, tree_leaves
 
-#: Styles of layers that are no first layer of a pair.
+#: Styles of layers that cannot be the first layer of a pair.
 ENDS = ("rowwise", "vocab", "partial")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundLayout:
-    """A layout, and for a person where it comes from; reasons by pattern."""
+    """A layout, a description of its source, and reasons by pattern."""
 
     layout: Layout
     source: str
@@ -46,16 +46,16 @@ class FoundLayout:
 
 
 def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = False) -> FoundLayout:
-    """Find the layout of `model` by one forward on the meta device: shapes only, whatever its size.
+    """Find the layout of `model` by one forward on the meta device, whatever its size.
 
     Args:
-        model: any.
-        example: arguments of the forward; None: token ids, an image or features, by what the model begins with.
-        across_norms: cut layers whose features a norm by the mean square takes together; the norm is then cut along,
-            and ranks add up its sums in each call.
+        model: any model.
+        example: arguments of the forward; None: token ids, an image or features, depending on the model's first layer.
+        across_norms: also shard layers whose features an RMS norm reduces together. The norm is then sharded too, and
+            ranks sum its mean squares in each call.
 
     Raises:
-        LayoutError: where the forward fails without numbers, or nothing is found.
+        LayoutError: if the forward fails on the meta device, or nothing is found.
     """
     example = example_of(model) if example is None else example
     trace = _Trace(model, across_norms).run(example)
@@ -71,16 +71,16 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
 
 
 def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset[str]]:
-    """Return the modules with parameters that work on features of linear layers piece by piece, and those layers.
+    """Return the modules with parameters that treat features of linear layers separately, and those layers.
 
-    example: as for `trace_layout`. Raises LayoutError where the forward fails without numbers.
+    example: see `trace_layout`. Raises LayoutError if the forward fails on the meta device.
     """
     example = example_of(model) if example is None else example
     return _Trace(model).run(example).pieces()
 
 
 class _Trace:
-    """One forward under watch."""
+    """One traced forward."""
 
     def __init__(self, model: nn.Module, across_norms: bool = False):
         self.model, self.across_norms = model, across_norms
@@ -88,7 +88,7 @@ class _Trace:
         self._begin(None)
 
     def _begin(self, inputs: Any) -> FeatureFlow:
-        """Start a forward, of which nothing is known yet."""
+        """Reset the trace for a new forward."""
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
@@ -107,7 +107,7 @@ class _Trace:
         return self.flow
 
     def run(self, example: Any) -> _Trace:
-        """Call the model; afterwards `styles` knows."""
+        """Call the model and record what `styles` needs."""
         handles = [hook for module in self.model.modules() for hook in self._watch(module)]
         try:
             output = call_traced(self.model, example, self._begin)
@@ -147,7 +147,7 @@ class _Trace:
                 yield module.register_forward_hook(self._after_around)
 
     def _before_heads(self, module: nn.Module, args: Any) -> None:
-        """Numbers of heads in attributes become those of a rank."""
+        """Trust head counts inside this module, because its attributes are set to those of a rank."""
         del module, args
         self.flow.trusted += 1
 
@@ -177,12 +177,15 @@ class _Trace:
         self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, outputs))
 
     def _before_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # The wrapper of meta tensors may have made a new object; the ids are told by being the first that are read.
+        # The wrapper of meta tensors may have made a new object, so the ids are recognized as the first ones that are
+        # read.
         if self.embedding is None and args and any(args[0] is ids for ids in self.ids):
             self.embedding = self.paths[id(module)]
 
     def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        """A table that does not read the ids may have a column for each head, as T5's relative positions do."""
+        """Mark the output of a table that does not read the ids. It may have a column per head, like T5's relative
+        positions.
+        """
         del args
         assert isinstance(module, nn.Embedding)
         path = self.paths[id(module)]
@@ -219,7 +222,9 @@ class _Trace:
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
     def _before_around(self, module: nn.Module, args: Any) -> None:
-        """Its own parameters may have a number a head, as sinks of attention do: they are cut with the heads."""
+        """Mark the module's direct parameters. They may have one number per head, like attention sinks, and shard with
+        heads.
+        """
         del args
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
             self.flow.params.add(id(param))
@@ -237,11 +242,11 @@ class _Trace:
         self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
 
     def pieces(self) -> dict[str, frozenset[str]]:
-        """Modules with parameters that read features of layers whose features stay apart there."""
+        """Return modules with parameters that read separate features of linear layers, and those layers."""
         return dict(self.inside)
 
     def styles(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Style and reason of each module that is cut, or works on what is cut, in the order of the forward."""
+        """Return style and reason of each module that is sharded or works on sharded features, in module order."""
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
         self._vocabulary(styles, reasons)
@@ -273,7 +278,7 @@ class _Trace:
         return {path: styles[path] for path in ordered}, reasons
 
     def _between(self, styles: dict[str, str], reasons: dict[str, str], family: frozenset[str], names: str) -> None:
-        """Add what works on the features of a family of layers."""
+        """Add modules that work on the features of a family of layers."""
         for inner, seen in self.inside.items():
             if seen & family:
                 styles[inner] = "partial"
@@ -287,10 +292,11 @@ class _Trace:
                 styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
-        """Linear layers that stay whole within a cut part: latent attention makes queries and keys of all heads so.
+        """Add unsharded linear layers within a sharded part. Latent attention computes queries and keys of all heads
+        so.
 
-        What the part gives out is the sum over ranks, and what comes in feeds the heads of one: all that stands between
-        has partial gradients.
+        The output of the part is a sum over ranks, and its input feeds the heads of one rank, so all modules between
+        them have partial gradients.
         """
         modules = dict(named_modules(self.model))
         columns: dict[str, list[str]] = {}
@@ -313,7 +319,9 @@ class _Trace:
                     styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
 
     def _families(self) -> dict[str, frozenset[str]]:
-        """Layers whose features meet each other piece by piece: they are cut alike or not at all."""
+        """Return families of layers whose features combine element by element. A family is sharded together or not at
+        all.
+        """
         families = {path: frozenset((path,)) for path in (*self.order, *self.own)}
         for group in self.flow.rank_group:
             joined = frozenset[str]().union(*(families[path] for path in group))
@@ -359,9 +367,9 @@ class _Trace:
 def generalise(
     styles: dict[str, str], reasons: dict[str, str], paths: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Patterns in the place of paths: `*` for numbers where all blocks are alike, `{q,k}` for siblings of one style.
+    """Replace paths by patterns: `*` for numbers if all blocks are equal, `{q,k}` for siblings of one style.
 
-    paths: all that there are.
+    paths: all paths of the model.
     """
     by_pattern: dict[str, list[str]] = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""Private names of torch in structure/, each with what it is for. Read in torch 2.11 and 2.13."""
+"""Private names of torch that models/inspect uses, each with its purpose. Checked against torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
-# This file is where private names are used.
-# pyright: reportPrivateUsage=false
+# This is the only file with private names.
 
 
-#: Operators that the tracer counts; both are what public functions (reshape, grouped products) come down to.
+#: Operators that the tracer counts. Public functions (reshape, grouped products) lower to them.
 UNSAFE_VIEW = torch.ops.aten._unsafe_view
 GROUPED_MM = torch.ops.aten._grouped_mm
 
-#: The number that autograd gives to the next node: where a part of forward begins.
+#: Returns the sequence number of the next autograd node, to mark the start of a part of forward.
 next_node_number: Callable[[], int] = _get_sequence_nr
-#: The node of autograd whose backward runs; None outside of a backward pass.
+#: Returns the autograd node whose backward runs, or None outside of a backward pass.
 node_in_backward: Callable[[], Node | None] = torch._C._current_autograd_node
 
 
 def number_of(node: Any) -> int:
-    """The number of a node of autograd, which tells the part of forward that made it."""
+    """Return the sequence number of an autograd node, which identifies the part of forward that made it."""
     return node._sequence_nr()
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """A module's hooks that run behind its forward, by the number of each: what is taken out no longer runs."""
+    """Return a module's forward hooks by id. Hooks that are removed from the dict no longer run."""
     untyped: Any = module  # the types of its hooks are partly unknown
     return untyped._forward_hooks
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children by name, each as often as it is there; `named_children` gives a shared one once."""
+    """Return a module's children by name, including repeated ones; `named_children` returns a shared one once."""
     return module._modules

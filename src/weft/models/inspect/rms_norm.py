@@ -1,7 +1,7 @@
-"""Root-mean-square norms told by what they compute, whoever wrote them: then their features can be cut.
+"""Root-mean-square norms, recognized by their results and not by their class, so that their features can be sharded.
 
-Each model of transformers has a class of its own for the same arithmetic. What differs is whether the weight is a
-factor or added to one, and whether it is applied before or after the result goes back to the format of the input.
+Each transformers model has a separate class for the same arithmetic. They differ in two choices: the weight is a factor
+or is added to one, and it is applied before or after the cast to the input's dtype.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from torch import Tensor, nn
 
 from weft.private_torch import without_modes
 
-#: What classes call the number that keeps the root away from zero.
+#: Attribute names of epsilon.
 _EPS = ("eps", "variance_epsilon", "epsilon")
 _ROWS, _FEATURES = 3, 8
 
 
 @dataclass(frozen=True, slots=True)
 class RmsForm:
-    """How a norm computes. from_one: its weight is added to one. rounds_first: to the input's format, then scaled."""
+    """Variant of a norm. from_one: the weight is added to one. rounds_first: the cast to the input's dtype precedes the
+    scale.
+    """
 
     eps: float
     from_one: bool
     rounds_first: bool
 
     def scaled(self, x: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
-        """Return x over the root of its mean square, times the weight; in the format of x.
+        """Return x over the root of its mean square, times the weight, in the dtype of x.
 
         Args:
             x: (..., features).
-            mean_square: of the features of x in float32, or in float64 as x is, (..., 1).
+            mean_square: (..., 1), mean square of the features of x, in float32, or in float64 if x is float64.
             weight: (features,).
         """
         normed = x.to(torch.promote_types(x.dtype, torch.float32)) * torch.rsqrt(mean_square + self.eps)
@@ -45,9 +47,9 @@ class RmsForm:
 
 
 def rms_form(module: nn.Module) -> RmsForm | None:
-    """Return how a norm computes; None where it is no norm by the mean square of its last dim with a weight alone.
+    """Return the variant of an RMS norm over the last dim with only a weight, or None for any other module.
 
-    It is called on a few numbers in bfloat16 and compared bit for bit.
+    The module is called on a few values in bfloat16, and the result is compared bit for bit.
     """
     names = [name for name, _ in module.named_parameters()]
     eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
@@ -80,7 +82,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
-    """A copy of the module with another weight; the module stays."""
+    """Return a copy of the module with another weight. The module is not changed."""
     other = copy.copy(module)
     other.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
     other.__dict__ |= {"_forward_pre_hooks": {}, "_forward_hooks": {}}

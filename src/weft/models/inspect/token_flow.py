@@ -1,8 +1,8 @@
-"""Where tokens of a sequence meet: as the class of a module says, and as one forward on small inputs shows.
+"""Find modules that mix tokens of a sequence, from their classes and from one forward on small inputs.
 
-Sequence parallelism leaves each rank its own tokens, so blocks must treat each token by itself outside of modules that
-get all of them. `find_regions` runs the model once and follows the tokens from where they are divided to where they are
-gathered. It accepts what `token_rules.py` lists and refuses every other operation by name.
+Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside of modules
+that get all of them. `find_regions` runs the model once and follows the tokens from their division to the gather. It
+accepts the operations in `token_rules.py` and rejects every other operation by name.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from weft.private_torch import named_modules
 
 __all__ = ["TokenDivision", "TokenRegions", "find_regions", "hidden_place", "mixing", "why_fixed_attention"]
 
-#: What the names of classes say of tokens: attention lets them meet, and beside it states that go from token to token,
-#: convolutions, and what reads several tokens at once.
+#: Parts of class names of modules that mix tokens: attention, recurrent states, convolutions, and modules that read
+#: several tokens together.
 _ATTENTION = ("attention", "attn")
 _OTHERS = (
     "mamba", "ssm", "rnn", "lstm", "gru", "mixer", "shortconv", "deltanet", "recurrent", "rglru", "rwkv", "lightning",
     "fourier", "compressor",
 )  # fmt: skip
-#: Families carry such a word in the names of all their modules.
+#: Suffixes of modules that never mix tokens. Some families have one of the names above in all their class names.
 _NEVER = ("norm", "mlp", "embedding", "embeddings")
 
 
 def mixing(module: nn.Module) -> str:
-    """By what a module with weights mixes the tokens of a sequence, as its class says: "attention", "convolution" over
-    two dims or of a causal kernel, "other", or "" where it is none of those."""
+    """Return how a module with weights mixes tokens, by its class: "attention", "convolution", "other" or "".
+
+    "convolution" is over two dims or has a causal kernel. "" is any other module.
+    """
     if isinstance(module, nn.Conv1d | nn.RNNBase):
         return "" if isinstance(module, nn.Conv1d) and set(module.kernel_size) == {1} else "other"
     if not has_params(module):
@@ -52,19 +54,19 @@ def mixing(module: nn.Module) -> str:
 def find_regions(
     model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
 ) -> TokenRegions:
-    """Return where the tokens of a model can be divided so that they do not meet.
+    """Return the regions of a model in which its tokens can be divided without being mixed.
 
     They stay divided from the first block to the last if the model allows it. Otherwise they are gathered after each
     block, so that code between the blocks gets all of them.
 
     Args:
         model: the full model.
-        blocks: paths of the blocks of each chain, in the order of the modules.
-        division: how tokens are divided.
+        blocks: paths of the blocks of each chain, in module order.
+        division: the division of tokens.
         example: arguments of a forward, or None for invented ones.
 
     Raises:
-        LayoutError: if an operation inside a block mixes tokens or is not known, or the model cannot be traced.
+        LayoutError: if an operation inside a block mixes tokens or is unknown, or the model cannot be traced.
     """
     runs = tuple((chain[0], chain[-1]) for chain in blocks)
     every = tuple(path for chain in blocks for path in chain)
@@ -92,7 +94,7 @@ def find_regions(
 
 
 def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
-    """Follow the tokens in evaluation, and in training if a model of the user's trains."""
+    """Follow the tokens in evaluation, and also in training if the user's own model trains."""
     flow = TokenTrace(model, regions, division)
     try:
         flow.follow(example, training=False)
@@ -107,7 +109,7 @@ def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, ex
 def _called_units(
     model: nn.Module, blocks: Sequence[str], called: Collection[str], division: TokenDivision
 ) -> tuple[str, ...]:
-    """Return the outermost modules of the blocks that the model calls and that hold cut layers."""
+    """Return the outermost modules of the blocks that the model calls and that hold sharded layers."""
     modules = dict(named_modules(model))
     cut = [path for path, style in division.styles.items() if style.name in ("colwise", "rowwise")]
     found: list[str] = []
@@ -128,7 +130,7 @@ def _called_units(
 
 
 def why_fixed_attention(model: Any) -> str:
-    """Why calls of attention of this model of transformers cannot be replaced; "" where they can."""
+    """Return the reason why the attention of a transformers model cannot be replaced, or "" if it can."""
     kind = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         return f"the attention of {kind} cannot be replaced from outside (_supports_attention_backend is not set)"

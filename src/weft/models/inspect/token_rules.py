@@ -1,9 +1,9 @@
-"""Which operations of torch treat each token by itself, and where its tokens are afterwards.
+"""Rules for torch operations that treat each token separately, and the position of the tokens in their results.
 
-This is a list of what is known to be right: `TokenStep` raises `TokensMeet` for every other operation. Operations are
-those that torch's functions are made of (`aten`), so functions of any name are covered by what they compute.
+Only listed operations are accepted: `TokenStep` raises `TokensMeet` for every other one. The rules are for `aten`
+operations, which all torch functions are composed of.
 
-A dim of size outer * count * inner holds the tokens where tokens were joined with other dims.
+If tokens were joined with other dims, the dim that holds them has size outer * count * inner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.private_torch import tree_leaves
 
 @dataclass(frozen=True, slots=True)
 class TokenDim:
-    """Position of the tokens of a tensor. inner: elements of a token that follow each other in that dim."""
+    """Position of the tokens of a tensor. inner: consecutive elements of one token in that dim."""
 
     dim: int
     count: int
@@ -28,15 +28,15 @@ class TokenDim:
 
     @property
     def ranks(self) -> int:
-        """A number of ranks that could share the tokens: the smallest above one."""
+        """The smallest number of ranks above one that could share the tokens."""
         return next((each for each in range(2, self.count) if self.count % each == 0), self.count)
 
 
 class TokensMeet(Exception):
-    """An operation mixes tokens, or it is not known that it does not."""
+    """Raised if an operation mixes tokens or has no rule."""
 
 
-#: Each number of the result comes from the numbers at the same position; torch marks most of these by a tag.
+#: Each value of the result depends on the values at the same position only. torch tags most of these operations.
 _POINTWISE = frozenset((
     "clone", "detach", "alias", "_to_copy", "lift_fresh", "contiguous", "copy_", "fill_", "zero_", "zeros_like",
     "ones_like", "full_like", "empty_like", "masked_fill", "masked_fill_", "where", "nan_to_num", "_conj", "real",
@@ -45,23 +45,23 @@ _POINTWISE = frozenset((
     "frac", "signbit", "hardshrink", "softshrink", "mish", "hardswish", "hardsigmoid", "relu", "relu_", "relu6",
     "mse_loss", "isnan", "isinf", "isfinite", "bitwise_not", "resolve_conj", "resolve_neg", "_neg_view",
 ))  # fmt: skip
-#: Operations that reduce dims, and the position of those among their arguments.
+#: Operations that reduce dims, and the index of the dims among their arguments.
 _REDUCTIONS = {
     "sum": 1, "mean": 1, "amax": 1, "amin": 1, "var": 1, "std": 1, "var_mean": 1, "std_mean": 1, "prod": 1, "any": 1,
     "all": 1, "argmax": 1, "argmin": 1, "max": 1, "min": 1, "median": 1, "nanmedian": 1, "logsumexp": 1, "nansum": 1,
     "count_nonzero": 1, "norm": 2, "linalg_vector_norm": 2, "kthvalue": 2, "mode": 1, "aminmax": 1,
 }  # fmt: skip
-#: Operations along one dim that leave the order of the others, and the position of that dim.
+#: Operations along one dim that keep the order of the others, and the index of that dim among their arguments.
 _ALONG = {
     "_softmax": 1, "_safe_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumsum_": 1, "cumprod": 1, "logcumsumexp": 1,
     "cummax": 1, "cummin": 1, "flip": 1, "roll": 2, "sort": 1, "topk": 2, "glu": 1, "_fft_r2c": 1, "_fft_c2r": 1,
     "_fft_c2c": 1, "split": 2, "split_with_sizes": 2, "slice": 1, "unsafe_split": 2, "unfold": 1,
     "unsafe_split_with_sizes": 2,
 }  # fmt: skip
-#: Where the dim is not given by position, its name and default.
+#: Default dim of operations if the call does not pass one.
 _DIM_DEFAULTS = {"argmax": None, "argmin": None, "sort": -1, "topk": -1, "kthvalue": -1, "median": None, "mode": -1,
                  "split": 0, "split_with_sizes": 0, "slice": 0, "glu": -1}  # fmt: skip
-#: They change the shape of the tensor itself, which marks do not follow.
+#: In-place changes of a tensor's shape, which marks do not follow.
 _RESHAPED = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "set_", "as_strided_"))
 _FRESH = frozenset(("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"))
 
@@ -75,7 +75,7 @@ class TokenStep:
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
     of: Callable[[Any], TokenDim | None]
-    #: Whether all numbers of a tensor along a dim (counted from the end) are known to be equal.
+    #: Returns True if a tensor is constant along a dim (counted from the end).
     is_uniform: Callable[[torch.Tensor, int], bool]
 
     @property
@@ -84,10 +84,10 @@ class TokenStep:
         return str(self.func.overloadpacket).rpartition(".")[2]
 
     def marks(self) -> list[tuple[torch.Tensor, TokenDim]]:
-        """Return where the tokens of each result are.
+        """Return the position of the tokens of each result.
 
         Raises:
-            TokensMeet: if tokens meet, or the operation is not known.
+            TokensMeet: if tokens are mixed, or the operation is unknown.
         """
         name = self.name
         if not str(self.func).startswith("aten.") or name in _RESHAPED:
@@ -113,7 +113,7 @@ class TokenStep:
 
     @property
     def _source(self) -> tuple[torch.Tensor, TokenDim]:
-        """The first argument, which must be what has tokens; no other may."""
+        """The first argument and its tokens. No other argument may have tokens."""
         tensor = self.args[0]
         mark = self.of(tensor) if isinstance(tensor, torch.Tensor) else None
         if mark is None or any(self.of(leaf) is not None for leaf in tree_leaves((self.args[1:], self.kwargs))):
@@ -254,7 +254,9 @@ class TokenStep:
         yield from self._give(mark, mark.dim)
 
     def _joined(self, dim: int, rank: int) -> TokenDim:
-        """Check tensors that are joined along another dim than the tokens'. Returns where those are in each."""
+        """Check tensors that are joined along a dim other than the tokens', and return the position of the tokens in
+        each.
+        """
         parts = [part for part in self.args[0] if part.numel()]
         marks = [mark for part in parts if (mark := self.of(part)) is not None]
         for part in parts:
@@ -279,7 +281,7 @@ class TokenStep:
         yield from self._give(mark, mark.dim + (dim <= mark.dim))
 
     def _product(self, left: torch.Tensor, right: torch.Tensor) -> TokenDim:
-        """Where the tokens of a matrix product, or of a batch of them, are."""
+        """Return the position of the tokens in a matrix product or a batch of products."""
         one, other = self.of(left), self.of(right)
         rank = left.dim()
         if one is not None and one.dim < rank - 2:  # a batch of products, each of one token
@@ -297,7 +299,7 @@ class TokenStep:
         raise TokensMeet
 
     def _op_cdist_forward(self) -> Iterator[Any]:
-        """Distances of tokens from what has none."""
+        """Follow distances between tokens and rows without tokens."""
         left, right = self.args[:2]
         mark = self.of(left)
         if mark is None or self.of(right) is not None or mark.dim != left.dim() - 2:
@@ -365,7 +367,7 @@ class TokenStep:
         yield from self._give(mark, mark.dim)
 
     def _op_index(self) -> Iterator[Any]:
-        """Rows of a table by numbers of tokens; no rows of what has tokens."""
+        """Follow a table lookup by indices that have tokens. The table must not have tokens."""
         table, indices = self.args[:2]
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         if self.of(table) is not None or [dim for dim, _ in given] != [given[0][0] + n for n in range(len(given))]:
@@ -396,7 +398,7 @@ class TokenStep:
             yield from self._give(mark, mark.dim)
 
     def _op_gather(self) -> Iterator[Any]:
-        """Numbers along another dim than the tokens'; also `scatter`, into what has tokens or is all the same."""
+        """Follow a gather along a dim other than the tokens', or a scatter into a tensor that has tokens or is uniform."""
         tensor = self.args[0]
         dim = self._get(1, "dim") % tensor.dim()
         others = [one for one in (tensor, *self.args[2:]) if isinstance(one, torch.Tensor) and one.dim()]
@@ -414,7 +416,7 @@ class TokenStep:
     _op_scatter = _op_scatter_add = _op_scatter_reduce = _op_gather
 
     def _op_index_put(self) -> Iterator[Any]:
-        """One number for all the tokens that a mask chooses."""
+        """Follow a write of one number to all tokens that a mask selects."""
         tensor, indices, value = self.args[:3]
         mark, chosen = self.of(tensor), self.of(indices[0])
         plain = len(indices) == 1 and indices[0].dtype is torch.bool and value.numel() == 1 and self.of(value) is None
@@ -423,7 +425,7 @@ class TokenStep:
         yield from self._give(mark, mark.dim)
 
     def _op_native_batch_norm(self) -> Iterator[Any]:
-        """With stored statistics alone."""
+        """Follow a batch norm with stored statistics. One with batch statistics mixes tokens."""
         _, mark = self._source
         if mark.dim == 1 or self._get(5, "training"):
             raise TokensMeet
@@ -439,7 +441,7 @@ class TokenStep:
 
 
 def follow_tokens(old: tuple[int, ...], new: tuple[int, ...], mark: TokenDim) -> TokenDim | None:
-    """Return where tokens are after a reshape, or None where one dim does not hold all of them."""
+    """Return the position of the tokens after a reshape, or None if no single dim holds all of them."""
     if 0 in old or math.prod(old[: mark.dim + 1]) * math.prod(old[mark.dim + 1 :]) != math.prod(new):
         return None
     stride = math.prod(old[mark.dim + 1 :]) * mark.inner  # elements from a token to the next

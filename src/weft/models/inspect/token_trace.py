@@ -1,4 +1,4 @@
-"""TokenDim in one forward of a model: which tensors have them, and what happens to them outside of cut layers."""
+"""Trace the tokens through one forward of a model, and check the operations on them outside of sharded layers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from weft.models.inspect.dry_run import call_traced, is_named
 from weft.models.inspect.token_rules import TokenDim, TokensMeet, TokenStep
 from weft.private_torch import TorchDispatchMode, named_modules, tree_flatten, tree_leaves, tree_unflatten
 
-#: Position of the tokens in what the blocks are given: (batch, tokens, features).
+#: Dim of the tokens in the blocks' inputs, (batch, tokens, features).
 TOKENS = 1
-#: What may be asked of tokens in Python: nothing about their numbers.
+#: Attributes that Python code may read from tokens, because they do not depend on values.
 _ASKED = frozenset((
     "dim", "ndim", "ndimension", "dtype", "device", "requires_grad", "is_floating_point", "is_complex", "is_contiguous",
     "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "itemsize", "get_device", "type",
@@ -31,9 +31,9 @@ _ASKED = frozenset((
     "__setitem__",
 ))  # fmt: skip
 _SIZES = frozenset(("shape", "size", "numel", "nelement"))
-#: Code of its own, which reads shapes and draws numbers, and treats each token by itself.
+#: Functions that read shapes and draw random numbers internally, but treat each token separately.
 _DROPOUT = frozenset(("dropout", "alpha_dropout", "dropout1d"))
-#: Operations that give the same number everywhere, of tensors that are so or of none.
+#: Operations with a constant result if their inputs are constant or absent.
 _UNIFORM = frozenset((
     "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "scalar_tensor", "empty_strided",
     *CONSTANTS,
@@ -42,11 +42,11 @@ _UNIFORM = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class TokenRegions:
-    """Where tokens are divided. runs: the first and the last module of each stretch of the forward.
+    """Regions of a forward in which tokens are divided. runs: the first and the last module of each region.
 
-    units: the modules whose parameters see a part of the tokens. summed: positions of tensors from outside among the
-    arguments of a unit (positional and by keyword, flattened), whose gradients are sums over the ranks. why_apart: why
-    tokens are gathered after each unit, or "" if they stay divided from one to the next.
+    units: the modules whose parameters read a part of the tokens. summed: for each unit, positions of outside tensors
+    among its flattened arguments (positional, then keyword), whose gradients are sums over the ranks. why_apart: the
+    reason why tokens are gathered after each unit, or "" if they stay divided from one to the next.
     """
 
     runs: tuple[tuple[str, str], ...]
@@ -57,11 +57,12 @@ class TokenRegions:
 
 @dataclass(frozen=True, slots=True)
 class TokenDivision:
-    """How a technique divides tokens.
+    """Division of tokens by a technique.
 
-    styles: of cut layers. gathering: modules that get all tokens. width: features of the hidden states. where: the
-    setting, for messages. remedy: what helps. has_own_loss: whether each rank's loss is that of its own tokens, so
-    that all gradients are summed anyway. reading: modules that are given an encoder's states, divided too.
+    styles: styles of sharded layers. gathering: modules that get all tokens. width: features of the hidden states.
+    where: the setting, for messages. remedy: the fix, for messages. has_own_loss: True if each rank computes the loss
+    of its own tokens, so that all gradients are summed anyway. reading: modules that receive an encoder's states, which
+    are divided too.
     """
 
     styles: Mapping[str, Style]
@@ -79,15 +80,15 @@ class TokenDivision:
 
 
 class TokenTrace:
-    """TokenDim in forwards of a model.
+    """Trace of the tokens in forwards of a model.
 
-    problem: the first thing that is not known to be right, or None. called: paths of modules that ran. summed: as in
+    problem: the first operation or use without a rule, or None. called: paths of modules that ran. summed: see
     `TokenRegions`.
 
     Args:
         model: the full model.
-        regions: where tokens would be divided.
-        division: how they would be.
+        regions: the regions to check.
+        division: the division of tokens.
     """
 
     def __init__(self, model: nn.Module, regions: TokenRegions, division: TokenDivision):
@@ -116,7 +117,7 @@ class TokenTrace:
         self._bases: dict[int, torch.Tensor] = {}
 
     def follow(self, example: Any, training: bool) -> None:
-        """Call the model under watch."""
+        """Trace one call of the model."""
         handles: list[RemovableHandle] = []
         for path, module in named_modules(self._model):
             handles.append(module.register_forward_pre_hook(self._unseen(self._enter(path)), with_kwargs=True))
@@ -149,12 +150,12 @@ class TokenTrace:
 
     @property
     def is_full(self) -> bool:
-        """Whether a module that gets all tokens is under way."""
+        """True if a module that gets all tokens is running."""
         return self._depth > 0
 
     @property
     def here(self) -> str:
-        """The module under way, for messages."""
+        """The running module, for messages."""
         path = self._stack[-1] if self._stack else ""
         return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
 
@@ -186,7 +187,7 @@ class TokenTrace:
         return tensor.view_as(tensor)
 
     def _unseen(self, hook: Any) -> Any:
-        """A hook whose own operations are not followed."""
+        """Return a hook whose own operations are not traced."""
 
         def called(*args: Any) -> Any:
             with self._operations.paused():
@@ -249,7 +250,7 @@ class TokenTrace:
         return tree_unflatten(leaves, tree)
 
     def _is_read(self, path: str, leaf: torch.Tensor, kwargs: Any, args: Any) -> bool:
-        """Whether it is an encoder's states, of which a block gets its part too."""
+        """Return True for an encoder's states, of which a block gets its part too."""
         if path not in self._division.reading:
             return False
         names = list(inspect.signature(self._model.get_submodule(path).forward).parameters)
@@ -257,7 +258,7 @@ class TokenTrace:
         return given.get("encoder_hidden_states") is leaf
 
     def _is_outside(self, leaf: Any) -> bool:
-        """Whether a tensor with a gradient was made outside of the blocks."""
+        """Return True if a tensor with a gradient was made outside of the blocks."""
         if self._division.has_own_loss or not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
             return False
         return id(leaf) not in self._inner
@@ -307,7 +308,9 @@ class TokenTrace:
         return after
 
     def _check_kept(self, model: nn.Module) -> None:
-        """Refuse numbers with a gradient that blocks keep, as for a loss: they are those of a part of the tokens."""
+        """Check that blocks store no numbers with a gradient, such as a loss, since they would be of a part of the
+        tokens.
+        """
         for path, module in named_modules(model):
             for name, value in module.__dict__.items():
                 for leaf in tree_leaves(value) if isinstance(value, torch.Tensor | list | tuple) else ():
@@ -319,7 +322,7 @@ class TokenTrace:
                         )
 
     def _mark_hidden(self, output: Any) -> None:
-        """Row-cut layers and modules that get all tokens give each rank its own."""
+        """Mark the output of row-parallel layers and of modules that get all tokens, since it is divided again."""
         width = self._division.width
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (width,):
@@ -331,7 +334,7 @@ class TokenTrace:
                 return
 
     def _gathered(self, path: str, output: Any) -> Any:
-        """The output with all tokens, as the end of a run returns it."""
+        """Return the output with all tokens, as at the end of a run."""
         leaves, tree = tree_flatten(output)
         place = hidden_place(leaves, self._division.width)
         if place is None or self.of(leaves[place]) != _stream(leaves[place]):
@@ -344,10 +347,10 @@ class TokenTrace:
         """Trace one operation.
 
         Args:
-            name: of the function that the model called.
-            func: the operation of torch.
-            args: that it was called with.
-            kwargs: the same, by name.
+            name: name of the function that the model called.
+            func: the torch operation.
+            args: positional arguments of the operation.
+            kwargs: keyword arguments of the operation.
             outputs: the tensors that it returned.
         """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -365,7 +368,7 @@ class TokenTrace:
         self.note(outputs)
 
     def _check_sources(self, name: str, given: list[torch.Tensor]) -> None:
-        """Refuse what blocks made, or have, outside of them, and the other way around."""
+        """Check that code outside of blocks uses no tensors or parameters of blocks, and the reverse."""
         if self._open is None:
             self._outside(given, f"`{name}`")
         if self._unit and self._open is not None:
@@ -389,7 +392,7 @@ class TokenTrace:
             self.mark(tensor, tokens)
 
     def _takes(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
-        """Whether a tensor that is written into may get tokens, and with it the one that it is a view of."""
+        """Return True if tokens may be written into a tensor. Mark the tensor that it is a view of."""
         before, base = self.of(target), self._bases.get(id(target))
         if before is not None:
             return before == tokens
@@ -401,14 +404,14 @@ class TokenTrace:
         return is_uniform
 
     def _follow_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
-        """Remember which tensors are the same everywhere."""
+        """Record which tensors are constant."""
         if outputs and args and outputs[0] is args[0]:
             self._written(outputs[0], name)
         elif all(id(leaf) in self._uniform for leaf in given) and _keeps_uniform(func, given):
             self._uniform |= {id(output) for output in outputs}
 
     def _check_foreign(self, name: str, given: list[torch.Tensor]) -> None:
-        """Refuse tensors with a gradient that reach a part of the tokens unseen."""
+        """Check that no outside tensor with a gradient is combined with a part of the tokens."""
         for leaf in given:
             if self.of(leaf) is None and self._is_outside(leaf) and not self._is_own(leaf):
                 what = (
@@ -419,7 +422,7 @@ class TokenTrace:
                 self._fail(f"{self.here} {what}, in `{name}`: its gradient would be that of a part of the tokens.")
 
     def _written(self, tensor: torch.Tensor, name: str) -> None:
-        """What is written into may no longer be the same everywhere, nor what shares its memory."""
+        """Record that a tensor and all tensors that share its memory may no longer be constant after a write."""
         base = self._bases.get(id(tensor))
         if base is None and name in ("fill_", "zero_"):
             return
@@ -427,13 +430,13 @@ class TokenTrace:
         self._uniform -= {id(base), *(key for key, owner in self._bases.items() if owner is base)}
 
     def note(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Record what blocks made."""
+        """Record tensors that blocks made."""
         self._kept += outputs
         if self._unit:
             self._inner |= {id(output) for output in outputs}
 
     def _follow_bases(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
-        """Remember of which tensor others are views."""
+        """Record the base tensor of each view."""
         if not func.is_view or not args or not isinstance(args[0], torch.Tensor):
             return
         first: torch.Tensor = args[0]
@@ -448,7 +451,7 @@ class TokenTrace:
         return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
 
     def _outside(self, leaves: Sequence[Any], operation: str) -> None:
-        """Values that blocks made are read where all tokens are there."""
+        """Check that code with all tokens does not read values that blocks computed for a part of them."""
         if self._division.has_own_loss and operation == "its output":
             return
         for leaf in leaves:
@@ -478,7 +481,7 @@ def _stream(hidden: torch.Tensor) -> TokenDim:
 
 
 class _Operations(TorchFunctionMode):
-    """The functions of torch that a model calls: their names, and what they ask for sizes."""
+    """Mode that records the names of the torch functions that a model calls, and their size queries."""
 
     def __init__(self, flow: TokenTrace):
         super().__init__()
@@ -503,7 +506,7 @@ class _Operations(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Inside, nothing is followed."""
+        """Pause the trace inside the context."""
         self.pauses += 1
         try:
             yield
@@ -524,7 +527,7 @@ class _Operations(TorchFunctionMode):
             self.flow.misuse(what)
 
     def _look(self, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        """Check what a function asks for sizes, and what it does with them. Returns its result."""
+        """Check a function's size queries and its use of sizes, and return its result."""
         flow = self.flow
         first = args[0] if args else None
         mark = flow.of(first)
@@ -553,7 +556,7 @@ class _Operations(TorchFunctionMode):
             self._misuse(f"writes {{}} down in `{name}`")
 
     def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, is_marked: bool) -> None:
-        """Sizes of tokens are arguments."""
+        """Check sizes of tokens among the arguments of a function."""
         if (is_marked and name in RESHAPES) or name in ("expand", "broadcast_to"):
             return
         dims: list[int] = []
@@ -567,7 +570,7 @@ class _Operations(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """The operations that torch's functions are made of."""
+    """Mode that traces the aten operations of torch functions."""
 
     def __init__(self, operations: _Operations):
         super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch leaves it untyped
