@@ -22,14 +22,20 @@ from weft.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-#: Where in the saved tables something stands: ("optimizer", "state", "embed.weight", "exp_avg").
+#: Path of a tensor in the saved tables: ("optimizer", "state", "embed.weight", "exp_avg").
 Place = tuple[str | int, ...]
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
 class SortedNames:
-    """weights: name -> place. states: "weight/state" -> place. left_out: places of what is neither."""
+    """Saved names by role.
+
+    Args:
+        weights: weight name -> path.
+        states: "weight/state" -> path.
+        left_out: paths of all other tensors.
+    """
 
     weights: Mapping[str, Place]
     states: Mapping[str, Place]
@@ -37,7 +43,11 @@ class SortedNames:
 
 
 def sorted_names(places: Iterable[Place], model_key: str | None = None) -> SortedNames:
-    """Tell weights and states apart. CheckpointError where that cannot be told, with what to type."""
+    """Sort saved paths into weights and optimizer states.
+
+    Raises:
+        CheckpointError: if the two cannot be distinguished, with the option to set.
+    """
     places = list(places)
     weights_at: dict[Place, list[Place]] = defaultdict(list)
     state_places = [place for place in places if _state_at(place) is not None]
@@ -109,7 +119,7 @@ def _states(places: list[Place], weights: Mapping[str, Place]) -> Iterable[tuple
 
 
 def _split(joined: str, name: str) -> tuple[str, str] | None:
-    """A joined name as that of its weight and its own: ("b.w", "exp_avg") of "module.b.w.exp_avg"."""
+    """Split a joined name into weight and state: "module.b.w.exp_avg" becomes ("b.w", "exp_avg")."""
     start, found, state = joined.rpartition(f"{name}.")
     while start and (wrapper := next((one for one in _WRAPPERS if start.endswith(one)), None)):
         start = start.removesuffix(wrapper)
@@ -133,7 +143,7 @@ TABLE = "taken.json"
 
 @dataclass(frozen=True, slots=True)
 class BroughtIn:
-    """What was imported. left_out: what of the source has no place in a checkpoint of Weft."""
+    """Result of an import. `left_out` names the parts of the source that a Weft checkpoint cannot hold."""
 
     path: Location
     step: int
@@ -155,17 +165,17 @@ def bring_in(
 ) -> BroughtIn:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
 
-    The disk of `root` holds everything twice for a moment. For an object store, the temporary folder holds it once.
+    The disk of `root` temporarily holds everything twice. With an object store, the temporary folder holds it once.
 
     Args:
         source: the foreign folder.
-        root: the folder of the steps' folders, or a prefix of an object store.
-        step: optimizer steps done; None: as the source says.
-        model_key: the table of weights, where the source has several.
-        limit_s: how long (s) reading may take.
+        root: the parent of the step folders, or a prefix of an object store.
+        step: optimizer steps done; None to use the source's value.
+        model_key: the table of weights, if the source has several.
+        limit_s: maximum time for reading in seconds.
 
     Raises:
-        CheckpointError: for what cannot be read, or holds anything but weights and plain values.
+        CheckpointError: if the source cannot be read, or holds anything except weights and plain values.
     """
     kind = _kind_of(source)
     try:
@@ -195,17 +205,17 @@ def _kind_of(source: Path) -> str:
 def run_confined(
     kind: str, source: Path, work: Path, limit_s: float, remedy: str = "Import a checkpoint that you saved yourself."
 ) -> None:
-    """Let the confined process read.
+    """Run the confined reader process.
 
     Args:
-        kind: of the files: "dcp", "zero" or "pickled".
+        kind: kind of the files: "dcp", "zero" or "pickled".
         source: their folder.
-        work: empty folder for what it hands over.
-        limit_s: how long (s) reading may take.
-        remedy: what to do about refused files.
+        work: empty folder for the output of the process.
+        limit_s: maximum time for reading in seconds.
+        remedy: advice for refused files, for the error.
 
     Raises:
-        CheckpointError: with the reason.
+        CheckpointError: if reading fails, with the reason.
     """
     command = [sys.executable, "-P", "-m", "weft.train.foreign_reader", kind, str(source.resolve()), str(work)]
     try:
@@ -303,7 +313,7 @@ def _second_names(
 
 
 def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
-    """Optimizer steps done, as the source says, or as the optimizer counted."""
+    """Return the optimizer steps done, from the source or from the optimizer's counter."""
     for place in (("global_steps",), ("step",), ("global_step",)):
         value = found.values.get(place)
         if type(value) is int and value >= 0:
@@ -326,15 +336,15 @@ def _fresh_loss_scale() -> dict[str, Any]:
 
 
 def pickled_weights(source: Path, work: Path, limit_s: float) -> tuple[Iterator[tuple[str, RawArray]], list[str]]:
-    """Return (name, tensor) of each weight, one at a time in memory, and the names of what is left out.
+    """Return an iterator over (name, tensor) with one tensor in memory at a time, and the names that are left out.
 
     Args:
         source: folder with pytorch_model.bin, its index, or other pickles of weights.
-        work: an empty folder on a disk that holds the weights once more, for as long as they are read.
-        limit_s: how long (s) reading may take.
+        work: an empty folder on a disk with space for a second copy of the weights.
+        limit_s: maximum time for reading in seconds.
 
     Raises:
-        CheckpointError: for what cannot be read, or holds anything but weights.
+        CheckpointError: if the files cannot be read, or hold anything except weights.
     """
     if not source.is_dir():
         raise CheckpointError(f"SOURCE={source}: there is no such folder. Give the folder of a Hugging Face model.")

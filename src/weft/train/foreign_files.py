@@ -1,4 +1,4 @@
-"""What the child process hands over: safetensors files, and a table that says which tensor stands where."""
+"""Output files of the confined reader process: safetensors files and a table that maps tensors to files."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class NotTaken(Exception):
 
 
 def most_bytes(source_bytes: int) -> int:
-    """Return how many bytes of tensors a source of so many bytes may give."""
+    """Return the maximum bytes of tensors that a source of `source_bytes` may contain."""
     return _MOST_TIMES * source_bytes + _MOST_MORE
 
 
 class Taken:
-    """Collects tensors by their place in the saved tables, such as ("model", "embed.weight").
+    """Collects tensors by their path in the saved tables, such as ("model", "embed.weight").
 
     Args:
         out: folder for the files.
-        max_bytes: of all tensors. A tensor with strides of 0 takes a few bytes in a file, and many when it is copied.
+        max_bytes: limit for all tensors together. A tensor with strides of 0 is small in a file but large when it is
+            copied.
     """
 
     def __init__(self, out: Path, max_bytes: int):
@@ -56,11 +57,11 @@ class Taken:
         """Refuse a tensor that is far larger than the source's files.
 
         Args:
-            name: for the message.
-            num_bytes: of the tensor.
+            name: name for the error message.
+            num_bytes: size of the tensor.
 
         Raises:
-            NotTaken: if the tensors together would have more bytes than the source accounts for.
+            NotTaken: if the tensors together exceed the limit.
         """
         if num_bytes > self._bytes_left:
             raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files hold")
@@ -73,7 +74,7 @@ class Taken:
         num_bytes = tensor.numel() * tensor.element_size()
         self.reserve(".".join(map(str, place)), num_bytes)
         self._bytes_left -= num_bytes
-        # Names in the files are numbers: those of the checkpoint are nobody's business there.
+        # Tensors have numbers as names in these files, because names from the checkpoint are untrusted.
         number = f"t{self._num_tensors}"
         self._num_tensors += 1
         self._tensors[number] = tensor.detach().contiguous().clone()
@@ -92,7 +93,7 @@ class Taken:
             self._values.append([[*place], plain])
 
     def close(self) -> None:
-        """Write what is left, and the table."""
+        """Write the remaining tensors and the table."""
         self._write()
         said = {"tensors": self._table, "values": self._values, "left_out": self._left_out}
         (self._out / TABLE).write_text(json.dumps(said))
@@ -145,7 +146,11 @@ def reason_of(error: Exception) -> str:
 
 
 def within(folder: Path, name: Any) -> Path:
-    """A plain file of a folder. Raises NotTaken for a name that leads elsewhere, a link, and what is not there."""
+    """Return a plain file of a folder.
+
+    Raises:
+        NotTaken: if the name leads outside of the folder, is a link, or does not exist.
+    """
     if not isinstance(name, str) or not name or name != Path(name).name or name in (".", ".."):
         raise NotTaken(f"{str(name)[:80]!r} names a file outside of the checkpoint's folder")
     path = folder / name
@@ -166,7 +171,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
 class _Plain:
-    """Stands for DeepSpeed's own classes: it keeps what it is given, and does nothing."""
+    """A stand-in for DeepSpeed's classes, which stores its arguments and does nothing else."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -212,7 +217,7 @@ def read_zero(source: Path, taken: Taken) -> None:
 
 
 def _tag_folder(source: Path) -> Path:
-    """The folder of one step: `latest` beside it says its name."""
+    """Return the folder of one step, which the file `latest` names."""
     if not (source / "latest").is_file():
         return source
     tag = within(source, "latest").read_text(errors="replace").strip()
@@ -321,7 +326,7 @@ def _split_part(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...
 def _moments(
     states: list[dict[str, Any]], stage: int, shapes: list[dict[str, tuple[int, ...]]], paddings: Any, taken: Taken
 ) -> None:
-    """States of the optimizer: flat ones lie as weights do, the others hold for each parameter of their group."""
+    """Collect optimizer states: flat ones have the weights' layout, the others have one value per parameter of a group."""
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     base = [one.get(key) for one in states]
     if not all(isinstance(one, dict) and isinstance(one.get("state"), dict) for one in base):
@@ -344,7 +349,7 @@ def _moments(
 
 
 def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]]], stage: int, taken: Taken) -> None:
-    """Buffers, frozen weights, and which names stand for a tensor that has another one."""
+    """Collect buffers, frozen weights and aliases of shared tensors."""
     first = models[0]
     module = _table(first, "module")
     trained = {name for group in shapes for name in group}
@@ -366,7 +371,7 @@ _MOST_DIMS = 32
 
 
 class _Record:
-    """Stands for each class of torch in `.metadata`: it keeps what it is given, and does nothing."""
+    """A stand-in for torch's classes in `.metadata`, which stores its arguments and does nothing else."""
 
     def __init__(self, *arguments: Any):
         self.state: Any = arguments
@@ -423,7 +428,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Allows the classes above and torch's dtypes, no other names."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """A stand-in, a dtype, or UnpicklingError."""
+        """Return a stand-in class or a dtype, or raise UnpicklingError."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
@@ -499,7 +504,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _bytes(source: Path, info: _Stored) -> bytes:
-    """The saved bytes of one piece."""
+    """Return the saved bytes of one tensor chunk."""
     if info.get("transform_descriptors"):
         raise NotTaken("its files are compressed. Load it and save it again without compression")
     offset, length = info.get("offset"), info.get("length")
@@ -517,7 +522,7 @@ def _bytes(source: Path, info: _Stored) -> bytes:
 
 _SINGLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-#: What trainers leave beside the weights.
+#: Files that trainers write next to the weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
 #: Where trainers put the weights in a table of more.
 _TABLES = ("state_dict", "model_state_dict", "model", "module")

@@ -1,9 +1,9 @@
 """The child process that reads pickles: `python -P -m weft.train.foreign_reader KIND SOURCE OUT`.
 
-It has no secrets in its environment, no network if the kernel allows that, limits of memory and disk that follow from
-the size of the source, and a hook that ends it at the first attempt to start a program, to connect, or to write outside
-of OUT. What is unpickled is limited to weights and plain values before that: the hook is the second wall. It ends with
-its parent. Exit code 3 and a line of JSON on stdout: the files were refused.
+Its environment has no secrets, and it has no network if the kernel allows that. Its memory and disk limits follow from
+the size of the source. An audit hook ends it at the first attempt to start a program, to connect, or to write outside
+of OUT. Unpickling is limited to weights and plain values, so the hook is a second line of defense. The process ends
+with its parent. Exit code 3 and a line of JSON on stdout mean that the files were refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFUSED = 3
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 #: Option of prctl: the signal that the process gets when its parent ends.
 _PARENT_DEATH_SIGNAL = 1
-#: Memory beyond that of torch and of what is read.
+#: Memory allowance on top of torch and the data.
 _SPARE_BYTES = 2 * 2**30
 _FORBIDDEN = (
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.kill", "os.remove", "os.rename",
@@ -33,10 +33,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def main() -> int:
-    """Read, write, and say what was found."""
+    """Read the source, write the output files and print a summary."""
     kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     _give_up_rights()
-    # Before the wall stands: loading torch maps libraries.
+    # Load torch before confinement begins, because that maps libraries.
     import torch  # noqa: F401
 
     from weft.train.foreign_files import NotTaken, Taken, most_bytes, read_dcp, read_pickled, read_zero, reason_of

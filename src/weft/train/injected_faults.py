@@ -33,13 +33,19 @@ from weft.units import parse_seconds
 
 _SLOW_STEPS, _SLOW_S = 3, 0.7
 _JUMP_S = 3600.0
-#: A folder is read-only for so many tries to write into it: fewer than a save makes.
+#: Number of failed writes of a read-only folder, below the tries of a save.
 _REFUSALS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """kind: a name in ACTS. step: after which it happens, counted from 1. world_size: of the run that was started."""
+    """A fault to inject.
+
+    Args:
+        kind: a name in ACTS.
+        step: step after which it happens, counted from 1.
+        world_size: world size of the run that was started.
+    """
 
     kind: str
     step: int
@@ -59,9 +65,9 @@ class Fault:
 
 
 def asked_fault(rank: int, plan: Plan) -> Fault | None:
-    """The fault that this rank is to suffer; None outside of drills, and once it has happened.
+    """Return the fault of this rank, or None outside of drills and once it has happened.
 
-    A loss is spoilt on whichever stage of the fault's pipeline computes it.
+    A corrupted loss affects whichever stage of the fault's pipeline computes it.
     """
     text = env.get("WEFT_DRILL")
     if not text:
@@ -168,7 +174,7 @@ def _spoil_weight(hook: FaultHook) -> None:
 
 
 def _full_disk(hook: FaultHook) -> None:
-    """Every file that this process writes is as long as it may be: what a full disk does, without being root."""
+    """Limit the size of all files of this process, which acts like a full disk without root rights."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -198,7 +204,7 @@ def _split_part(hook: FaultHook) -> None:
 
 
 def _wait_for_second(hook: FaultHook) -> None:
-    """Until the drill says that the second command is over, but not as long as the other ranks wait for this one."""
+    """Wait until the drill reports the end of the second command, for less than the ranks' timeout."""
     end = time.monotonic() + 0.8 * parse_seconds(hook.folder.config().launch.timeout)
     while not Path(f"{hook.fault.mark}.over").exists() and time.monotonic() < end:
         time.sleep(0.02)
