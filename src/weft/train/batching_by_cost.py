@@ -20,7 +20,7 @@ from weft.errors import DataError
 
 #: Fixed cost of a microbatch (launches of many small kernels), as a fraction of its maximum cost.
 _CALL = 0.01
-#: Bounds of a microbatch's cost that are tried, and the runs of all ranks up to which they are.
+#: Number of cost bounds to try, and the maximum number of runs over all ranks for that search.
 _BOUNDS, _SEARCHED = 4, 32
 #: Maximum ratio of microbatches per step to those of the plan. More microbatches can reduce padding.
 _MORE = 4

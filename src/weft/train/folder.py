@@ -65,7 +65,7 @@ class RunFolder:
         return config.run.name != self.path.name and re.fullmatch(r"replica_[1-9]\d*", self.path.name) is not None
 
     def with_replicas(self) -> list[RunFolder]:
-        """Return this folder, followed by those for other replicas if this is the run's main folder."""
+        """Return this folder, followed by the folders of other replicas if it is the run's main folder."""
         return [self] if self._is_of_replica(self.config()) else [self, *self.other_replicas()]
 
     def other_replicas(self) -> list[RunFolder]:

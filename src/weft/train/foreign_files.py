@@ -171,7 +171,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
 class _Plain:
-    """A stand-in for DeepSpeed's classes, which stores its arguments and does nothing else."""
+    """A stand-in for DeepSpeed's classes that only stores its arguments."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -371,7 +371,7 @@ _MOST_DIMS = 32
 
 
 class _Record:
-    """A stand-in for torch's classes in `.metadata`, which stores its arguments and does nothing else."""
+    """A stand-in for torch's classes in `.metadata` that only stores its arguments."""
 
     def __init__(self, *arguments: Any):
         self.state: Any = arguments
@@ -428,7 +428,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Allows the classes above and torch's dtypes, no other names."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a stand-in class or a dtype, or raise UnpicklingError."""
+        """Return a substitute class or a dtype, or raise UnpicklingError."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)

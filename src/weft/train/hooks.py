@@ -65,7 +65,7 @@ class Hook:
         """Note a one-line warning for users, such as a step that was not saved or a jump of the loss."""
 
     def on_trace(self, event: Mapping[str, object]) -> None:
-        """Note an event of kind "trace", which describes where a step went wrong."""
+        """Note an event of kind "trace", which locates a step that went wrong."""
 
     def on_action(self, step: int, wish: RunRequest) -> None:
         """Note that the ranks act on a request after `step` steps."""
