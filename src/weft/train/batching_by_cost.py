@@ -160,7 +160,7 @@ class _Runs:
         return sizes
 
     def even(self, most: float, number: int) -> list[range]:
-        """Return at most `number` runs that minimize the cost of the most expensive run. No run costs more than `most`."""
+        """Return at most `number` runs with the lowest maximum cost. No run costs more than `most`."""
         low, high = 0.0, most
         while high - low > 2e-3 * high:
             middle = (low + high) / 2
@@ -287,7 +287,7 @@ def _lengths_and_table(task: CostTask) -> tuple[np.ndarray, np.ndarray]:
 
 
 def traced_costs(traced: TracedModel | None, lengths: np.ndarray) -> np.ndarray:
-    """Return the FLOPs of samples of the given lengths from a model's trace, divided by the FLOPs of one token alone."""
+    """Return a model's traced FLOPs for samples of the given lengths, divided by the FLOPs of one token."""
     if traced is None or not traced.reads_sequence:
         return np.asarray(lengths, np.float64)
     asked = np.asarray(lengths, np.float64)

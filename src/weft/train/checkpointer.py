@@ -73,7 +73,7 @@ class Save:
             self._over.set()
 
     def start(self) -> None:
-        """Write the checkpoint in a daemon thread, which ends with the process. A save without COMMIT is never valid."""
+        """Write the checkpoint in a daemon thread. A save that ends without COMMIT is never valid."""
         threading.Thread(target=self.run, name="weft-save", daemon=True).start()
 
     @property
@@ -213,7 +213,10 @@ class Keeper:
         return self._copies.newest(saved)
 
     def _find(self) -> tuple[int | None, list[str]]:
-        """Return the step to resume from, or None, and lines for the log. All ranks call it. Each verifies its share."""
+        """Return the step to resume from, or None, and lines for the log.
+
+        All ranks call it, and each verifies its share.
+        """
         notes = self._engine.on_first(lambda: _unfinished_message(set_unfinished_aside(self._folder.checkpoints)))
         if step := self._config.resume.step:
             # Rank 0 reports problems before newer checkpoints are set aside.

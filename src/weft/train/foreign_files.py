@@ -326,7 +326,10 @@ def _split_part(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...
 def _moments(
     states: list[dict[str, Any]], stage: int, shapes: list[dict[str, tuple[int, ...]]], paddings: Any, taken: Taken
 ) -> None:
-    """Collect optimizer states: flat ones have the weights' layout, the others have one value per parameter of a group."""
+    """Collect optimizer states.
+
+    Flat states have the weights' layout. The others have one value per parameter of a group.
+    """
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     base = [one.get(key) for one in states]
     if not all(isinstance(one, dict) and isinstance(one.get("state"), dict) for one in base):

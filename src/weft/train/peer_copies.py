@@ -27,8 +27,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Copies:
-    """The in-memory copies of one run. All ranks construct it with `open`. `root` is the location of the checkpoints.
-    """
+    """The in-memory copies of one run. All ranks construct it with `open`. `root` is the location of the checkpoints."""
 
     def __init__(self, root: StorePath, together: RankGroup):
         self.root, self._joint_parts = root, together
@@ -67,10 +66,9 @@ class Copies:
     def open(
         home: CopyHome | None, together: RankGroup, every: int, num_bytes: Callable[[], int]
     ) -> tuple[Copies | None, list[str]]:
-        """Open the copies across the hosts of all ranks. Return None and the reason if a host lacks storage that
-        outlives its ranks.
+        """Open the copies across the hosts of all ranks.
 
-        All ranks call it.
+        Return None and the reason if a host lacks storage that outlives its ranks. All ranks call it.
 
         Args:
             home: storage for copies on this rank's host.
