@@ -1,4 +1,4 @@
-"""Errors of a script that adopts Weft: one sentence, on one rank, in place of a traceback from each."""
+"""Errors of a script that uses Weft: one sentence on one rank, instead of a traceback from each."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Hook:
 
 
 def _line_of(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's code, for the message, or "" if there is none."""
+    """Return the innermost line of the user's code for the message, or "" if the trace has no such line."""
     found = ""
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)

@@ -22,9 +22,9 @@ def heeded_signals() -> list[signal.Signals]:
 
 @contextmanager
 def stop_on_signal(engine: Engine) -> Iterator[None]:
-    """While inside, a stop signal asks the loop to save and stop after the step under way, on all ranks.
+    """Handle stop signals in a block by asking the loop to save and stop after the current step, on all ranks.
 
-    The engine is not kept alive: model and groups must be gone before the ranks part.
+    The engine is held by a weak reference: model and groups must be freed before the ranks disconnect.
     """
     asked = weakref.ref(engine)
 
