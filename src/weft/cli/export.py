@@ -29,9 +29,14 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def write_alone(
     checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors; of a run a model card too.
+    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run.
 
-    said: the checkpoint's state of its adapter. run: of `weft train`, whose base the config then names.
+    Args:
+        checkpoint: an open checkpoint.
+        said: the checkpoint's record of its adapter.
+        out: output folder.
+        dtype: a key of DTYPES.
+        run: a `weft train` run, whose base the adapter's config then names.
     """
     tensors, record = checkpoint.tensors("model"), Adapted.read(said)
     own = {f"{path}.{name}" for path, name in record.params()}
@@ -53,13 +58,14 @@ def write_alone(
 
 
 def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's base with the adapter merged, each once; `model` is that base, and is changed.
+    """Return the tensors of an adapter's base with the adapter merged, each once. `model` is that base, and is changed.
 
-    CheckpointError where the model is not the base that the adapter was trained on.
+    Raises:
+        CheckpointError: if the model is not the base that the adapter was trained on.
     """
     record = Adapted.read(said)
     modules = dict(model.named_modules())
-    # What the model lacks `restore_model` names.
+    # `restore_model` reports tensors that the model lacks.
     adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
     for name, param in model.named_parameters():
         if name in checkpoint.entries("model"):
@@ -68,9 +74,9 @@ def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any
     return model_tensors(merge_adapter(model))
 
 
-# `weft export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads.
+# `weft export`: full weights of a checkpoint as safetensors, or as a folder for transformers.
 
-#: What Hugging Face splits its files at.
+#: Size at which Hugging Face splits its files.
 MAX_FILE_BYTES = 4 * 2**30
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
@@ -85,12 +91,19 @@ def export_weights(
     run: RunFolder | None = None,
     merged: bool = False,
 ) -> list[Path]:
-    """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
+    """Write a group's full tensors into a new folder, which appears when it is complete. Return its files.
 
-    dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
-    model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers
-    knows: the folder is one that it loads. merged: an adapter is to be added to the base of its run.
-    Raises ConfigError, CheckpointError or MissingExtra.
+    Args:
+        checkpoint: an open checkpoint.
+        out: output folder.
+        group: group of the checkpoint.
+        dtype: a key of DTYPES for floating tensors; None to keep the saved one.
+        like: a Hugging Face folder with the model's class and tokenizer.
+        run: a `weft train` run whose model transformers supports, to write a folder that it loads.
+        merged: merge an adapter into the base of its run.
+
+    Raises:
+        ConfigError, CheckpointError, MissingExtra: if the weights cannot be exported this way.
     """
     if group not in checkpoint.groups:
         checkpoint.tensors(group)  # says which groups there are
@@ -126,7 +139,7 @@ def export_weights(
 
 
 def refuse_existing(out: Path) -> None:
-    """ConfigError for a folder that holds something."""
+    """Raise ConfigError for a folder that is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
@@ -134,7 +147,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
-    """A group under its own names."""
+    """Write a group with its own names."""
     entries = checkpoint.entries(group)
     own = ((name, checkpoint.block(f"{group}/{name}")) for name, entry in entries.items() if entry.same_as is None)
     write_files(own, group, out, dtype)
@@ -144,9 +157,13 @@ def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | No
 
 
 def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
-    """Files as Hugging Face names them, with the index of names where there are several; the format of the first.
+    """Write files with Hugging Face's names, with an index if there are several. Return the dtype of the first tensor.
 
-    tensors: one after the other; those of one file are in memory at once. dtype: a key of DTYPES; None: as they are.
+    Args:
+        tensors: tensors in order. Those of one file are in memory together.
+        stem: start of the file names.
+        out: output folder.
+        dtype: a key of DTYPES; None to keep the tensors' own.
     """
     drafts: list[tuple[Path, list[str], int]] = []
     held: dict[str, RawArray] = {}
@@ -178,7 +195,7 @@ def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, d
 
 
 def converted(block: RawArray, dtype: str | None) -> RawArray:
-    """A block with its floats in the format `dtype`, rounded to nearest; whole numbers stay."""
+    """Return a block with floating values rounded to nearest in `dtype`. Integers are unchanged."""
     wanted = None if dtype is None else DTYPES[dtype]
     if wanted is None or wanted == block.dtype or block.dtype not in ("F64", "F32", "F16", "BF16"):
         return block
@@ -195,7 +212,7 @@ def converted(block: RawArray, dtype: str | None) -> RawArray:
 
 
 def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None, like: Path) -> None:
-    """Let transformers write what it would load, and copy what lies beside the weights of `like`."""
+    """Write a folder with transformers, and copy the other files of `like`."""
     try:
         import torch
         import transformers
@@ -224,14 +241,20 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
     copy_companions(like, out, overwrite=False)
 
 
-# `weft ckpt convert`: a folder of a model with its weights in safetensors in place of pickles.
+# `weft ckpt convert`: write a model folder with safetensors instead of pickles.
 
 
 def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: float) -> tuple[list[Path], list[str]]:
-    """Write a new folder, which appears when it is complete; its files, and the names of what was left out.
+    """Write a new folder, which appears when it is complete. Return its files and the names that were left out.
 
-    source: folder of a Hugging Face model. dtype: a key of DTYPES for floating tensors; None: as they are. limit_s: how
-    long reading may take. Raises ConfigError or CheckpointError.
+    Args:
+        source: folder of a Hugging Face model.
+        out: output folder.
+        dtype: a key of DTYPES for floating tensors; None to keep their own.
+        limit_s: maximum time for reading in seconds.
+
+    Raises:
+        ConfigError, CheckpointError: if the source cannot be converted.
     """
     from weft.train.foreign_checkpoint import pickled_weights
 
