@@ -190,7 +190,7 @@ class NumbersDiffer:
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """Sort key: nan first, then weights, then by the largest relative difference."""
+        """Sort key: weights first, then nan, then the largest relative difference."""
         if math.isnan(self.largest):
             return not self.name.startswith("model/"), -math.inf, -math.inf
         return not self.name.startswith("model/"), -self.relative, -self.largest
