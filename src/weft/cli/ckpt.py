@@ -185,7 +185,10 @@ class ShownTensor:
 
 
 def shown_tensors(checkpoint: Checkpoint, pattern: str) -> Iterator[ShownTensor]:
-    """Return tensors whose "group/name" matches the pattern. A pattern without *, ? and [ matches any part of the name."""
+    """Return tensors whose "group/name" matches the pattern.
+
+    A pattern without *, ? and [ matches any part of the name.
+    """
     if not any(letter in pattern for letter in "*?["):
         pattern = f"*{pattern}*"
     for group in checkpoint.groups:
@@ -211,7 +214,7 @@ def contents_text(found: list[ShownTensor]) -> list[str]:
 
 
 def retained_steps(root: Location, every: int) -> set[int]:
-    """Return multiples of `every`, the newest step whose weights gave a finite loss, and the step with the best loss."""
+    """Return multiples of `every`, the newest step with a finite loss, and the step with the best loss."""
     saved = settled_steps(root)
     spared = {step for step in saved if every and step % every == 0}
     states = {}

@@ -51,7 +51,10 @@ def _incompatible_setting(label: str, text: str) -> str:
 
 @contextmanager
 def progress_report(stream: TextIO) -> Generator[Report]:
-    """Yield a report function for long preparations: a progress bar on a terminal, else a line per stage and per 10 s."""
+    """Yield a report function for long preparations.
+
+    It shows a progress bar on a terminal, and otherwise prints a line per stage and per 10 s.
+    """
     if not stream.isatty() or env.is_ci():
         yield _plain_report(stream)
         return

@@ -1,4 +1,4 @@
-"""`weft doctor`: checks of GPUs (by NVIDIA's management library; torch may list fewer), system, network and versions."""
+"""`weft doctor`: checks of GPUs (from NVIDIA's management library), system, network and versions."""
 
 from __future__ import annotations
 

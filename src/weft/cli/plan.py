@@ -268,7 +268,10 @@ def _needs_no_question(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Disable the garbage collector: a plan makes many objects without cycles, and collections would scan all of them."""
+    """Disable the garbage collector during a block.
+
+    A plan makes many objects without cycles, and each collection would scan all of them.
+    """
     before = gc.isenabled()
     gc.disable()
     try:

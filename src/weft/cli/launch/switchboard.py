@@ -170,7 +170,10 @@ def _bound(address: str) -> str:
 
 
 def is_ours(call: socket.socket) -> bool:
-    """Return True if the peer is a process of this user. If unsupported, the folder's permissions protect the socket."""
+    """Return True if the peer is a process of this user.
+
+    On systems without peer credentials, the folder's permissions protect the socket.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     credentials = call.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
