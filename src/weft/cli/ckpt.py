@@ -97,7 +97,7 @@ def _is_named_step(path: Location) -> bool:
 class ListedCheckpoint:
     """A line of the list.
 
-    Args:
+    Attributes:
         state: "committed", "unfinished", "set aside" or "unreadable: ...".
         when: time of the machine's clock in ISO format.
     """
@@ -167,7 +167,7 @@ def listing_text(found: list[ListedCheckpoint]) -> list[str]:
 class ShownTensor:
     """A tensor of the table.
 
-    Args:
+    Attributes:
         name: "group/name".
         same_as: name of the tensor that shares its memory, or None.
     """

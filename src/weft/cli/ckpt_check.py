@@ -174,7 +174,7 @@ _ABSENT = object()
 class NumbersDiffer:
     """Difference between the values of a tensor.
 
-    Args:
+    Attributes:
         largest: maximum of |a - b|; nan if only one of them is a number.
         scale: maximum of |a|.
     """
@@ -200,7 +200,7 @@ class NumbersDiffer:
 class Differences:
     """All differences between two checkpoints.
 
-    Args:
+    Attributes:
         only_left, only_right: names of tensors in one checkpoint.
         layout: name, and dtype and shape on either side.
         settings: key, left value, right value.

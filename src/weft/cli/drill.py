@@ -97,7 +97,7 @@ _OTHER_PLAN = 1e-3
 class DrillRow:
     """Result of one fault. Times are in seconds since the fault; None if the event did not occur.
 
-    Args:
+    Attributes:
         detected_s: time until the run reported the fault.
         back_s: time until the first new step after it.
         steps_lost: steps that were done twice.

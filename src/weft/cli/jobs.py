@@ -29,7 +29,7 @@ _RESTARTS = 3
 class JobAsked:
     """A requested job.
 
-    Args:
+    Attributes:
         train: arguments of `weft train`: the config file and settings.
         events: the run's event log, relative to workdir.
         time_s: the scheduler's time limit for one job, or None.

@@ -91,7 +91,7 @@ def verify(
 class _Choice:
     """Selection among all plans.
 
-    Args:
+    Attributes:
         full: run every plan.
         sample: maximum number of plans.
         part: (2, 10) selects the second of 10 parts.

@@ -204,7 +204,7 @@ def collective_s(kind: str, num_bytes: int, num_ranks: int) -> float:
 class Timed:
     """A rank's step on the common clock.
 
-    Args:
+    Attributes:
         step_s: duration of the step.
         idle_s: waiting time of the default stream by reason.
         stuck: operations that never complete, in a deadlock of the ranks.

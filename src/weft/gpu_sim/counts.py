@@ -59,7 +59,7 @@ def line_of() -> str:
 class OpCounts:
     """Counts since this object was created.
 
-    Args:
+    Attributes:
         kernels: launches by operator. A graph is one launch.
         recorded: kernels that graphs launched.
         kernel_lines, line_bytes, line_seconds: launches, bytes and seconds by line.

@@ -38,7 +38,7 @@ from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 class PaperModel:
     """The decoder to train. The default is large enough for activation offloading.
 
-    Args:
+    Attributes:
         heads: attention heads, with half as many for keys and values; 0 for heads of width 64, as is usual at this
             size.
         batch: sequences per microbatch and rank.

@@ -22,7 +22,7 @@ from weft.gpu_sim.stub_library import built_stub
 class PaperReport:
     """Report of a simulated process, as JSON. Seconds are simulated with the rates in `clock.py`.
 
-    Args:
+    Attributes:
         kernels: launches of the host. A graph is one launch.
         recorded: kernels that graphs launched.
         num_bytes: bytes that kernels read and wrote.

@@ -34,7 +34,7 @@ _NEARLY = 1 + 1e-9
 class Costs:
     """Costs of samples and limits of a microbatch.
 
-    Args:
+    Attributes:
         lengths: length of each training sample by index, in tokens or another padded unit. A second dimension holds
             several quantities that are padded separately.
         cost_of: cost of samples of the given lengths in tokens: FLOPs divided by the FLOPs of one token alone. Returns

@@ -31,7 +31,7 @@ TraceKind = Literal["loss", "gradient", "spike"]
 class StepResult:
     """Outcome of one step, equal on all ranks.
 
-    Args:
+    Attributes:
         loss: mean before the update over the `count` units that the task counts.
         grad_norm: gradient norm before clipping.
         skipped: reason why the weights were not updated, or None.
@@ -71,7 +71,7 @@ class LateResult:
 class Evaluation:
     """Result of an evaluation.
 
-    Args:
+    Attributes:
         loss: mean over the `count` units that the task counts.
         metrics: the task's metrics by name; None if a value is unknown.
     """
@@ -92,7 +92,7 @@ def _nothing() -> Mapping[str, float]:
 class Measures:
     """Measurements of one rank that only its engine can provide.
 
-    Args:
+    Attributes:
         board: channel for the ranks' reports.
         traffic: bytes that this rank sent since it started, by series. The monitoring thread calls it.
         memory: device memory in bytes by series, read once between two steps.
@@ -112,7 +112,7 @@ class Measures:
 class ReplicaWorld:
     """One of several replicas with separate worlds.
 
-    Args:
+    Attributes:
         replica: index of the replica.
         meet_at: HOST:PORT of the rendezvous server.
         key: secret of that server.
@@ -127,7 +127,7 @@ class ReplicaWorld:
 class EngineJob:
     """Inputs of an engine.
 
-    Args:
+    Attributes:
         place: rank of this process; None for a single rank.
         tell: shows a line to users when a rank waits for another one.
         store: store at which the ranks have already met.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class RunFolder:
     """Paths and contents of one run's folder.
 
-    Args:
+    Attributes:
         path: the folder.
         texts: contents of config.toml, plan.txt and the task's files as `prepare_run` resolved them. Ranks get them by
             value, so that later edits of the files do not affect a running run. If empty, the files are read.

@@ -31,7 +31,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 class SortedNames:
     """Saved names by role.
 
-    Args:
+    Attributes:
         weights: weight name -> path.
         states: "weight/state" -> path.
         left_out: paths of all other tensors.

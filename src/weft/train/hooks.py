@@ -20,7 +20,7 @@ from weft.train.folder import RunFolder
 class SaveEnd:
     """Outcome of a save.
 
-    Args:
+    Attributes:
         path: location of the durable checkpoint.
         why: reason why it was not committed.
         note: another message for the log.

@@ -41,7 +41,7 @@ _REFUSALS = 2
 class Fault:
     """A fault to inject.
 
-    Args:
+    Attributes:
         kind: a name in ACTS.
         step: step after which it happens, counted from 1.
         world_size: world size of the run that was started.

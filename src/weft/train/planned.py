@@ -212,7 +212,7 @@ BEYOND, BACK = 0.15, 0.10
 class Drift:
     """One deviation.
 
-    Args:
+    Attributes:
         what: "step", a part of a step such as "over dp", or "memory".
         ratio: measured divided by planned.
         text: description for users.

@@ -186,7 +186,7 @@ class RunResult:
 class Start:
     """Launch options of a run.
 
-    Args:
+    Attributes:
         locked: the command holds `run_lock`. Otherwise rank 0 holds it while training.
         began: start of the command for train.max_time, in seconds of time.monotonic; None for now.
         alarm: stream on which a rank other than 0 reports that it waits, if rank 0 cannot.

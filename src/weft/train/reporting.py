@@ -306,7 +306,7 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
 class Ending:
     """End of a run.
 
-    Args:
+    Attributes:
         reason: "finished", or why the run stopped early.
         shown: a sample of the model.
         times: the time report.

@@ -90,7 +90,7 @@ class SavesBehind:
 class Loaded:
     """Result of `run.load`.
 
-    Args:
+    Attributes:
         step: optimizer steps done.
         extra: the `extra` of `run.save`.
         path: location of the checkpoint.
@@ -109,7 +109,7 @@ class Loaded:
 class Evaluated:
     """Result of `run.evaluate`.
 
-    Args:
+    Attributes:
         loss: mean loss.
         number: number of tokens or samples in the mean.
     """

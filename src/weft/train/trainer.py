@@ -35,7 +35,7 @@ _TRACED_IN_A_ROW = 3
 class _Launched:
     """A step that the engine has started.
 
-    Args:
+    Attributes:
         number: number of the step, from 1.
         data_s: seconds that the loop waited for its batches.
     """
@@ -51,7 +51,7 @@ class _Launched:
 class Trainer:
     """The training loop of one run on one rank. Callbacks are called on every rank unless noted.
 
-    Args:
+    Attributes:
         task: the task to train.
         engine: the engine that trains it.
         save: begins to write a checkpoint of a progress, and returns None or why it is skipped. Its other arguments: an

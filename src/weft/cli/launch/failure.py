@@ -28,7 +28,7 @@ _LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "br
 class Failure:
     """Failure of one rank.
 
-    Args:
+    Attributes:
         exit_code: exit code of the process; negative for the number of the signal that ended it.
         kind: name of the exception's type, or "" if the rank left no record.
         expected: the error is a WeftError, so that its message suffices.

@@ -36,7 +36,7 @@ from weft.units import parse_seconds
 class ReplicaInputs:
     """Inputs of the launcher of one replica.
 
-    Args:
+    Attributes:
         config: the run's config.
         world: the replica, and the address of the rendezvous server.
         command: the command line of the user.
@@ -113,7 +113,7 @@ _LOOK_S = 0.05
 class _Replica:
     """The launcher of one replica.
 
-    Args:
+    Attributes:
         begins_at: time of its next start, in seconds of time.monotonic.
         code: exit code, once it has ended.
     """

@@ -35,7 +35,7 @@ Attempt = Callable[[RunConfig, int], None]
 class Restarts:
     """Restart policy of a run.
 
-    Args:
+    Attributes:
         config: the run's config.
         folder: the run's folder.
         num_ranks: number of ranks of the first start.

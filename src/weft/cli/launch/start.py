@@ -146,7 +146,7 @@ class _Programs:
 class Preparation:
     """Inputs of a preparation, under a lock that the launcher holds.
 
-    Args:
+    Attributes:
         config: the run's config.
         num_ranks: ranks of this world.
         num_local: ranks of this world on this machine.
