@@ -47,9 +47,7 @@ def root_of(word: str | Location) -> Location:
 
 
 def one_of(word: str) -> Location:
-    """Return the folder of the checkpoint that an argument names. Raise ConfigError or CheckpointError if it is
-    missing.
-    """
+    """Return the folder of the checkpoint that an argument names. Raise an error if it is missing."""
     path = located(word)
     if (path / "COMMIT").exists() or (path / "manifest.json").exists():
         return path

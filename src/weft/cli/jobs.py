@@ -306,8 +306,9 @@ raise SystemExit(code)
 
 
 def slurm_job(job: JobAsked) -> str:
-    """Return a script for sbatch, in which srun starts the ranks. The job is requeued, or continued by the next of an
-    array.
+    """Return a script for sbatch, in which srun starts the ranks.
+
+    The job is requeued, or continued by the next one of an array.
     """
     options = [
         f"--job-name={job.label}",

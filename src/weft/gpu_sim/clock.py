@@ -1,4 +1,4 @@
-"""Simulated time: dependency graphs of each rank's host and streams, a roofline clock, and one clock for several ranks."""
+"""Simulated time: each rank's dependency graph, a roofline clock, and one clock for several ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Moment(float):
 
 
 class Notes:
-    """The dependency graph of one rank, in the order of its host's launches. It has no times, which depend on other
-    ranks.
+    """The dependency graph of one rank in launch order. It has no times, because they depend on other ranks.
 
     `meetings` maps joint operations to the nodes at which this rank is ready and done. `waits` lists the default
     stream's waits: the node before, the awaited node, and the reason.

@@ -1,5 +1,4 @@
-"""Dispatch of torch operations: those on the host run for real, and those on the device run on fake tensors and are
-counted.
+"""Dispatch of torch operations: real on the host, and on the device with fake tensors and counts.
 
 Results that depend on weights have no values. The host reads them as 1, and True for a bool. So an operation whose
 result depends on values acts as if every element were true.

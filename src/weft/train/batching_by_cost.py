@@ -53,7 +53,7 @@ class Costs:
     beside: np.ndarray | None = None
 
     def check(self) -> None:
-        """Refuse a sample that alone costs more than a microbatch may.
+        """Refuse a sample that alone exceeds a microbatch's maximum cost.
 
         Raises:
             DataError: for such a sample, with its number.
@@ -77,7 +77,7 @@ class Costs:
             num_ranks: number of ranks that read different samples.
         """
         lengths = _columns(self.lengths)[np.asarray(indices)]
-        # Ties by number: the order is the same wherever it is computed.
+        # Break ties by number, so that every rank computes the same order.
         order = np.lexsort((np.arange(len(lengths)), *-lengths.T, -lengths.sum(1)))
         beside = None if self.beside is None else self.beside[np.asarray(indices)][order]
         runs = _Runs(lengths[order], self.cost_of, self.most_tokens, beside)
@@ -132,7 +132,7 @@ class _Runs:
             self._longest.append(np.maximum(known[:-apart], known[apart:]))
 
     def cut(self, bound: float) -> list[range]:
-        """Fill runs up to a cost, one after another; a run holds at least one sample."""
+        """Fill runs up to a cost one after another. Each run has at least one sample."""
         sizes = self._sizes(bound).tolist()
         found, start = list[range](), 0
         while start < len(sizes):
@@ -168,8 +168,8 @@ class _Runs:
         return self.cut(high)
 
     def least_filled(self, bound: float, numbers: Sequence[int]) -> list[list[range]]:
-        """Return, for each entry of `numbers`, at most that many runs with the lowest total cost, each within a cost
-        bound.
+        """Return, for each entry of `numbers`, at most that many runs within a cost bound and with the lowest total
+        cost.
 
         Entries without a solution are left out. Uses dynamic programming over the borders between samples.
         """
@@ -200,7 +200,7 @@ class _Runs:
         return found
 
     def costs_of(self, cut: list[range]) -> list[float]:
-        """Cost of each run, filled up to its longest sample."""
+        """Return the cost of each run, padded to its longest sample."""
         filled = np.array([self._lengths[run.start : run.stop].max(0).sum() for run in cut], np.int64)
         besides = [float(self._incompatible_setting[run.stop] - self._incompatible_setting[run.start]) for run in cut]
         costs = self._cost_of(filled)
@@ -226,7 +226,7 @@ def _dealt(costs: list[float], num_ranks: int) -> list[list[int]]:
 
 
 def _columns(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Lengths, int64 (samples, columns that are filled up)."""
+    """Return lengths as int64 (samples, padded columns)."""
     found = np.asarray(lengths, np.int64)
     return found[:, None] if found.ndim == 1 else found
 
@@ -295,7 +295,7 @@ def traced_costs(traced: TracedModel | None, lengths: np.ndarray) -> np.ndarray:
 
 
 def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
-    """Return which fields of a plan batches by cost narrow."""
+    """Return the limits of plan fields under cost-based batching."""
     if config.data.batching == "fixed":
         return {}
     return {
@@ -320,9 +320,7 @@ class StepBorders:
         raise NotImplementedError
 
     def steps(self, num_samples: int) -> float:
-        """Return the number of steps that the first `num_samples` samples fill. A partial last step counts as a
-        fraction.
-        """
+        """Return the number of steps that `num_samples` samples fill. A partial last step counts as a fraction."""
         step = self.step_at(num_samples)
         first = self.first(step)
         return step + (num_samples - first) / (self.first(step + 1) - first)

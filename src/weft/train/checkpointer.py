@@ -29,7 +29,7 @@ from weft.train.reporting import rate_change, rate_state
 from weft.train.state_io import DigestsBehind
 from weft.units import counted
 
-#: Seconds before a failed save is tried again, at first and at most.
+#: Seconds before a failed save is retried: the first pause, and the maximum.
 _PAUSE_S = (1.0, 30.0)
 #: Seconds that a failing rank waits for a running save, normally and if another rank is gone.
 _LAST_WAIT_S, _LAST_WAIT_ALONE_S = 30.0, 0.5
@@ -56,7 +56,7 @@ class Save:
         self._given_up = threading.Event()
         self._path: Location | None = None
         self._durable_s = 0.0
-        #: How long training waited for it (s).
+        #: Seconds that training waited for this save.
         self.stall_s = 0.0
         #: Error messages of the failed tries.
         self.failures: list[str] = []
@@ -129,9 +129,9 @@ class Save:
 
 # Checkpoints of a run: resuming, validation of weights, retention.
 
-#: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
+#: Larger weights are unusable, because their squares overflow fp32 in norms.
 _LARGEST_WEIGHT = 1e18
-#: Skipped checkpoints that are named in the log.
+#: Maximum number of skipped checkpoints in the log.
 _MOST_SHOWN = 8
 
 
@@ -173,7 +173,10 @@ class Keeper:
     def resume(self) -> tuple[Progress, list[str]]:
         """Load the newest valid checkpoint, or the one of `resume.step`. Rank 0 searches and the others use its result.
 
-        Returns the progress and lines for the log. Raises CheckpointError if a required checkpoint is missing.
+        Returns the progress and lines for the log.
+
+        Raises:
+            CheckpointError: if a required checkpoint is missing.
         """
         path, notes = self._copied()
         if from_disk := path is None:
@@ -242,13 +245,15 @@ class Keeper:
         """Begin to write a checkpoint. Each rank writes its part, and `ended` returns the outcome.
 
         Waits for the previous save, or returns why this one is skipped, with the same result on all ranks. Retention
-        never deletes the newest checkpoint that is known to be good. Raises CheckpointError if the previous save
-        failed.
+        never deletes the newest checkpoint that is known to be good.
 
         Args:
             progress: progress to save.
             is_good: an evaluation of these weights gave a finite loss.
             last: no other step follows.
+
+        Raises:
+            CheckpointError: if the previous save failed.
         """
         if not last and self._config.checkpoint.busy == "skip" and self._engine.on_first(lambda: self._is_busy()):
             return "the checkpoint before it is still being written (checkpoint.busy=skip)"
@@ -386,14 +391,14 @@ class Keeper:
             "plan": str(self._engine.plan),
             **self._engine.state(),
             "data": {"next_sample": position, "sources": self._engine.batches.state_at(position)},
-            # Random numbers of a step are drawn from seeds derived from these: there is no other state.
+            # Random numbers of a step derive from these seeds, so there is no other state.
             "rng": {"seed": self._config.seed, "next_step": progress.step},
             "rate": rate_state(self._config),
             "evaluated": is_good,
         }
 
     def _drop_old(self, step: int, best: int | None) -> None:
-        """Delete checkpoints that retention does not keep. Runs on rank 0 after the save of `step`. Failures are only
+        """Delete checkpoints that retention does not keep, on rank 0 after the save of `step`. Failures are only
         logged.
         """
         kept = self._config.checkpoint

@@ -105,7 +105,7 @@ class Measures:
     gpu: str | None = None
 
 
-# What an engine is made for, and the seeds that it draws from.
+# Inputs of an engine, and its seeds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +150,14 @@ class EngineJob:
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 63-bit seed from whole numbers, the same on every machine."""
+    """Return a 63-bit seed derived from integers, the same on every machine."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-# The seam for what computes: an engine holds the model of one rank, and trains, evaluates, saves and loads it.
+# The engine interface: an engine holds the model of one rank, and trains, evaluates, saves and loads it.
 
-#: Arrays of a checkpoint have names that begin with one of these and a slash.
+#: First components of the array names in a checkpoint.
 GROUPS = ("model", "optimizer")
 
 
@@ -199,9 +199,7 @@ class Engine(Protocol):
 
     @property
     def over(self) -> Mapping[str, Any] | None:
-        """The end of other worlds that finished without this one: `where` (model path), `step` and `token`; None
-        otherwise.
-        """
+        """The end of other worlds that finished without this one: `where` (path), `step` and `token`; else None."""
         ...
 
     def end(self) -> None:
@@ -290,7 +288,7 @@ class Engine(Protocol):
     # --- reports for users ---
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of the libraries that compute, by name."""
+        """Return the versions of the engine's libraries by name."""
         ...
 
     def lines(self) -> Sequence[str]:

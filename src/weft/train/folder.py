@@ -98,12 +98,12 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """The file of events, one JSON value a line."""
+        """The event log, one JSON value per line."""
         return self.path / "events.jsonl"
 
     @property
     def loss_plot(self) -> Path:
-        """The picture of the losses."""
+        """The plot of the losses."""
         return self.path / "loss.png"
 
     def config(self) -> RunConfig:
@@ -147,27 +147,28 @@ def run_folder(config: RunConfig, replica: int | None = None) -> RunFolder:
 
 
 def free_name(folder: RunFolder) -> str:
-    """A setting that makes a new run, to be pasted on a command line."""
+    """Return a setting that makes a new run, for pasting on a command line."""
     base, number = folder.path.name, 2
     while (folder.path.parent / f"{base}-{number}").exists():
         number += 1
     return f"run.name={base}-{number}"
 
 
-# The right to write into a run's folder: one command has it at a time, from before its first write until its end.
+# The lock of a run's folder: one command holds it, from before its first write until its end.
 
 _NAME = ".lock"
 #: Number of attempts to create a folder that other processes remove at the same time.
 _TRIES = 100
-#: Rights of a new run folder by `run.mode`, before the umask.
+#: Permissions of a new run folder by `run.mode`, before the umask.
 _RIGHTS = {"private": 0o700, "group": 0o750, "umask": 0o777}
 _REPLICA = re.compile(r"replica_[1-9]\d*")
 
 
 def restrict_new_files(folder: Path) -> int:
-    """Give the files that this process creates from now on no more rights than a folder has, and return the old umask.
+    """Limit the permissions of new files of this process to those for a run folder, and return the old umask.
 
-    folder: an existing run folder.
+    Args:
+        folder: an existing run folder.
     """
     rights = stat.S_IMODE(folder.stat().st_mode)
     before = os.umask(0o077)
@@ -177,7 +178,7 @@ def restrict_new_files(folder: Path) -> int:
 
 @contextmanager
 def new_files_like(folder: Path) -> Generator[None]:
-    """Give the files that this process creates in the block no more rights than a folder has."""
+    """Limit the permissions of files that this process creates in a block to a folder's permissions."""
     before = restrict_new_files(folder)
     try:
         yield
@@ -211,7 +212,7 @@ def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
         _take_away(folder, made)
         raise
     finally:
-        # No LOCK_UN: that would open the folder for others while ranks that share the lock still write.
+        # No LOCK_UN, which would release the folder while ranks that share the lock still write.
         os.close(descriptor)
 
 
@@ -238,7 +239,7 @@ def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
         except BaseException:
             os.close(descriptor)
             raise
-        # Taken away between our open and our lock.
+        # Removed between our open and our lock.
         os.close(descriptor)
     raise FileNotFoundError(errno.ENOENT, "other processes keep taking the lock", str(folder))
 

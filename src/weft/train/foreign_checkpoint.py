@@ -1,4 +1,4 @@
-"""Which of another trainer's tensors are weights, which are states of the optimizer, and of what. Pure."""
+"""Import of another trainer's checkpoint: sorting its tensors into weights and optimizer states, and committing them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sorted_names(places: Iterable[Place], model_key: str | None = None) -> Sorte
 
 
 def _state_at(place: Place) -> int | None:
-    """At which element the states of an optimizer begin: "state", or "state.name..." where names were joined."""
+    """Return the path element at which optimizer states begin: "state", or "state.name..." for joined names."""
     for number, part in enumerate(place):
         if (part == "state" and len(place) - number == 3) or (isinstance(part, str) and part.startswith("state.")):
             return number
@@ -70,7 +70,7 @@ def _state_at(place: Place) -> int | None:
 
 
 def _model_of(weights_at: Mapping[Place, list[Place]], states: list[Place], key: str | None) -> Place:
-    """The table that holds the weights."""
+    """Return the table that holds the weights."""
     if key is not None:
         found = [place for place in weights_at if ".".join(map(str, place)) == key]
         if not found:
@@ -91,7 +91,7 @@ def _tables(weights_at: Mapping[Place, list[Place]]) -> str:
 
 
 def _unwrapped(weights: dict[str, Place]) -> dict[str, Place]:
-    """Names without what wrappers put before all of them."""
+    """Return names without the prefix that wrappers add to all of them."""
     for wrapper in _WRAPPERS:
         if weights and all(name.startswith(wrapper) for name in weights):
             return _unwrapped({name.removeprefix(wrapper): place for name, place in weights.items()})
@@ -135,7 +135,7 @@ def _owner(name: str, weights: Mapping[str, Place]) -> str | None:
     return name
 
 
-# Make a checkpoint of another trainer into one of Weft's.
+# Conversion of another trainer's checkpoint to Weft's format.
 
 _KINDS = {"dcp": "torch.distributed.checkpoint", "zero": "DeepSpeed ZeRO"}
 TABLE = "taken.json"
@@ -276,7 +276,7 @@ def _commit(
 
 
 def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch.Tensor]:
-    """States that were saved as plain numbers, such as Adam's step."""
+    """Return states that were saved as plain numbers, such as Adam's step."""
     import torch
 
     places = [place for place, value in values.items() if type(value) in (int, float)]
@@ -289,7 +289,7 @@ def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch
 def _second_names(
     weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor], said: Mapping[str, str]
 ) -> dict[str, str]:
-    """Names of a tensor that has another one, as a tied head has: no state is theirs, and the bytes are the same."""
+    """Return names of tensors with another name, such as a tied head: no states, and the same bytes."""
     import torch
 
     shared = {name: first for name, first in said.items() if name in weights and first in weights}
@@ -332,7 +332,7 @@ def _fresh_loss_scale() -> dict[str, Any]:
     return dict(LossScale().state())
 
 
-# Weights of a Hugging Face folder in pickles, handed over by the confined process as plain tensors.
+# Pickled weights of a Hugging Face folder, which the confined process converts to plain tensors.
 
 
 def pickled_weights(source: Path, work: Path, limit_s: float) -> tuple[Iterator[tuple[str, RawArray]], list[str]]:

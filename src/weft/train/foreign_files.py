@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-#: Bytes of tensors in memory before a file is written.
+#: Maximum bytes of tensors in memory before a file is written.
 _SHARD_BYTES = 2**30
 TABLE = "taken.json"
-#: What may be handed over, in bytes of the source: a tensor may have several names, and be stored once.
+#: Maximum output relative to the source's bytes: a tensor may have several names but be stored once.
 _MOST_TIMES, _MOST_MORE = 8, 2**28
-#: How files of torch.save begin since torch 1.6: they are zip archives.
+#: First bytes of torch.save files since torch 1.6, which are zip archives.
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(r"(?:GLOBAL|global|class|type)[: ]+`?([A-Za-z_][\w.]*\.[\w.]+)`?")
 
 
 class NotTaken(Exception):
-    """The files cannot be taken: a sentence."""
+    """The files are refused, with a one-sentence reason."""
 
 
 def most_bytes(source_bytes: int) -> int:
@@ -67,7 +67,7 @@ class Taken:
             raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files hold")
 
     def tensor(self, place: Sequence[Any], tensor: torch.Tensor) -> None:
-        """Add one full tensor. NotTaken if it is far larger than the source's files."""
+        """Add one full tensor. Raise NotTaken if it is far larger than the source's files."""
         if tensor.is_quantized or tensor.layout != torch.strided or tensor.dtype == torch.complex128:
             self._left_out.append(f"{'.'.join(map(str, place))} ({tensor.dtype}, {tensor.layout})")
             return
@@ -84,7 +84,7 @@ class Taken:
             self._write()
 
     def value(self, place: Sequence[Any], value: Any) -> None:
-        """Add one plain value. What JSON cannot hold is left out."""
+        """Add one plain value. Leave it out if JSON cannot hold it."""
         try:
             plain = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
@@ -105,15 +105,15 @@ class Taken:
 
 
 def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> Any:
-    """Load weights and plain values, nothing else, from a file of torch.save.
+    """Load only weights and plain values from a file of torch.save.
 
     Args:
         source: the file, or its bytes.
-        name: for messages.
+        name: name for error messages.
         mapped: map the file instead of reading it.
 
     Raises:
-        NotTaken: for damaged files, other formats and anything else in the file, which is named.
+        NotTaken: for damaged files, other formats, and any other content, which it names.
     """
     if _first_bytes(source) != _ZIP:
         raise NotTaken(
@@ -135,7 +135,7 @@ def _first_bytes(source: Path | bytes) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file cannot be read, in one clause."""
+    """Return why a file cannot be read, in one clause."""
     found = _GLOBAL.search(str(error))
     if found:
         return f"it holds {found[1]}, which is not a weight; Weft ran and loaded nothing from it"
@@ -160,7 +160,7 @@ def within(folder: Path, name: Any) -> Path:
 
 
 def numel(shape: Sequence[int]) -> int:
-    """Elements of a shape."""
+    """Return the number of elements of a shape."""
     return math.prod(shape)
 
 
@@ -187,14 +187,18 @@ _DEEPSPEED = (
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """One kind of number (weights, exp_avg, ...) of every rank: ranks -> groups -> a flat tensor."""
+    """One kind of values (weights, exp_avg, ...) of every rank: ranks -> groups -> a flat tensor."""
 
     stage: int
     groups: list[list[torch.Tensor]]
 
 
 def read_zero(source: Path, taken: Taken) -> None:
-    """Hand over weights and moments, whole, and the counters. Raises NotTaken."""
+    """Output full weights and moments, and the counters.
+
+    Raises:
+        NotTaken: if the files are damaged or of another format.
+    """
     torch.serialization.add_safe_globals([argparse.Namespace, *((_Plain, name) for name in _DEEPSPEED)])
     folder = _tag_folder(source)
     ranks = [_load(path) for path in _files(folder, _STATES)]
@@ -228,7 +232,7 @@ def _tag_folder(source: Path) -> Path:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files of a kind by rank."""
+    """Return the files of a kind by rank."""
     found: dict[int, Path] = {}
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
@@ -273,7 +277,7 @@ def _world_size(states: dict[str, Any]) -> int:
 
 
 def _shapes(found: Any) -> list[dict[str, tuple[int, ...]]]:
-    """Groups of parameters: name -> shape, in order."""
+    """Return groups of parameters: name -> shape, in order."""
     groups = found if isinstance(found, list) else [found]
     if not groups or not all(isinstance(group, dict) for group in groups):
         raise NotTaken("param_shapes is not a list of tables")
@@ -290,7 +294,7 @@ def _flat(states: dict[str, Any], stage: int) -> list[torch.Tensor]:
 def _tensors(
     lines: _Lines, shapes: Sequence[dict[str, tuple[int, ...]]], paddings: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors by name."""
+    """Return full tensors by name."""
     if lines.stage == 3:
         yield from _equal_chunks(lines, {name: shape for group in shapes for name, shape in group.items()})
         return
@@ -367,7 +371,7 @@ def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]
     taken.value(("shared",), {str(a): str(b) for a, b in dict(first.get("shared_params") or {}).items()})
 
 
-# Folders of torch.distributed.checkpoint: `.metadata`, a pickle of tables, and .distcp files that it points into.
+# Folders of torch.distributed.checkpoint: `.metadata`, a pickle of tables, and the .distcp files that it refers to.
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MOST_DIMS = 32
@@ -383,7 +387,7 @@ class _Record:
         self.state = state
 
     def get(self, name: str, position: int = -1) -> Any:
-        """A field; of a tuple, the one at that position."""
+        """Return a field. For a tuple, return the element at that position."""
         if isinstance(self.state, Mapping):
             return self.state.get(name)
         return self.state[position] if isinstance(self.state, tuple) and 0 <= position < len(self.state) else None
@@ -406,7 +410,7 @@ def _size(values: Any = ()) -> tuple[int, ...]:
 
 
 def _nothing(*_: Any) -> None:
-    """Stands for layouts and encodings of memory formats."""
+    """Replace layouts and encodings of memory formats."""
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -428,7 +432,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Allows the classes above and torch's dtypes, no other names."""
+    """Unpickler that allows only the classes above and torch's dtypes."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a substitute class or a dtype, or raise UnpicklingError."""
@@ -441,7 +445,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_dcp(source: Path, taken: Taken) -> None:
-    """Hand over every tensor, whole, and every plain value. Raises NotTaken."""
+    """Output every full tensor and every plain value.
+
+    Raises:
+        NotTaken: if the files are damaged or of another format.
+    """
     with within(source, ".metadata").open("rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
@@ -521,18 +529,22 @@ def _bytes(source: Path, info: _Stored) -> bytes:
         return file.read(length)
 
 
-# Pickled weights of a Hugging Face folder, as the confined process reads them: one file, or several with an index.
+# Pickled weights of a Hugging Face folder: one file, or several with an index.
 
 _SINGLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 #: Files that trainers write next to the weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
-#: Where trainers put the weights in a table of more.
+#: Keys under which trainers store the weights in a larger table.
 _TABLES = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_pickled(source: Path, taken: Taken) -> None:
-    """Hand over each tensor by its name. Raises NotTaken for files without weights, or with anything else."""
+    """Output each tensor by its name.
+
+    Raises:
+        NotTaken: for files without weights, or with any other content.
+    """
     seen: set[str] = set()
     for name in _pickle_files(source):
         table = load_weights(within(source, name), name, mapped=True)

@@ -61,22 +61,22 @@ def _refused(reason: str) -> int:
 
 
 def _source_bytes(source: Path) -> int:
-    """Bytes of the regular files in a folder and the folders in it."""
+    """Return the bytes of the regular files in a folder and its subfolders."""
     return sum(file.lstat().st_size for file in (*source.glob("*"), *source.glob("*/*")) if file.is_file())
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit address space and the size of files. On Linux alone: elsewhere the first is unknown or not kept."""
+    """Limit the address space and the size of files. Only on Linux: other systems lack or ignore the first limit."""
     most = num_bytes + _SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     with suppress(OSError, ValueError):
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        # Files are mapped, parts are put together, and a shard is written from memory.
+        # Files are mapped, tensors are joined, and a shard is written from memory.
         resource.setrlimit(resource.RLIMIT_AS, (in_use + most, in_use + most))
 
 
 def _give_up_rights() -> None:
-    """Give up core dumps, which would hold weights, and the network if the kernel allows it. End with the parent."""
+    """Disable core dumps, which would hold weights, and the network if the kernel allows it. Die with the parent."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)

@@ -21,8 +21,8 @@ from weft.errors import ConfigError
 from weft.private_torch import tree_leaves
 
 _FLASH, _EFFICIENT, _MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-#: What attention tries, in this order. Where cuDNN is not named it is left out: torch's first call on Hopper puts it
-#: before all others.
+#: Attention kernels in order of preference. cuDNN is left out unless it is named, because torch prefers it to all
+#: others on Hopper after the first call.
 _ORDERS = {
     "flash": [_FLASH, _EFFICIENT, _MATH],
     "efficient": [_EFFICIENT, _MATH],
@@ -89,7 +89,7 @@ class GpuKernels:
         self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
     def follow(self, model: nn.Module) -> None:
-        """Decide how cuDNN chooses its algorithms for this model's convolutions. It is called before the first step."""
+        """Choose cuDNN's algorithm selection for this model's convolutions. Call it before the first step."""
         if self._device.type != "cuda":
             return
         cudnn = torch.backends.cudnn
@@ -120,7 +120,7 @@ class GpuKernels:
         torch.backends.cudnn.benchmark = found <= self._shapes
 
     def before_evaluation(self) -> None:
-        """Have cuDNN guess while other batches are evaluated: those may have any shape."""
+        """Make cuDNN use heuristics during evaluation, whose batches may have any shape."""
         if self._measures:
             torch.backends.cudnn.benchmark = False
 
@@ -136,7 +136,7 @@ class GpuKernels:
 
 
 def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
-    """Refuse kernels that could take no call of this run. Raises ConfigError."""
+    """Raise ConfigError for kernels that cannot run any call of this run."""
     if device.type != "cuda":
         raise _refused(name, f"it is a kernel of GPUs, and this run computes on the {device.type}")
     if name != "efficient" and plan.precision not in ("bf16", "fp16", "fp8"):

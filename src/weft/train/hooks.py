@@ -1,4 +1,4 @@
-"""Hooks observe a run. They may ask the loop to stop; they never change a step."""
+"""Hooks observe a run. They may request a stop, but never change a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Hook:
     """
 
     def on_start(self, start_step: int) -> None:
-        """Hear that training begins at `start_step` (0, or the step resumed from)."""
+        """Note that training begins at `start_step`: 0, or the step to resume from."""
 
     def on_phase(self, name: str) -> None:
         """Note that the loop begins another activity, or continues training.
@@ -56,10 +56,10 @@ class Hook:
         """
 
     def on_step(self, record: StepRecord) -> str | None:
-        """Hear that a step is done. Return a reason to stop, or None."""
+        """Note that a step is done. Return a reason to stop, or None."""
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
-        """Hear that an evaluation is done. Return a reason to stop, or None."""
+        """Note that an evaluation is done. Return a reason to stop, or None."""
 
     def on_warning(self, step: int, text: str) -> None:
         """Note a one-line warning for users, such as a step that was not saved or a jump of the loss."""
@@ -74,13 +74,13 @@ class Hook:
         """Note that training continues from `step` instead of `before`, because the other replicas are at that step."""
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
-        """Hear that a checkpoint is complete, on disk or in memory; later steps than its own may be done already."""
+        """Note that a checkpoint is complete, on disk or in memory. Later steps may already be done."""
 
     def on_end(self, step: int, reason: str) -> None:
-        """Hear that the loop ended after `step` steps. reason: "finished", or why it stopped before."""
+        """Note that the loop ended after `step` steps. `reason` is "finished", or why it stopped early."""
 
 
-# Steps whose data a run passes over: the order of all other data stays, and so does every step's learning rate.
+# Steps whose data a run skips. The order of other data and the learning rate of every step are unchanged.
 
 #: The file of a run folder that lists them.
 LEFT_OUT = "left_out.json"
@@ -104,7 +104,7 @@ def steps_left_out(folder: RunFolder) -> frozenset[int]:
 
 
 def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
-    """Add steps, counted from 1, to those that the run passes over from its next start on."""
+    """Add steps, counted from 1, to those that the run skips from its next start."""
     path = folder.path / LEFT_OUT
     known = steps_left_out(RunFolder(folder.path))
     draft = path.with_suffix(f".{os.getpid()}")
@@ -150,13 +150,13 @@ class Progress:
             self.best_value = self.best_loss
 
     def note_best(self, step: int, by: str, value: float | None, *, highest: bool = False) -> bool:
-        """Note one evaluation's value, and return True when it is the best so far.
+        """Note one evaluation's value, and return True if it is the best so far.
 
         Args:
-            step: after which it was made.
+            step: step of the evaluation.
             by: the metric, or "loss".
-            value: None, nan and inf are never the best.
-            highest: whether the highest value is the best.
+            value: the value. None, nan and inf are never the best.
+            highest: True if higher values are better.
         """
         if by != self.best_by:
             self.best_by, self.best_value, self.best_step = by, None, None
@@ -168,7 +168,7 @@ class Progress:
         return True
 
     def note_evaluation(self, loss: float, min_delta: float) -> bool:
-        """Note one evaluation's loss, and return True when it is at least `min_delta` below the best."""
+        """Note one evaluation's loss, and return True if it is at least `min_delta` below the best."""
         if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss - min_delta):
             self.evaluations_without_gain += 1
             return False

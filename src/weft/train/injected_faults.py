@@ -1,6 +1,6 @@
-"""A fault that `weft drill` asked for, done once to this rank at a step. Outside of drills nothing here runs.
+"""A fault that `weft drill` requested, injected once into this rank at a step. Inactive outside of drills.
 
-The mark is a file that is made when the fault happens: a rank that was started again finds it, and stays sound.
+A marker file is created when the fault happens, so that a restarted rank does not repeat it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Fault:
         return Path(self.mark).exists()
 
     def happens(self, step: int) -> None:
-        """Leave the mark, with the time and the step."""
+        """Write the marker file with the time and the step."""
         draft = Path(f"{self.mark}.{os.getpid()}")
         draft.write_text(json.dumps({"step": step, "time": time.time()}))
         os.replace(draft, self.mark)
@@ -79,7 +79,7 @@ def asked_fault(rank: int, plan: Plan) -> Fault | None:
 
 
 class FaultHook(Hook):
-    """Makes the fault happen at its step."""
+    """Injects the fault at its step."""
 
     def __init__(self, fault: Fault, task: Task, folder: RunFolder):
         self.fault, self.folder, self.engine = fault, folder, None
@@ -88,7 +88,7 @@ class FaultHook(Hook):
             setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
-        """Take the engine, once it is built."""
+        """Store the engine, once it is built."""
         self.engine = engine
         if self.fault.kind == "loader":
             iterate: Callable[..., Any] = engine.batches.iterate
@@ -196,7 +196,7 @@ def _jump(hook: FaultHook, seconds: float) -> None:
 
 
 def _split_part(hook: FaultHook) -> None:
-    """Shut every TCP connection of this process, as a network that breaks does."""
+    """Shut down every TCP connection of this process, like a broken network."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6):
@@ -211,7 +211,7 @@ def _wait_for_second(hook: FaultHook) -> None:
 
 
 def _damage(hook: FaultHook, how: Callable[[Path], None]) -> None:
-    """Damage the newest checkpoint, then die: the next start finds it."""
+    """Damage the newest checkpoint for the next start, then die."""
     how(Path(str(list_checkpoints(hook.folder.checkpoints)[-1])))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -236,7 +236,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "lose_commit": lambda path: (path / "COMMIT").unlink(),
 }
 
-#: What happens after a step, by kind; the others wait for their moment.
+#: Actions after a step by kind of fault. Other kinds act at other times.
 ACTS: dict[str, Callable[[FaultHook], None]] = {
     "kill_rank": _kill,
     "segfault": lambda hook: _kill(hook, signal.SIGSEGV),

@@ -37,8 +37,7 @@ Score = Callable[[Features, Features, torch.Tensor], Mapping[str, torch.Tensor]]
 
 
 class GlobalBatchLoss:
-    """A loss on the features of the global batch, which `TrainStep` gathers. Called as a function, it uses one batch
-    alone.
+    """A loss on the features of the global batch, which `TrainStep` gathers. A direct call uses one batch alone.
 
     Args:
         compare: returns the sum of the losses of some samples, each compared with the whole batch.
@@ -240,8 +239,7 @@ Summed = tuple[torch.Tensor, torch.Tensor | int]
 
 
 class GroupLoss:
-    """A loss on features, (N, ...) each, of whole groups, which a train step provides. As a function, it uses one
-    batch.
+    """A loss on features, (N, ...) each, of whole groups, from a train step. A direct call uses one batch.
 
     Args:
         size: samples per group. The last group of a batch may be smaller.
@@ -402,8 +400,7 @@ class CheckedLoss:
     def __call__(
         self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return the sum and the count for a microbatch. `samples` and `index` are passed on only to a loss over
-        groups.
+        """Return the sum and the count for a microbatch. Only a loss over groups gets `samples` and `index`.
 
         Raises:
             ModelError: for anything except a 0-d tensor with a gradient and a count.

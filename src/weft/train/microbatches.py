@@ -26,7 +26,7 @@ from weft.parallel.random.streams import SampleNumbers
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-#: The name of what only the loss function gets.
+#: The key that only the loss function gets.
 LABELS = "labels"
 
 
@@ -63,7 +63,7 @@ def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
         param.kind in _POSITIONAL and param.default is not param.empty for param in params
     )
     number = max(len(needed), 1)
-    # One left over is the target. With more, and a forward that could take them, they may be either.
+    # One remaining entry is the target. Several may be inputs or targets if forward accepts more inputs.
     if len(batch) < number or (takes_more and len(batch) > number + 1):
         _refuse_row(model, params, batch)
     inputs = batch[:number]
@@ -226,7 +226,7 @@ class Microbatches:
         return self.map(lambda batch: move_batch(batch, device))
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
-        """Return the same samples, in changed batches."""
+        """Return the same samples in changed batches."""
         changed = Microbatches(map(change, self._batches), any_number=self.any_number)
         changed._samples = self._samples
         return changed
@@ -354,10 +354,13 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
 
 
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
-    """Cut a batch into equal parts along dim 0 of its tensors, each of which has a row for each sample.
+    """Split a batch into equal parts along dim 0 of its tensors, each of which has one row per sample.
 
-    A list without tensors that has an entry for each sample is cut too. Numbers, text and None go to every part.
-    Raises ModelError where rows are not samples, or the parts would not be equal. plan: names the field in errors.
+    A list without tensors that has one entry per sample is split too. Every part gets numbers, text and None. `plan`
+    names the field for errors.
+
+    Raises:
+        ModelError: if rows are not samples, or the parts would not be equal.
     """
     if num_parts == 1:
         return [batch]
@@ -373,12 +376,12 @@ def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[An
 
 
 def samples_in(batch: Any) -> int:
-    """Count the samples of a batch: dim 0 of its first tensor that has one."""
+    """Count the samples of a batch: dim 0 of its first tensor with rows."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def values_in(batch: Any) -> int:
-    """Count the values in the first tensor of a batch, about as many as it has tokens."""
+    """Count the values in a batch's first tensor, which approximates its tokens."""
     return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 

@@ -191,10 +191,9 @@ def _in_rows(index: torch.Tensor, rows: Iterable[tuple[int, int]]) -> tuple[torc
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the full parameters and buffers of a parallelized model. All ranks call it, and sharded tensors are
-    gathered.
+    """Return the full parameters and buffers of a parallelized model. Sharded tensors are gathered.
 
-    The result may contain the live tensors. Use it before the next step.
+    All ranks call it. The result may contain the live tensors, so use it before the next step.
 
     Args:
         model: the parallelized model.
@@ -359,7 +358,7 @@ def resume(
     own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
     shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
-    # A stage of a pipeline takes its own tensors only.
+    # A pipeline stage loads only its own tensors.
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
     if left_out:
         for one in engine.stretches():
@@ -376,12 +375,12 @@ def resume(
     return [*told, *engine.error_feedback.take(GroupSource(checkpoint, "owed"))]
 
 
-#: Formats of moments that only the rounded AdamW takes.
+#: Dtypes of moments that only AdamW with rounded states supports.
 _ROUNDED = (torch.bfloat16, torch.int8, torch.uint8)
 
 
 def _match_formats(optimizer: torch.optim.Optimizer) -> None:
-    """torch's AdamW and Adam want moments of the parameters' format: a run with rounded ones may have saved them."""
+    """Convert moments to the parameters' dtype for torch's AdamW and Adam, if a run with rounded moments saved them."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return
     for param, state in optimizer.state.items():
@@ -428,9 +427,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in names.items() if first[id(tensor)] == name}
 
 
-# Weights of a folder as the bytes that a model keeps of them: read in slices, packed, and let go.
+# Weights of a folder in a model's packed format, read and packed in chunks.
 
-#: Blocks of one read: 8 million weights.
+#: Blocks per read, which are 8 million weights.
 _AT_ONCE = 2**17
 
 

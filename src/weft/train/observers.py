@@ -1,4 +1,4 @@
-"""Every rank's observer: hands a step's numbers to the thread of figures, which reports them."""
+"""Observers of a run: monitoring of each rank, rollback, requests from users, and the event log."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FigureHook(Hook):
             of_host=[host.of_machine],
             totals=measures.traffic,
             publish=publish,
-            # Stages of a pipeline do different work, and cannot be compared. Only the first rank compares.
+            # Pipeline stages do different work and cannot be compared. Only rank 0 compares.
             groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if publish else 0)],
             on_slow=on_slow,
         )
@@ -81,7 +81,8 @@ class FigureHook(Hook):
         self._num_steps += 1
         self._peak = record.memory_bytes
         if self._num_steps == 2:
-            # The first step has made what there is to hold. Asked here: between two steps nothing of it changes.
+            # After the first step all tensors exist. Read the memory here, because it does not change between two
+            # steps.
             self._memory = dict(self._measures.memory())
         self.collector.put(
             StepFigures(record.step, record.seconds, record.exposed, record.busy_s, record.data_s, record.own)
@@ -101,11 +102,11 @@ class FigureHook(Hook):
         return {**found, **rest, _PEAK: peak}
 
 
-# Going back to a checkpoint from before the trouble, and not for ever.
+# Returning to a checkpoint from before a problem, a limited number of times.
 
 #: Returning to a checkpoint from before a problem, a limited number of times.
 _COUNTS = "rolled_back.json"
-#: The same steps give the same numbers: without other data one return is enough, with other data three are.
+#: Maximum number of returns to a step. The same data gives the same result, so one suffices without skipping data.
 _MOST = {"roll_back": 1, "skip_data": 3}
 
 

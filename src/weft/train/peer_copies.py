@@ -27,16 +27,15 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Copies:
-    """The in-memory copies of one run. All ranks construct it with `open`. `root` is the location of the checkpoints."""
+    """The in-memory copies of one run at `root`. All ranks construct it with `open`."""
 
     def __init__(self, root: StorePath, together: RankGroup):
         self.root, self._joint_parts = root, together
 
     def newest(self, saved: int | None) -> tuple[Location | None, list[str]]:
-        """Return the newest valid copy after the step `saved`, or None, and lines about damaged copies. All ranks call
-        it.
+        """Return the newest valid copy after the step `saved`, or None, and lines about damaged copies.
 
-        If no such copy exists, all copies are deleted and the checkpoint on disk is used.
+        If no such copy exists, all copies are deleted and the checkpoint on disk is used. All ranks call it.
         """
         steps = self._joint_parts.on_first(lambda: self._steps())
         notes: list[str] = []
@@ -102,7 +101,7 @@ class Copies:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of memory that are free on this machine, and in its container."""
+    """Return the free memory of this machine and its container in bytes."""
     free = psutil.virtual_memory().available
     try:
         limit = int(_CGROUP_LIMIT.read_text())

@@ -39,7 +39,7 @@ from weft.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from weft.comm.mesh import Mesh
 
-#: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.
+#: fp32 operations per second of one CPU core, with vectors of eight and fused multiply-add.
 _CORE_FLOPS = 2.5e9 * 16
 #: File of a run folder with the estimate of the chosen plan.
 CHOSEN = "planned.json"
@@ -292,8 +292,9 @@ _TOLD = "no estimate; run `weft calibrate` once (2 min)"
 
 
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write `measured.json` and return the report. `ranks` has `typical` seconds by part and `memory` bytes of each
-    rank.
+    """Write `measured.json` and return the report.
+
+    Each entry of `ranks` has `typical` seconds by part, and `memory` bytes.
     """
     parts = measured_parts(_mean([one["typical"] for one in ranks]))
     if not parts:

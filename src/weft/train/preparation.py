@@ -37,8 +37,10 @@ from weft.train.trainer import ASKED_TO_STOP, Trainer
 def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
     """Return the config with the number of steps of its epochs, and lines that report it.
 
-    A config without epochs is returned unchanged. The task's data must be prepared. Raises ConfigError if the steps
-    break a rule between settings, such as a longer warm-up.
+    A config without epochs is returned unchanged. The task's data must be prepared.
+
+    Raises:
+        ConfigError: if the steps break a rule between settings, such as a longer warm-up.
     """
     epochs = config.train.epochs
     if epochs is None:

@@ -1,4 +1,4 @@
-"""train.max_time: a run saves and stops while there is time for it."""
+"""One rank's run: its time limit, its recorded context, and training from the run folder."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def context(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
-    """Return JSON values: "config" as tables, "data" by source, versions and machine of this process. No torch."""
+    """Return the run's context as JSON values: "config", "data", versions and machine. Does not import torch."""
     return {
         **_versions(),
         "config": config.model_dump(mode="json", by_alias=True, exclude_none=True),
@@ -139,7 +139,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    """Name, system, cores and GPUs of this machine."""
+    """Return name, system, cores and GPUs of this machine."""
     found = {"host": platform.node(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
     models = Counter(
         line.partition(":")[2].strip()
@@ -151,7 +151,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _data_digests(folder: RunFolder) -> dict[str, str]:
-    """A digest of each source's tokens, as the run's data.json has them; empty for tasks that keep none."""
+    """Return a digest of each source's tokens from the run's data.json; empty for tasks without that file."""
     try:
         described = json.loads(folder.text("data.json"))
         return {

@@ -1,4 +1,4 @@
-"""What more steps do to the learning rate: schedules that end at the last step are stretched."""
+"""Reports of a run for users: learning rate changes, waits, bad steps, and the opening and end of a run."""
 
 from __future__ import annotations
 

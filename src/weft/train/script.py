@@ -80,7 +80,7 @@ class Run(ScriptState):
 
     @property
     def is_first(self) -> bool:
-        """True on one rank only: the one to print and write."""
+        """True on rank 0, which should print and write."""
         return self.mesh.rank == 0
 
     def parallelize(

@@ -19,8 +19,8 @@ _INSIDE = Path(__file__).parents[2]
 def report_user_errors() -> None:
     """Print uncaught errors of Weft without a traceback, and exit with their exit code.
 
-    A hook that the script or a debugger installed stays, as does Python's own under WEFT_TRACEBACK=1. Call it again
-    after the ranks have met: torch.distributed then puts a hook around the one that it finds.
+    A hook that the script or a debugger installed is kept, and so is Python's own under WEFT_TRACEBACK=1. Call it again
+    after the ranks have joined, because torch.distributed then wraps the current hook.
     """
     hook: Any = sys.excepthook
     if not env.wants_traceback() and not isinstance(hook, _Hook) and _is_default(hook):
@@ -28,7 +28,7 @@ def report_user_errors() -> None:
 
 
 def _is_default(hook: Any) -> bool:
-    """Whether a hook is Python's or Weft's, or torch.distributed's around one of these."""
+    """Return True for Python's or Weft's hook, or for torch.distributed's wrapper of one of these."""
     if hook is sys.__excepthook__ or isinstance(hook, _Hook):
         return True
     if not getattr(hook, "__module__", "").startswith("torch.distributed"):
@@ -38,7 +38,7 @@ def _is_default(hook: Any) -> bool:
 
 
 class _Hook:
-    """Prints Weft's errors, and passes others on. before: the hook that was there."""
+    """Prints Weft's errors, and passes others on to the previous hook."""
 
     def __init__(self, before: Callable[..., Any]):
         self._before = before
@@ -51,7 +51,7 @@ class _Hook:
         text = str(error)
         lines = f"weft: error: {text}\n  ({_line_of(trace)}WEFT_TRACEBACK=1 prints the traceback)"
         run_once(text, lambda: print(lines, file=sys.stderr, flush=True))
-        # Python ends with this code, after the functions of atexit.
+        # Exit code of the process, applied after the functions of atexit.
         raise SystemExit(error.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""States of torch's learning-rate schedulers and optimizers' settings as JSON values, and back."""
+"""Conversion of scheduler states and optimizer settings to JSON values, and back."""
 
 from __future__ import annotations
 

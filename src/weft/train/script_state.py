@@ -76,9 +76,7 @@ class SavesBehind:
         return save.end().path
 
     def leave(self, error: BaseException) -> None:
-        """Wait briefly for the running save after an error of the script, because other ranks may never write their
-        part.
-        """
+        """Wait briefly for the running save after an error, because other ranks may never write their part."""
         if self._save is not None:
             self._save.leave(error)
 
@@ -332,13 +330,13 @@ class ScriptState:
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
     ) -> Evaluated:
-        """Return the mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+        """Return the mean loss over batches in evaluation mode, equal under every plan. All ranks call it.
 
         Args:
-            model: what `parallelize` returned.
-            batches: this rank's, such as `shard` gives.
-            loss_fn: as `train_step` takes it.
-            forward: as `train_step` takes it.
+            model: the result of `parallelize`.
+            batches: this rank's batches, such as from `shard`.
+            loss_fn: as for `train_step`.
+            forward: as for `train_step`.
         """
         self._leaves_out = True
         with anchored(own := self._own(model)):
@@ -362,7 +360,7 @@ class ScriptState:
     def _state(
         self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any, ema: Ema | None, extra: Any
     ) -> dict[str, Any]:
-        """All but tensors."""
+        """Return the checkpoint's state except tensors."""
         if loader is not None and not hasattr(loader, "state_dict"):
             raise CheckpointError(
                 f"loader={type(loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
@@ -396,7 +394,7 @@ def _prune(root: Location, keep: int, step: int) -> None:
 
 
 def _find(folder: Location, step: int | None, ranks: RankGroup) -> Found | None:
-    """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
+    """Find the checkpoint to load, verified by all ranks, and the newer ones that are damaged."""
     if step is None:
         return newest_checkpoint(folder, together=ranks)
     path = folder / folder_name(step)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.train.engine import Engine
 
-#: SIGUSR1 and SIGUSR2 are how schedulers warn that a job's time is nearly over; SIGHUP comes when a terminal closes.
+#: Schedulers send SIGUSR1 or SIGUSR2 shortly before a job's time limit. A closed terminal sends SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the stop signals that this process listens to: `nohup` has SIGHUP ignored, and means it."""
+    """Return the stop signals to handle. SIGHUP stays ignored under `nohup`."""
     return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 

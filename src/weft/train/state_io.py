@@ -143,7 +143,7 @@ _COUNTS, _OWN = "counts", "replicas"
 
 
 class OpensGroup(Protocol):
-    """Opens a group of a checkpoint, or the tensors of it whose names begin with `start`."""
+    """Opens a group of a checkpoint, or only its tensors whose names begin with `start`."""
 
     def __call__(self, checkpoint: Checkpoint, group: str, start: str = "") -> StateSource: ...
 

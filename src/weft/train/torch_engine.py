@@ -495,12 +495,12 @@ class TorchEngine:
         ]
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint of all ranks."""
+        """Return the size of a checkpoint of all ranks in bytes."""
         shapes = with_adapter(self._task.shapes(), self._config)
         return expected_bytes(shapes, self._config.optimizer, Precision.of(self.plan).master)
 
     def peak_flops(self) -> float | None:
-        """Return the GPU's peak FLOP/s at the plan's precision; None for a CPU and an unknown GPU."""
+        """Return the GPU's peak FLOP/s at the plan's precision, or None for a CPU or an unknown GPU."""
         if self.mesh.device.type != "cuda":
             return None
         device = device_by_torch_name(torch.cuda.get_device_name(self.mesh.device))

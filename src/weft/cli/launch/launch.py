@@ -203,7 +203,10 @@ def launch_ranks(
 
 
 def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[int, Failure]) -> None:
-    """Raise the one error that the user gets for the ranks' exit codes, if any. `told` has the records that ranks sent."""
+    """Raise the one error that the user gets for the ranks' exit codes, if any.
+
+    `told` has the records that ranks sent.
+    """
     failures = [
         told.get(rank) or Failure(rank, exit_code, when=watch.ended.get(rank, time.time()))
         for rank, exit_code in exit_codes.items()

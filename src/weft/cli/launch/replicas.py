@@ -184,7 +184,7 @@ class Replicas:
             return bool(told.read(1))
 
     def _start(self, one: _Replica, writes: int | None = None) -> None:
-        """Start the launcher of a replica. The first one gets the terminal, and only stderr of the others is passed on."""
+        """Start the launcher of a replica. Only the first one gets the terminal. Errors of the others are passed on."""
         variables = dict(self._threads)
         if self._gpus:
             own = self._gpus[one.number * self._ranks : (one.number + 1) * self._ranks]
