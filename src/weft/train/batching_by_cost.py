@@ -168,10 +168,10 @@ class _Runs:
         return self.cut(high)
 
     def least_filled(self, bound: float, numbers: Sequence[int]) -> list[list[range]]:
-        """Return, for each entry of `numbers`, at most that many runs within a cost bound and with the lowest total
-        cost.
+        """Return, for each entry of `numbers`, at most that many runs with the lowest total cost.
 
-        Entries without a solution are left out. Uses dynamic programming over the borders between samples.
+        No run exceeds the cost bound. Entries without a solution are left out. Uses dynamic programming over the
+        borders between samples.
         """
         step = -(-len(self._lengths) // _PLACES)
         places = [*range(0, len(self._lengths), step), len(self._lengths)]

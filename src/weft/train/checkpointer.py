@@ -398,9 +398,7 @@ class Keeper:
         }
 
     def _drop_old(self, step: int, best: int | None) -> None:
-        """Delete checkpoints that retention does not keep, on rank 0 after the save of `step`. Failures are only
-        logged.
-        """
+        """Delete checkpoints that retention does not keep, on rank 0 after a save. Failures are only logged."""
         kept = self._config.checkpoint
         good = self._last_good(step)
         spared = set() if good is None else {good}

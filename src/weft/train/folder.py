@@ -165,7 +165,7 @@ _REPLICA = re.compile(r"replica_[1-9]\d*")
 
 
 def restrict_new_files(folder: Path) -> int:
-    """Limit the permissions of new files of this process to those for a run folder, and return the old umask.
+    """Give new files of this process no more permissions than a run folder has, and return the old umask.
 
     Args:
         folder: an existing run folder.
@@ -178,7 +178,7 @@ def restrict_new_files(folder: Path) -> int:
 
 @contextmanager
 def new_files_like(folder: Path) -> Generator[None]:
-    """Limit the permissions of files that this process creates in a block to a folder's permissions."""
+    """Give files that this process creates in a block no more permissions than a folder has."""
     before = restrict_new_files(folder)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Import of another trainer's checkpoint: sorting its tensors into weights and optimizer states, and committing them."""
+"""Import of another trainer's checkpoint: sorting tensors into weights and optimizer states, and committing them."""
 
 from __future__ import annotations
 

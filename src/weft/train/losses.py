@@ -244,6 +244,9 @@ class GroupLoss:
     Args:
         size: samples per group. The last group of a batch may be smaller.
         compare: returns the sum of the losses of some samples, each compared with its whole group.
+
+    Raises:
+        ModelError: if `size` is less than 2.
     """
 
     def __init__(self, size: int, compare: Compare):

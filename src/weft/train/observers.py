@@ -104,7 +104,7 @@ class FigureHook(Hook):
 
 # Returning to a checkpoint from before a problem, a limited number of times.
 
-#: Returning to a checkpoint from before a problem, a limited number of times.
+#: File with the number of returns to each step.
 _COUNTS = "rolled_back.json"
 #: Maximum number of returns to a step. The same data gives the same result, so one suffices without skipping data.
 _MOST = {"roll_back": 1, "skip_data": 3}

@@ -97,7 +97,7 @@ class Run(ScriptState):
         outer_momentum: float = 0.9,
         example: Any = None,
     ) -> nn.Module:
-        """Parallelize the model over the mesh, in place. Call it before building the optimizer.
+        """Apply the plan to the model, in place. Call it before building the optimizer.
 
         Meta tensors (`weft.models.decoder.as_shapes`) are initialized from the run's seed. Each rank initializes its
         part.

@@ -378,7 +378,7 @@ class TorchEngine:
         return result if self._others is None else self._others.after_step(result)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
-        """Recompute a step that went wrong and return an event with the cause, or None if the step is too old."""
+        """Repeat a step that went wrong and return an event with the cause, or None if the step is too old."""
         is_late = self._step.is_unread
         self._step.finalize()
         step = next((one for one in self._traceable if one.number == number), None)

@@ -185,7 +185,7 @@ class Preparation:
         return folder
 
     def answered(self) -> dict[str, Any]:
-        """Prepare the run and return JSON values, from which `outcome` makes the folder or error in another process."""
+        """Make the folder and return JSON values, from which `outcome` restores the folder or error in another process."""
         try:
             folder = self.here()
         except (WeftError, BrokenPipeError) as error:
