@@ -185,7 +185,10 @@ class Preparation:
         return folder
 
     def answered(self) -> dict[str, Any]:
-        """Make the folder and return JSON values, from which `outcome` restores the folder or error in another process."""
+        """Make the folder and return JSON values.
+
+        `outcome` restores the folder or error from them in another process.
+        """
         try:
             folder = self.here()
         except (WeftError, BrokenPipeError) as error:
