@@ -112,7 +112,7 @@ def run(args: Sequence[str]) -> int:
             print(error.ctx.get_help())
             return 0
         text = _usage_text(error)
-        if "--json" in args:  # programs read what people read: here no verb has begun that would print it
+        if "--json" in args:  # no verb has started that would print the error as JSON
             print(json.dumps({"errors": [{"field": _option_of(error), "message": text.partition("\n")[0]}]}, indent=2))
         complain(text)
         return 2
@@ -126,7 +126,7 @@ def run(args: Sequence[str]) -> int:
         code = 130
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
-            raise  # click ends so with 1 for a broken pipe alone
+            raise  # click exits with 1 only for a broken pipe
         # The reader, such as `head`, has closed the pipe. Nothing may be written after that, including at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -144,13 +144,13 @@ def _option_of(error: Any) -> str:
 def main() -> None:
     """Run the `weft` command."""
     code = run(sys.argv[1:])
-    gc.freeze()  # what torch left behind ends with the process: the interpreter need not look through it for a second
+    gc.freeze()  # saves a second of garbage collection of torch's objects at exit
     sys.exit(code)
 
 
 def show_error(error: WeftError) -> None:
     """Print an expected error, one line per problem. For a rank's failure, add the location of its output."""
-    from weft.cli.launch.launch import RankFailed, Stopped  # what starts ranks is not loaded for a command without any
+    from weft.cli.launch.launch import RankFailed, Stopped  # not imported for commands without ranks
 
     if isinstance(error, Stopped):
         say(str(error))

@@ -55,7 +55,7 @@ def one_of(word: str) -> Location:
     if at and not path.exists():
         return _of_step(root_of(run), step, word)
     if step_in_name(path.name) is not None and path.is_dir():
-        load_checkpoint(path, lazily=True)  # says what is missing
+        load_checkpoint(path, lazily=True)  # raises with the missing file
     root = root_of(path)
     found = newest_checkpoint(root, verify=False)
     if found is None:
@@ -220,7 +220,7 @@ def retained_steps(root: Location, every: int) -> set[int]:
         try:
             states[step] = load_checkpoint(path, lazily=True).state
         except CheckpointError:
-            continue  # damaged: nothing of it is worth keeping it for
+            continue  # damaged, so there is no reason to keep it
     evaluated = [step for step, state in states.items() if state.get("evaluated")]
     progress = states[max(states)].get("progress") if states else None
     best = progress.get("best_step") if isinstance(progress, dict) else None

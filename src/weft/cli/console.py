@@ -44,7 +44,7 @@ def complain(text: str) -> None:
 
 def _incompatible_setting(label: str, text: str) -> str:
     """Wrap `text` to fit next to a label, if stderr is a terminal."""
-    from weft.monitor.terminal import columns_of, wrapped  # many commands say nothing
+    from weft.monitor.terminal import columns_of, wrapped  # many commands print nothing
 
     return wrapped(label + text, columns_of(sys.stderr), indent=2)[len(label) :]
 

@@ -220,7 +220,7 @@ class Trial:
             with (self.place / "two_runs.second.txt").open("w") as out:
                 second = self._start(out)
                 code = second.wait(self.limit_s)
-            Path(f"{self._mark}.over").touch()  # the rank goes on
+            Path(f"{self._mark}.over").touch()  # the rank continues
             if code != 2:
                 row.error = f"the second command ended with exit code {code} in place of 2"
             row.detected_s = time.time() - self._mark.stat().st_mtime
@@ -305,7 +305,7 @@ def _last_line(log: Path) -> str:
 def _port_taken(wanted: bool) -> Any:
     with socket.socket() as taken:
         if wanted:
-            with contextlib.suppress(OSError):  # someone else has taken it: as good
+            with contextlib.suppress(OSError):  # already in use, which is just as good
                 taken.bind(("", 29500))
                 taken.listen()
         yield
@@ -358,7 +358,7 @@ def drill(
         "launch.min_ranks=1", f"launch.timeout={timeout}s", f"launch.warn_after={max(1, timeout // 4)}s",
         "sample.prompt=",
     ]  # fmt: skip
-    if config.checkpoint.dir is not None:  # nothing is written to where the user keeps checkpoints
+    if config.checkpoint.dir is not None:  # do not write to the user's checkpoint folder
         given.append(f"checkpoint.dir={place / 'kept'}")
     try:
         sound = _undisturbed(given, place, limit)
@@ -368,7 +368,7 @@ def drill(
             step, rank = chance.randint(2 * every + 1, steps - 2), chance.randrange(num_ranks)
             row = Trial(given, place, kind, step, rank, num_ranks, limit).run(sound)
             rows.append(row)
-            with (place / ROWS_NAME).open("a") as out:  # a drill takes long: what is known so far outlives it
+            with (place / ROWS_NAME).open("a") as out:  # a drill takes long, so write each result
                 out.write(json.dumps({**row.as_json(), "seed": seed}) + "\n")
             told = "survived" if row.survived else row.error or row.state
             say(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")

@@ -89,7 +89,7 @@ def _expect_data(known: Any, names: Sequence[str]) -> None:
     """Raise ConfigError if the data of a task is not on this machine."""
     try:
         known.load(known.match_tasks(list(names)))
-    except Exception as error:  # whatever its readers of data raise
+    except Exception as error:  # data readers may raise anything
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"--tasks={','.join(names)}: their data cannot be read ({said.rstrip('.')}). Weft downloads nothing: "

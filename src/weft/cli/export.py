@@ -69,7 +69,7 @@ def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any
     adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
     for name, param in model.named_parameters():
         if name in checkpoint.entries("model"):
-            param.requires_grad_(True)  # a norm, say, that was trained beside the adapter
+            param.requires_grad_(True)  # such as a norm that was trained with the adapter
     restore_model(model, checkpoint)
     return model_tensors(merge_adapter(model))
 
@@ -106,7 +106,7 @@ def export_weights(
         ConfigError, CheckpointError, MissingExtra: if the weights cannot be exported this way.
     """
     if group not in checkpoint.groups:
-        checkpoint.tensors(group)  # says which groups there are
+        checkpoint.tensors(group)  # raises with the existing groups
     adapter = checkpoint.state.get("adapter") if group == "model" else None
     if merged and (adapter is None or run is None):
         what = "this checkpoint holds a whole model. Leave --merge out"
@@ -206,7 +206,7 @@ def converted(block: RawArray, dtype: str | None) -> RawArray:
         return RawArray.of(values.astype({"F32": np.float32, "F16": np.float16}[wanted]))
     bits = values.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0  # rounding may carry a nan into an infinity
+    rounded[np.isnan(values)] = 0x7FC0  # rounding may turn a nan into an infinity
     plain = RawArray.of(np.ascontiguousarray(rounded))
     return RawArray("BF16", block.shape, plain.data)
 

@@ -213,7 +213,7 @@ def plan(
     learn: Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
-    if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
+    if "numpy" not in sys.modules:  # threads for matrix products would take a third of the startup and stay idle
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext(), _without_collections():
         if _needs_no_question(score, experience, (learn, profile), [model, cluster, *(more or ())], as_json=json):

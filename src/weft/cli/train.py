@@ -157,7 +157,7 @@ def train_world(
 
         def attempt(settled: RunConfig, ranks: int) -> None:
             folder = starter.prepare(_preparation(settled, ranks, ranks, world))
-            if not besides:  # after the folder is prepared: a run that is refused leaves nothing
+            if not besides:  # after preparing the folder, so that a refused run leaves nothing
                 prepared()
                 until_over.enter_context(monitor_process(folder.path, folder.config(), say))
                 besides.append(folder.path)

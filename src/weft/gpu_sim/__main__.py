@@ -107,7 +107,7 @@ def _run_as_program() -> None:
         sys.stderr.flush()
         os._exit(code)
 
-    atexit.register(leave)  # before the program's own, so called after them
+    atexit.register(leave)  # registered before the program's handlers, so called after them
     try:
         code = main()
     except SystemExit as asked:

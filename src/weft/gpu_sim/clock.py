@@ -81,7 +81,7 @@ class Notes:
             why: reason to record with the wait; empty to record nothing.
         """
         if until.of is not self:
-            return  # of the step before, which is done
+            return  # from the previous step, which is done
         before = self.moment(stream)
         self._free[stream] = self._node(self._free[stream], until)
         if why:

@@ -124,7 +124,7 @@ class _Run:
         kwargs: Any = fx.map_arg(node.kwargs, self._values.__getitem__)
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if node.target is _WITH_RNG_STATE:  # an operation that draws the same numbers in forward and in backward
+        if node.target is _WITH_RNG_STATE:  # an operation that draws the same random numbers in forward and backward
             target, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         with self._mode.quietly(quiet):
@@ -235,7 +235,7 @@ def count_compiled(mode: PaperMode) -> None:
         return SimpleNamespace(call=Program(mode, graph), runner=None)
 
     for name in _ASKED:
-        value = getattr(torch.cuda, name)  # dynamo took torch's own before
+        value = getattr(torch.cuda, name)  # dynamo stored torch's original before
         setattr(CudaInterface, name, value if isinstance(value, type) else staticmethod(value))
     learn = joint_graph.lazy_init
     # Patterns are traced from examples, which may be on the host, because patterns are independent of the device.

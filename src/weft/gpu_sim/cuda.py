@@ -220,7 +220,7 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "memory_stats": lambda which=None: {},
         "get_rng_state": lambda which=None: state.clone(),
         "get_rng_state_all": lambda: [state.clone()],
-        "device": type("device", (contextlib.nullcontext,), {}),  # a class, as torch's is
+        "device": type("device", (contextlib.nullcontext,), {}),  # a class, like torch's
         "cudart": lambda: runtime,
         "nccl": SimpleNamespace(version=lambda: (2, 27, 0)),
     }
@@ -314,7 +314,7 @@ def join_silent_ranks(num_ranks: int, rank: int) -> None:
     """Join as one of several ranks on torch's fake process group, in which the other ranks hold this rank's data."""
     place = env.RankEnv(
         rank, num_ranks, 0, 1, env.LOOPBACK, 29500, "torchrun"
-    )  # alone on its machine, which has one GPU
+    )  # the only rank on a machine with one GPU
     env.export_rank(place)
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=HashStore())
 

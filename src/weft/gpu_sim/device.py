@@ -434,7 +434,7 @@ class Event:
     def __init__(self, device: PaperDevice) -> None:
         self._device = device
         self._moment: Moment | None = None
-        self._counts = device.counts  # of the step in which it was recorded
+        self._counts = device.counts  # counts of the step in which it was recorded
         device.races.order.create_event(id(self))
 
     def __del__(self) -> None:

@@ -94,7 +94,7 @@ class PaperMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor that wraps others, such as a DTensor: its own operations come here again
+            return NotImplemented  # a wrapper such as DTensor dispatches its inner operations here again
         kwargs = dict(kwargs or {})
         asked = kwargs.get("device")
         to_device = asked is not None and torch.device(asked).type == "cuda"

@@ -394,10 +394,10 @@ class CostBorders(StepBorders):
         start = 0
         while start < self._num_samples:
             stop = int(np.searchsorted(sums, sums[start] + self._most - self._used, side="right")) - 1
-            stop = max(stop, start)  # a step that is open from the epoch before may have no room
-            if before + stop == self._firsts[-1]:  # the first sample alone is too much
+            stop = max(stop, start)  # an incomplete step of the previous epoch may be full
+            if before + stop == self._firsts[-1]:  # the first sample alone exceeds the maximum
                 stop = start + 1
-            if stop == self._num_samples:  # there may be room for samples of the next epoch
+            if stop == self._num_samples:  # samples of the next epoch may still fit
                 self._used += float(sums[stop] - sums[start])
                 break
             self._firsts.append(before + stop)

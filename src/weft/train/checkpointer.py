@@ -159,7 +159,7 @@ class Keeper:
         self._folder, self._config, self._engine = folder, config, engine
         self._background, self._talk = config.checkpoint.background, engine.store_channel()
         self._save: Save | None = None
-        self._ends = deque[SaveEnd]()  # the thread of a save adds to it
+        self._ends = deque[SaveEnd]()  # the thread of a save appends to it
         self._num_told = 0
         self._joint_parts = RankGroup(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
         self._resumed = 0

@@ -262,7 +262,7 @@ def _exists(descriptor: int, path: Path) -> bool:
 
 def _take_away(folder: Path, made: list[Path]) -> None:
     """Remove the folder and its new parents if they contain only the lock."""
-    with suppress(OSError):  # someone has put something there in the meantime
+    with suppress(OSError):  # another process has written a file there
         if folder in made and os.listdir(folder) == [_NAME]:
             (folder / _NAME).unlink()
             for path in made:

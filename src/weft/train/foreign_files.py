@@ -123,7 +123,7 @@ def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> An
     try:
         stream: Any = io.BytesIO(source) if isinstance(source, bytes) else str(source)
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever a damaged or hostile file brings about
+    except Exception as error:  # a damaged or hostile file may raise anything
         raise NotTaken(f"{name}: {reason_of(error)}") from error
 
 
@@ -453,7 +453,7 @@ def read_dcp(source: Path, taken: Taken) -> None:
     with within(source, ".metadata").open("rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # whatever a damaged or hostile file brings about
+        except Exception as error:  # a damaged or hostile file may raise anything
             raise NotTaken(f".metadata: {reason_of(error)}") from error
     if not isinstance(metadata, _Record) or not isinstance(metadata.get("state_dict_metadata"), dict):
         raise NotTaken(".metadata does not describe a checkpoint")

@@ -50,7 +50,7 @@ def main() -> int:
         taken.close()
     except NotTaken as error:
         return _refused(str(error))
-    except Exception as error:  # whatever a damaged or hostile file brings about
+    except Exception as error:  # a damaged or hostile file may raise anything
         return _refused(reason_of(error))
     return 0
 

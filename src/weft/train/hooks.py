@@ -139,14 +139,14 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     best_loss: float | None = None
-    best_step: int | None = None  # of the best evaluation, by the metric `best_by`
+    best_step: int | None = None  # step and value of the best evaluation by `best_by`
     best_value: float | None = None
     best_by: str = "loss"
     evaluations_without_gain: int = 0
-    lr_factor: float = 1.0  # on the schedule's rate: below 1 once an alert or a person lowered it
+    lr_factor: float = 1.0  # factor on the schedule's rate, below 1 after a lower_lr request
 
     def __post_init__(self) -> None:
-        if self.best_by == "loss" and self.best_value is None:  # of a checkpoint that knew no other metric
+        if self.best_by == "loss" and self.best_value is None:  # from checkpoints without other metrics
             self.best_value = self.best_loss
 
     def note_best(self, step: int, by: str, value: float | None, *, highest: bool = False) -> bool:

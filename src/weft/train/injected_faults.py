@@ -110,7 +110,7 @@ class FaultHook(Hook):
         act = ACTS.get(self.fault.kind)
         if act is not None and self._due(record.step):
             if self.fault.kind in DAMAGES and len(list_checkpoints(self.folder.checkpoints)) < 2:
-                return None  # there must be an older one to go back to
+                return None  # an older one must exist to return to
             self.fault.happens(record.step)
             act(self)
         return None
@@ -122,7 +122,7 @@ class FaultHook(Hook):
         return self.engine is not None and self.engine.plan.world_size == self.fault.world_size
 
     def _spoiling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(loss)  # and its mark: whether it takes the loss that a cut head has found
+        @functools.wraps(loss)  # also copies the mark for losses from a sharded head
         def spoilt(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             return self._spoilt(loss(*args, **kwargs))
 
@@ -152,7 +152,7 @@ class FaultHook(Hook):
 
 def _kill(hook: FaultHook, signum: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), signum)
-    time.sleep(5.0)  # a signal that is handled comes between two instructions
+    time.sleep(5.0)  # handled signals arrive between two instructions
 
 
 def _to_launcher(hook: FaultHook, signum: int) -> None:
@@ -169,7 +169,7 @@ def _spoil_weight(hook: FaultHook) -> None:
     for parameter in getattr(hook.engine, "model").parameters():  # noqa: B009 - an engine of torch has one
         held = getattr(parameter, "to_local", lambda own=parameter: own)().detach()
         if held.numel():
-            held.fill_(math.nan)  # one element may be of a row that no token uses
+            held.fill_(math.nan)  # a single element may be in a row that no token uses
             return
 
 

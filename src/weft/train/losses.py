@@ -367,7 +367,7 @@ def needs_float32(loss_fn: Any, plan: Plan) -> bool:
     """Return True if a loss function gets converted outputs: under a half precision, if it is not Weft's own."""
     if plan.precision not in ("bf16", "fp16", "fp8"):
         return False
-    compared = getattr(loss_fn, "compare", None)  # the function in a loss over groups
+    compared = getattr(loss_fn, "compare", None)  # the function inside a loss over groups
     found = loss_fn if compared is None else compared
     while isinstance(found, functools.partial):
         found = found.func
@@ -433,13 +433,13 @@ class CheckedLoss:
         return loss_sum, number
 
     def _warn_of_mean(self, output: Any) -> None:
-        self._warns = False  # once is enough
+        self._warns = False  # warn once
         warnings.warn(
             "loss_fn: it returns output.loss, a mean over the tokens of one rank's microbatch, and Weft expects "
             "their sum. The result equals one device's only if all microbatches have the same number of tokens. "
             f"Write\n{sum_of_hugging_face(output)}",
             WeftWarning,
-            stacklevel=6,  # the line that calls the step
+            stacklevel=6,  # the caller of the step
         )
 
 

@@ -160,7 +160,7 @@ def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
         start: position of the run's first element in the flattened part.
     """
     numel = torch.Size(part.shape).numel()
-    step = max(1, -(-numel // SAMPLES)) | 1  # odd: else some columns would never be looked at
+    step = max(1, -(-numel // SAMPLES)) | 1  # odd, because an even step could skip some columns
     places = torch.arange(0, numel, step, device=flat.device)
     line, here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
     rest = places
@@ -237,7 +237,7 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
         if keep:
-            kept[name] = tensor.detach().cpu()  # a device has no room for what is sharded because it did not fit
+            kept[name] = tensor.detach().cpu()  # a sharded tensor may not fit on the device in full
     return kept
 
 
@@ -292,7 +292,7 @@ def written(group: str, stretches: Iterable[FlatSlice], engine: DataParallel) ->
         if mine is None:
             continue
         part, (start, data) = one.part, mine
-        if data.numel() == part.numel:  # all of a part lies in its own shape, row-major
+        if data.numel() == part.numel:  # complete parts are stored in their own shape, row-major
             order = part.order or tuple(range(len(part.shape)))
             local = data.view([part.local_shape[dim] for dim in order])
             data = local.permute([order.index(dim) for dim in range(len(order))]).contiguous()
@@ -473,7 +473,7 @@ class PackedSource:
             self._source.read(name, part, start, out)
             return
         rows, width = self._source.entries[name].shape
-        line = part.local_shape[1]  # bytes of a row here
+        line = part.local_shape[1]  # bytes per row of the part
         at, end, per = start, start + len(out), self._kept.block_bytes
         numbers = self._numbers(part, rows, width)
         # Read whole rows and trim both ends. A rank's flat slices begin at rows, except the last ones.

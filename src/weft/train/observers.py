@@ -275,7 +275,7 @@ class RunRecorder(Hook):
         self._display.note(f"step {event['step']}: {event['text']}.")
 
     def on_moved(self, before: int, step: int) -> None:
-        if step < before:  # readers then forget what was logged beyond this step
+        if step < before:  # readers discard events beyond this step
             self._log.write({"event": "resume", "step": step})
 
     def on_checkpoint(self, saved: SaveEnd) -> None:

@@ -70,7 +70,7 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
         machines = here.cluster_of(profile, f"{world_size}xhere")
     model = find_task(config).describe()
     if model.traced is not None or model.adapter is not None or model.frozen is not None:
-        profile = None  # the laws of a measured host know whole decoders alone: its data sheet counts what they do not
+        profile = None  # measured host models cover only full decoders; use the device table for others
     best = choose_plan(model, machines, auto_fields(config.plan), profile=profile)
     return config.model_copy(update={"plan": best.plan.format()}), best
 
@@ -98,7 +98,7 @@ def choose_plan(
         PlanError: if no plan fits.
     """
     if machines.device.name in ("cpu", "here"):
-        decided = {"compile": False, "offload": ()} | decided  # the host is the device, and compilers may be missing
+        decided = {"compile": False, "offload": ()} | decided  # the host is the device, and it may have no compiler
     asked = Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided)
     found = answer(replace(asked, profile=profile))
     if found.best is not None:
@@ -335,7 +335,7 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
     except WeftError as error:
         return None, f"not measured ({error})"
-    except Exception as error:  # The run is done and saved: whatever the planner stumbles over must not fail it.
+    except Exception as error:  # The run is saved, so planner errors must not fail it.
         traceback.print_exc()
         return None, f"not measured ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"
     terms = {name: float(np.asarray(seconds)[0]) for name, seconds in found.terms.items()}
@@ -358,7 +358,7 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
             return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
     if kind != "cuda":
         return None, None, _TOLD
-    import torch  # here: with another engine a run on CPUs needs none
+    import torch  # imported here, because other engines may run on CPUs without torch
 
     name = torch.cuda.get_device_name(device)
     known = device_by_torch_name(name)

@@ -107,7 +107,7 @@ class TimeLimit(Hook):
         return self.reason
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
-        self._save_s = max(self._save_s, saved.durable_s)  # the last one is waited for
+        self._save_s = max(self._save_s, saved.durable_s)  # training waits for the last one
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
         self._evaluated_s = self._clock() - self._last
@@ -159,7 +159,7 @@ def _data_digests(folder: RunFolder) -> dict[str, str]:
             for split in ("train", "eval")
             for source in described[split]
         }
-    except (ConfigError, ValueError, KeyError, TypeError):  # a task of one's own may keep another data.json, or none
+    except (ConfigError, ValueError, KeyError, TypeError):  # a custom task may write another data.json, or none
         return {}
 
 

@@ -56,7 +56,7 @@ def restore_settings(optimizer: torch.optim.Optimizer, settings: Sequence[dict[s
         for key, value in saved.items():
             now, value = group.get(key), _back(value)
             if isinstance(now, torch.Tensor):
-                now.fill_(value)  # a learning rate that a compiled step reads from memory
+                now.fill_(value)  # the learning rate of a compiled step is a tensor
             else:
                 group[key] = tuple(value) if isinstance(now, tuple) else value
 

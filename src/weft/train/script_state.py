@@ -304,7 +304,7 @@ class ScriptState:
         """
         model = self._own(model)
         with anchored(model):
-            whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
+            whole = dict(data_parallel(model).weights())  # only of trained parameters, without the base
             on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
@@ -344,7 +344,7 @@ class ScriptState:
 
     def _own(self, model: nn.Module) -> nn.Module:
         """Return the module that `parallelize` registered. Raise ModelError if this run did not parallelize it."""
-        found: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        found: Any = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
         if not isinstance(found, nn.Module) or not is_attached(found):
             raise ModelError(
                 f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
@@ -407,7 +407,7 @@ def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Raise CheckpointError if the checkpoint is of another model. A pipeline stage checks only its own tensors."""
     saved = checkpoint.entries("model")
     if checkpoint.state.get("adapter") is not None or adapted(model) is not None:
-        return  # loading looks closer: at adapter and base
+        return  # loading checks adapter and base in detail
     wanted = {name for name, one in originals(model).items() if one.first == name}
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:

@@ -35,7 +35,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
     if mesh.rank == 0:
         try:
             said = {"value": act()}
-        except BaseException as error:  # an interrupt too: the others wait for word
+        except BaseException as error:  # including interrupts, because the others wait for a message
             failure = error
             told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
             said = {"error": told}
@@ -49,7 +49,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 def gather(mesh: Mesh, record: bytes) -> list[bytes]:
     """Return the bytes of every rank in rank order, on all ranks. A collective."""
-    if mesh.world_size == 1:  # no way through the device for nobody
+    if mesh.world_size == 1:  # skip the collective on a single rank
         return [record]
     text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))

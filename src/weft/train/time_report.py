@@ -212,7 +212,7 @@ def report_times(
         return []
     try:
         return _written(folder, task, mesh, pipeline_of(model), _ReportedTimes(book.num_steps, start_step, ranks))
-    except Exception as error:  # The run is done and saved: a report must not fail it.
+    except Exception as error:  # The run is saved, so a failing report must not fail it.
         traceback.print_exc()
         return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
 

@@ -277,13 +277,15 @@ class TorchEngine:
             nominal_tokens=task.nominal_count(),
             meter=self.meter,
             check_batch=config.train.check_batch,
-            weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
+            # On a CPU the copies take compute time, so overlap gains nothing.
+            weights_follow=mesh.device.type == "cuda",
         )
         data_parallel(self._model).coders.exact_steps = config.train.compress_after
         self._sync = rare_sync(self._model)
         if self._sync is not None:
             self._sync.outer_lr, self._sync.outer_momentum = config.train.outer_lr, config.train.outer_momentum
-        self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
+        # Computed here, because all ranks call build and the base does not change later.
+        self._adapter = adapter_state(self.model)
         with self.pulse.doing("computes what the task needs before the first step"):
             task.begin(RankForwards(self.model, mesh, task, second))
         self._choose_recompute()

@@ -118,7 +118,7 @@ class Trainer:
         with self.garbage:
             reason = self._train_until(num_steps, guard) or "finished"
         if self.parting is not None and self.parting.action in GOES_BACK:
-            self._wait_for_saves()  # what follows trains on from an older checkpoint: these weights are not wanted
+            self._wait_for_saves()  # the next start resumes from an older checkpoint, so do not save these weights
         elif (why := self._save_last(guard)) and self._must_be_saved():
             # A run that ends for any reason, such as "asked to stop", must be saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
@@ -214,7 +214,7 @@ class Trainer:
         if self.wishes is None:
             return ASKED_TO_STOP
         engine, wishes = self.engine, self.wishes
-        engine.asks = False  # before the wishes are taken: one that comes now is heard after the next step
+        engine.asks = False  # reset before reading: later requests are handled after the next step
         said = engine.gather(b"stop" if engine.wants_stop else b"")
         found = engine.on_first(lambda: [b"stop" in said, [wish.as_json() for wish in wishes()]])
         for wish in map(RunRequest.from_json, found[1]):

@@ -67,7 +67,7 @@ class ForkServer:
         if "pids" not in said:
             if said.get("error"):
                 raise OSError(said["error"])
-            self._loaded = {}  # it was killed: the next starts do without it
+            self._loaded = {}  # it was killed, so later starts do not use it
             return self._instead.start(ranks)
         return _Forks({int(rank): pid for rank, pid in said["pids"].items()}, self)
 
@@ -102,7 +102,7 @@ class ForkServer:
         return bool(self._loaded.get("fit"))
 
     def _say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the answer tells
+        with contextlib.suppress(OSError):  # it is gone, and the missing answer shows it
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive_message(self) -> dict[str, Any]:
@@ -182,12 +182,12 @@ class _Server:
         self.threads = env.get("OMP_NUM_THREADS")
         self._waiting = b""
         self._ranks: dict[int, tuple[int | None, int]] = {}  # descriptor -> rank (None: it prepares), process id
-        self._store: tuple[int, int] | None = None  # process id, and what ends it when it is closed
+        self._store: tuple[int, int] | None = None  # process id, and a descriptor whose closing ends it
 
     def serve(self) -> _Role | None:
         """Handle orders until the launcher is gone."""
         while True:
-            read = b"\n" in self._waiting  # with the order before: the line may have no more
+            read = b"\n" in self._waiting  # received with the previous order
             ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]
             for descriptor in ready:
                 if isinstance(descriptor, int):
@@ -202,7 +202,7 @@ class _Server:
                     return role
 
     def say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone, which the next look at the line tells
+        with contextlib.suppress(OSError):  # the launcher is gone, and the next read detects it
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
     def _order(self) -> dict[str, Any] | None:
@@ -247,7 +247,7 @@ class _Server:
         if pid == 0:
             os.setpgid(0, 0)
             return None
-        with contextlib.suppress(OSError):  # either of the two may be first
+        with contextlib.suppress(OSError):  # parent and child both set it, in any order
             os.setpgid(pid, pid)
         self._ranks[os.pidfd_open(pid)] = rank, pid
         return pid
@@ -261,7 +261,7 @@ class _Server:
         self.say({"answer": Preparation.read(asked).answered()})
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(0)  # the launcher waits for its end, and taking torch apart would be half of this process's time
+        os._exit(0)  # finalizing torch would double the time of this process, and the launcher waits for it
 
     def _open_store(self) -> int:
         """Start a process that hosts the store of the next ranks, and return its port."""
@@ -334,7 +334,7 @@ def _load(modules: Sequence[str]) -> str:
             os.dup2(said.fileno(), stream)
         try:
             for module in modules:
-                with contextlib.suppress(Exception):  # the rank that needs it tells why
+                with contextlib.suppress(Exception):  # the rank that needs it reports the error
                     importlib.import_module(module)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -366,9 +366,9 @@ def main() -> None:
     order = server._order()
     if order is None:
         return
-    gc.disable()  # nearly all that modules make stays: looking through it again and again took a sixth of the load
+    gc.disable()  # collections during imports took a sixth of the time and freed almost nothing
     server.said = _load(order["load"])
-    gc.freeze()  # else the first collection of each rank would write to all that they share
+    gc.freeze()  # otherwise each rank's first collection would copy shared pages
     gc.enable()
     server.say({"fit": _is_fit()})
     parent = os.getpid()

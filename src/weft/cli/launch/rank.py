@@ -63,7 +63,7 @@ def _parent() -> list[str]:
         found = psutil.Process().parent()
         return found.cmdline() if found is not None else []
     except psutil.Error:
-        return []  # Not ours to look at, or gone.
+        return []  # not permitted, or gone
 
 
 # A rank's process: a fork of the server (fork_server.py), or `python -m weft.cli.launch.rank RUN_DIR`.
@@ -116,7 +116,7 @@ def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherL
         if outcry is not None:
             _notify_all(outcry, failure, log_path(logs, failure.rank))
     if failure.action:
-        print(failure.message, file=sys.stderr)  # all is well: no trace, and no record of a failure
+        print(failure.message, file=sys.stderr)  # not a failure, so there is no traceback or record
         return
     print(failure.traceback, file=sys.stderr)
     write_failure(logs, failure)
@@ -138,7 +138,7 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
     sys.stdout, sys.stderr = _lossy_stream(1), _lossy_stream(2)
     faulthandler.enable(file=2)
     clock = time.strftime("%Y-%m-%d %H:%M:%S%z")
-    with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
+    with contextlib.suppress(OSError):  # a full disk is reported by later writes that need it
         os.write(1, f"--- rank {place.rank} of {place.world_size}, pid {os.getpid()}, {clock} ---\n".encode())
     return terminal, outcry
 
@@ -189,7 +189,7 @@ def die_with(launcher: int | None) -> None:
     if launcher is None:
         return
     if os.getppid() != launcher:
-        os._exit(1)  # it died before we could ask to be told
+        os._exit(1)  # it died before the signal was requested
     if sys.platform != "linux":
         threading.Thread(target=_watch_parent, args=(launcher,), name="weft-parent-watch", daemon=True).start()
 
@@ -214,7 +214,7 @@ def main(said: str = "") -> None:
         sys.exit("error: this module is part of `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
     name_process(f"weft-rank-{place.rank}")
 
-    alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
+    alarm = second_handle(2)  # stream for reports of waits, if rank 0 cannot report
 
     def body(terminal: TextIO | None) -> object:
         print(said, end="", file=sys.stderr)
@@ -235,7 +235,7 @@ def main(said: str = "") -> None:
         return run_rank(run, place, terminal, start)
 
     run_as_rank(run_dir / "logs", place, body, line)
-    gc.freeze()  # as in cli/app.py: ending takes no second
+    gc.freeze()  # as in cli/app.py, for a fast exit
 
 
 if __name__ == "__main__":

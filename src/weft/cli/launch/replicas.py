@@ -162,7 +162,7 @@ class Replicas:
             first, *others = self._replicas
             if not self._start_first(first):
                 assert first.process is not None
-                code = first.process.wait()  # it has told why
+                code = first.process.wait()  # it has printed the reason
                 return code if code >= 0 else 128 - code
             for one in others:
                 if self._first_signal is None:
@@ -200,7 +200,7 @@ class Replicas:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=None if log is None else subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C reaches it through this process alone
+                start_new_session=True,  # only this process passes Ctrl-C on
                 env=env.child_env(**variables),
                 pass_fds=() if writes is None else (writes,),
             )
@@ -211,7 +211,7 @@ class Replicas:
         world = ReplicaWorld(one.number, self._meet_at, self._key)
         given = ReplicaInputs(self._config, world, self._command, os.getpid(), writes)
         assert process.stdin is not None
-        with suppress(OSError):  # it is gone, and its exit code says so
+        with suppress(OSError):  # it is gone, and its exit code shows it
             process.stdin.write(given.lines())
             process.stdin.close()
         if process.stderr is not None:

@@ -136,7 +136,7 @@ class Restarts:
         try:
             with EventLog(self.folder.events) as log:
                 log.write(event)
-        except TrainingHalted as full:  # the disk may be what failed
+        except TrainingHalted as full:  # the disk may be the cause of the failure
             self.say(str(full))
 
     def _leave_out(self, failure: Failure) -> None:
@@ -176,7 +176,7 @@ class Restarts:
             try:
                 config = with_settings(config, words)
                 break
-            except ConfigError as error:  # of a word that was not checked: `touch` and editors write it too
+            except ConfigError as error:  # from an unchecked request file, which users may write directly
                 self.say(f"{error}\nstill held: weft resume {self.folder.path} key=value")
         place.end()
         self._log({"event": "go_on", "settings": words})
@@ -207,7 +207,7 @@ def config_for_world_size(config: RunConfig, num_ranks: int) -> RunConfig:
         return config
     try:
         wanted = Plan.parse(config.plan, num_ranks).world_size
-    except PlanError:  # a '*' that does not come out even
+    except PlanError:  # a '*' that does not divide evenly
         wanted = num_ranks + 1
     return for_ranks(config, num_ranks) if num_ranks < wanted else config
 

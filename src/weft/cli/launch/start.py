@@ -40,7 +40,7 @@ def _of_architecture(folder: Path) -> list[str]:
     try:
         kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # the checks of the run tell what is wrong
+        return []  # the run's checks report the problem
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         return []
     name = kind.replace("-", "_")
@@ -247,7 +247,7 @@ def _error(answer: Mapping[str, Any]) -> WeftError:
     if issubclass(kind, errors.ConfigError | errors.PlanError):
         error: WeftError = kind([Problem(**problem) for problem in answer["problems"]])
     else:
-        error = kind.__new__(kind)  # some make their text of other arguments
+        error = kind.__new__(kind)  # some build their message from other arguments
         WeftError.__init__(error, answer["text"])
     error.exit_code = answer["exit_code"]
     return error

@@ -30,7 +30,7 @@ def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -
     starter: Starter = Programs([sys.executable, "-m", "weft.cli.launch.rank", str(run_dir)])
     with ExitStack() as until_over:
         if sys.platform == "linux" and hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # then the ranks' own start tells why no process can be started
+            with suppress(OSError):  # then starting the ranks reports the error
                 server = ForkServer(run_dir, threads_variables(num_ranks, cores), preloaded_modules(config), starter)
                 starter = until_over.enter_context(closing(server))
         yield starter

@@ -60,10 +60,10 @@ class Switchboard:
     def close(self) -> None:
         """Read the records that ranks have sent so far, and close all connections."""
         self._closed = True
-        with contextlib.suppress(OSError):  # wakes accept() where closing alone does not
+        with contextlib.suppress(OSError):  # wakes accept() on systems where closing does not
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._answering.join(_READ_S)  # a call that was just taken is among the calls after this
+        self._answering.join(_READ_S)  # connections accepted until now are then in `_calls`
         for call, thread in self._calls:
             # Buffered data is still read and followed by end-of-file, even if a child process holds the rank's end.
             with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class Switchboard:
         with contextlib.suppress(OSError):
             self._give(call)
         said = b""
-        with contextlib.suppress(OSError):  # its end of the line was cut after what came
+        with contextlib.suppress(OSError):  # the rank's end was closed after this data
             while part := call.recv(65536):
                 said += part
         # A rank that dies while sending leaves an incomplete record. Its exit code is used instead.
