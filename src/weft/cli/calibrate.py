@@ -54,9 +54,9 @@ def calibrate(
 ) -> None:
     """Measure this machine: matrix products, attention, memory, collectives, calls, the optimizer's step.
 
-    With --hosts: the links between ranks, for launch.route=auto.
+    With --hosts, measure the links between ranks for launch.route=auto.
 
-    The profile is written at the end; Ctrl-C before that keeps the older one.
+    The profile is written at the end. Ctrl-C before that keeps the older one.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError([Problem("device", f"device={device}: not one of auto, cpu, cuda. Use auto.")])

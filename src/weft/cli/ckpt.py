@@ -238,7 +238,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("ls")
 def list_them(run: Run, as_json: Json = False) -> None:
-    """List the checkpoints of a run: step, time, size, whether it is committed, plan."""
+    """List the checkpoints of a run: step, time, size, commit state, plan."""
 
     found = listed(root_of(run))
     _print([json.dumps([one.as_json() for one in found], indent=1)] if as_json else listing_text(found))
@@ -250,7 +250,7 @@ def verify(
     fast: Annotated[bool, typer.Option("--fast", help="Check sizes and headers only, without digests.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check every file against its digest. Exit code 0: all are whole; 1: some are damaged; 2: nothing to check."""
+    """Check every file against its digest. Exit code 0: all are valid; 1: some are damaged; 2: nothing to check."""
     from weft.checkpoint.folders import step_in_name
     from weft.checkpoint.object_store import located
     from weft.cli.ckpt_check import inspect
@@ -290,7 +290,7 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="Print all lines instead of 20 of each kind.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints: tensors, numbers, settings. Exit code 0: they are equal; 1: they differ."""
+    """Compare two checkpoints: tensors, values, settings. Exit code 0: equal; 1: different."""
     from weft.checkpoint.load import load_checkpoint
     from weft.cli.ckpt_check import differences
 
@@ -317,7 +317,9 @@ def export(
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
     ] = False,
 ) -> None:
-    """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
+    """Write a model in transformers' format: safetensors, config, tokenizer, model card. Works with any plan's
+    checkpoint.
+    """
     from weft.checkpoint.load import load_checkpoint
     from weft.cli.export import export_weights
 
@@ -352,7 +354,7 @@ def prune(
     every: Annotated[int, typer.Option(min=0, help="Also keep steps that are a multiple of this; 0: off.")] = 0,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without --yes, only list what would be deleted.")] = False,
 ) -> None:
-    """Delete old checkpoints, never the newest whole one, the best one, nor the newest that was evaluated."""
+    """Delete old checkpoints, except the newest valid one, the best one, and the newest that was evaluated."""
     from weft.checkpoint.open_target import target_at
     from weft.checkpoint.prune import prune_checkpoints
     from weft.units import counted, format_bytes

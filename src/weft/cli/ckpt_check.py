@@ -61,7 +61,7 @@ class CheckedCheckpoint:
 
 @dataclass
 class Inspection:
-    """Verdicts, oldest step first."""
+    """Results by checkpoint, oldest step first."""
 
     verdicts: list[CheckedCheckpoint] = field(default_factory=list)
 

@@ -89,7 +89,12 @@ def _plain_report(stream: TextIO) -> Report:
 
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return rows as lines with aligned columns. rows: of equal length. right: the columns to align to the right."""
+    """Return rows as lines with aligned columns.
+
+    Args:
+        rows: rows of equal length.
+        right: columns to align to the right.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:

@@ -271,7 +271,7 @@ def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
 
 
 def end_all(folder: Path) -> int:
-    """Kill the run's remaining processes and return them."""
+    """Kill the run's remaining processes and return their number."""
     import psutil
 
     found = []

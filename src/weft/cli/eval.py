@@ -41,7 +41,7 @@ def evaluate(
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate a trained model with lm-eval on data of this machine; nothing is downloaded."""
+    """Evaluate a trained model with lm-eval on local data. Nothing is downloaded."""
     env.default_for_libraries(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:

@@ -48,7 +48,8 @@ def layout(
 def build_model(name: str) -> tuple[Any, Any]:
     """Return a model without values, and example arguments if its function provides them.
 
-    Raises ModelError if the name is not a model.
+    Raises:
+        ModelError: if the name is not a model.
     """
     import torch
 

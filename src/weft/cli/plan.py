@@ -162,7 +162,11 @@ Refine = Annotated[
 
 
 def learn_from(run: Path, path: Path | None) -> None:
-    """Write the profile with the run's measurements, and print the changes. Raises ConfigError."""
+    """Write the profile with the run's measurements, and print the changes.
+
+    Raises:
+        ConfigError: if the run or the profile cannot be used.
+    """
     path = path or default_path()
     profile = learn(run, load_profile(path))
     told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or (

@@ -15,7 +15,11 @@ _SHOWN = 10
 
 
 def score_runs(paths: Sequence[Path | str], as_json: bool = False, experience: Path | None = None) -> None:
-    """Print the prediction errors on runs of CSV files, and write the learned corrections. Raises ConfigError."""
+    """Print the prediction errors on runs of CSV files, and write the learned corrections.
+
+    Raises:
+        ConfigError: if a file cannot be used.
+    """
     from weft.planner.scoring.metrics import experience_text
     from weft.planner.scoring.scores import score
 

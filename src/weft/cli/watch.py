@@ -249,7 +249,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once, as text, and end.")] = False,
     price: _PRICE = None,
 ) -> None:
-    """Show a run in the terminal, as `weft watch` does on a page."""
+    """Show a run in the terminal, like `weft watch` on a page."""
     from weft.monitor.accounting import Price
     from weft.monitor.dashboard.top import show_top
 

@@ -74,7 +74,7 @@ class PaperReport:
         return sum(number for name, number in self.copies.items() if ", blocking @" in name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
     def lines(self) -> list[str]:

@@ -159,11 +159,7 @@ def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
 
 
 def _check_measured(plan: Plan, device: torch.device) -> None:
-    """Refuse benchmarking without cuDNN, or if ranks must choose the same algorithms.
-
-    Raises:
-        ConfigError: in both cases.
-    """
+    """Raise ConfigError for benchmarking without cuDNN, or if ranks must choose the same algorithms."""
     if device.type != "cuda":
         raise ConfigError(
             f"kernels.convolutions=measured: cuDNN runs on GPUs, and this run computes on the {device.type}. "

@@ -284,7 +284,8 @@ def _check_plan(plan: Plan, task: Task, world_size: int) -> None:
 def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
     """Return the config with its layout file inlined, so that the folder depends on no other file.
 
-    Raises LayoutError or PlanError if the layout does not fit the model or the plan's tp.
+    Raises:
+        LayoutError, PlanError: if the layout does not fit the model or the plan's tp.
     """
     if not config.layout:
         return config
@@ -301,7 +302,7 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
 
 
 def _check_optimizer(config: RunConfig, task: Task) -> None:
-    """Check adapter, parameter groups and optimizer classes against the model. Raises ConfigError."""
+    """Raise ConfigError if adapter, parameter groups or optimizer classes do not fit the model."""
     if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
         from weft.optim.build import check_optimizer
 

@@ -390,7 +390,8 @@ class _RankRun:
     def _watch_resources(self, began: float) -> TimeLimit | None:
         """Check disk space for a checkpoint before the first step, and return a time limit if one is set.
 
-        Raises CheckpointError if the disk is too full to save.
+        Raises:
+            CheckpointError: if the disk is too full to save.
         """
         limit, num_bytes = self.config.train.max_time, self.engine.checkpoint_bytes()
         require_space(located(self.config.checkpoint.dir or self.folder.path), num_bytes)

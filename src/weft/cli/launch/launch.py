@@ -266,7 +266,7 @@ class _Watch:
             self._send(signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until all have ended."""
+        """Wait until all processes have ended."""
         for thread in self._threads:
             thread.join()
 

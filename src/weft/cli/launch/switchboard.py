@@ -152,7 +152,8 @@ class LauncherLine:
 def launcher_line() -> LauncherLine | None:
     """Return the connection to the launcher of this process, or None without one.
 
-    Raises LaunchError if the launcher does not answer.
+    Raises:
+        LaunchError: if the launcher does not answer.
     """
     address = env.get("WEFT_LINE")
     if not address:
