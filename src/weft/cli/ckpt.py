@@ -317,9 +317,7 @@ def export(
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
     ] = False,
 ) -> None:
-    """Write a model in transformers' format: safetensors, config, tokenizer, model card. Works with any plan's
-    checkpoint.
-    """
+    """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
     from weft.checkpoint.load import load_checkpoint
     from weft.cli.export import export_weights
 

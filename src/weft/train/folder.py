@@ -5,7 +5,7 @@ runs/<name>/
   events.jsonl     one line per step, evaluation, checkpoint
   logs/rank_N.log  output of each rank        loss.png
   checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir is set
-  .lock            held by the command that trains here (run/folder_lock.py)
+  .lock            held by the command that trains here
   replica_K/       the same for replica K >= 1, if each replica is a separate world; replica 0 uses the run's folder
 
 and the files of the task. The decoder on text writes:

@@ -21,8 +21,8 @@ from weft.errors import ConfigError
 from weft.private_torch import tree_leaves
 
 _FLASH, _EFFICIENT, _MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-#: Attention kernels in order of preference. cuDNN is left out unless it is named, because torch prefers it to all
-#: others on Hopper after the first call.
+#: Attention kernels in order of preference. cuDNN is left out unless it is named, because torch's first call on Hopper
+#: would prefer it to all others.
 _ORDERS = {
     "flash": [_FLASH, _EFFICIENT, _MATH],
     "efficient": [_EFFICIENT, _MATH],
