@@ -242,7 +242,8 @@ def test_what_starts_the_ranks_needs_no_torch_of_its_own(tmp_path):
     settings = ["plan=dp_replicate=2", "launch.device=cpu", "tokenizer.kind=bytes", "train.seq_len=32",
                 "train.global_batch=8", f"data.train={tmp_path / 'text.jsonl'}"]  # fmt: skip
     code = (
-        "import sys\nfrom weft.cli import launcher, train\nlauncher.launch_ranks = lambda *words, **more: None\n"
+        "import sys\nfrom weft.cli import train\nfrom weft.cli.launch import launch\n"
+        "launch.launch_ranks = lambda *words, **more: None\n"
         f"train.train({settings!r})\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

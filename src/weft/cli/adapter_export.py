@@ -24,9 +24,14 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def write_alone(
     checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors; of a run a model card too.
+    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run.
 
-    said: the checkpoint's state of its adapter. run: of `weft train`, whose base the config then names.
+    Args:
+        checkpoint: an open checkpoint.
+        said: the checkpoint's record of its adapter.
+        out: output folder.
+        dtype: a key of DTYPES.
+        run: a `weft train` run, whose base the adapter's config then names.
     """
     tensors, record = checkpoint.tensors("model"), Adapted.read(said)
     own = {f"{path}.{name}" for path, name in record.params()}
@@ -48,16 +53,17 @@ def write_alone(
 
 
 def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's base with the adapter merged, each once; `model` is that base, and is changed.
+    """Return the tensors of an adapter's base with the adapter merged, each once. `model` is that base, and is changed.
 
-    CheckpointError where the model is not the base that the adapter was trained on.
+    Raises:
+        CheckpointError: if the model is not the base that the adapter was trained on.
     """
     record = Adapted.read(said)
     modules = dict(model.named_modules())
-    # What the model lacks `restore_model` names.
+    # `restore_model` reports tensors that the model lacks.
     adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
     for name, param in model.named_parameters():
         if name in checkpoint.entries("model"):
-            param.requires_grad_(True)  # a norm, say, that was trained beside the adapter
+            param.requires_grad_(True)  # such as a norm that was trained with the adapter
     restore_model(model, checkpoint)
     return model_tensors(merge_adapter(model))

@@ -1,4 +1,4 @@
-"""The `weft` command: finds the verb, loads only its file, and turns every expected error into a sentence."""
+"""The `weft` command: finds the verb, imports only its module, and reports every expected error as one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.errors import ConfigError, WeftError, did_you_mean
 
 
 class Verb(NamedTuple):
-    """Where a verb lives: a function, or a typer.Typer with verbs of its own."""
+    """Location of a verb: a function, or a typer.Typer with subcommands."""
 
     help: str
     module: str
@@ -57,19 +57,19 @@ VERBS = {
     "version": Verb("Print Weft's version.", "weft.cli.app", "version"),
 }
 
-# Older typers carry click as a dependency, newer ones inside; the public BadParameter leads to the bases of either.
+# Older versions of typer depend on click, newer ones include it. The bases of the public BadParameter work with both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class LazyGroup(TyperGroup):
-    """The verbs; a verb's file is imported when it is called, not to print the list."""
+    """The verbs. A verb's module is imported when it is called, not to print the list."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        """A label for the list of verbs; `resolve_command` finds the real one."""
+        """Return a label for the list of verbs. `resolve_command` finds the real command."""
         return TyperCommand(cmd_name, help=VERBS[cmd_name].help) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:
@@ -101,7 +101,7 @@ def version() -> None:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line; returns its exit code. Errors are told on stderr, without a traceback."""
+    """Run one command line and return its exit code. Errors are printed on stderr without a traceback."""
     args = list(args) or ["--help"]
     if args == ["--version"]:
         args = ["version"]
@@ -112,7 +112,7 @@ def run(args: Sequence[str]) -> int:
             print(error.ctx.get_help())
             return 0
         text = _usage_text(error)
-        if "--json" in args:  # programs read what people read: here no verb has begun that would print it
+        if "--json" in args:  # no verb has started that would print the error as JSON
             print(json.dumps({"errors": [{"field": _option_of(error), "message": text.partition("\n")[0]}]}, indent=2))
         complain(text)
         return 2
@@ -126,8 +126,8 @@ def run(args: Sequence[str]) -> int:
         code = 130
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
-            raise  # click ends so with 1 for a broken pipe alone
-        # The reader, such as `head`, has what it wanted; nothing more may be written, at exit either.
+            raise  # click exits with 1 only for a broken pipe
+        # The reader, such as `head`, has closed the pipe. Nothing may be written after that, including at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     if code == 130:
@@ -136,7 +136,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _option_of(error: Any) -> str:
-    """The option that an error of usage is about, without its dashes; "" where it is about none."""
+    """Return the option of a usage error without its dashes, or "" if there is none."""
     words = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
     return max(words, key=len).lstrip("-")
 
@@ -144,13 +144,13 @@ def _option_of(error: Any) -> str:
 def main() -> None:
     """Run the `weft` command."""
     code = run(sys.argv[1:])
-    gc.freeze()  # what torch left behind ends with the process: the interpreter need not look through it for a second
+    gc.freeze()  # saves a second of garbage collection of torch's objects at exit
     sys.exit(code)
 
 
 def show_error(error: WeftError) -> None:
-    """An error raised on purpose: one line per problem; a rank's failure also says where to look."""
-    from weft.cli.launch.launch import RankFailed, Stopped  # what starts ranks is not loaded for a command without any
+    """Print an expected error, one line per problem. For a rank's failure, add the location of its output."""
+    from weft.cli.launch.launch import RankFailed, Stopped  # not imported for commands without ranks
 
     if isinstance(error, Stopped):
         say(str(error))
@@ -177,7 +177,7 @@ def _load(name: str) -> Any:
 
 
 def _command(group: typer.Typer, name: str | None = None) -> Any:
-    """The click command behind a typer app; boxes and colours only where a person looks at them."""
+    """Return the click command of a typer app. Boxes and colours appear only on a terminal."""
     group.rich_markup_mode = "rich" if sys.stdout.isatty() else None
     command: Any = typer.main.get_command(group)
     if name is not None:
@@ -192,10 +192,10 @@ def _command(group: typer.Typer, name: str | None = None) -> Any:
 
 
 def _without_conversion(parameter: Any) -> Any:
-    """The parameter, which takes what needs no conversion as it is.
+    """Return the parameter, changed to accept values that need no conversion as they are.
 
-    Newer typers convert every value, defaults too, by an adapter of pydantic: loading it and making one for each
-    parameter took a tenth of a second of every command.
+    Newer versions of typer convert every value, including defaults, with a pydantic adapter. Importing pydantic and
+    making one adapter per parameter took a tenth of a second of every command.
     """
     convert, finish = parameter.process_value, parameter.callback
     described: Any = getattr(parameter, "type_descriptor", None)
@@ -213,7 +213,7 @@ def _without_conversion(parameter: Any) -> Any:
 
 
 def _is_ready(parameter: Any, context: Any, value: Any, kind: Any) -> bool:
-    """Whether a value is of its kind already: nothing, a default, or text where text is asked for."""
+    """Return True if a value needs no conversion: None, a default, or text for a text parameter."""
     if value is None:
         return True
     if parameter.nargs != 1 or getattr(parameter, "multiple", False):
@@ -223,7 +223,7 @@ def _is_ready(parameter: Any, context: Any, value: Any, kind: Any) -> bool:
     return is_default or (kind is str and isinstance(value, str))
 
 
-#: Options that people try with `weft plan`, and how what they mean is written.
+#: Options that users try with `weft plan`, and the settings to write instead.
 _WORDS_OF_PLAN = {
     "--budget": "Write --run budget=5000usd.",
     "--tokens": "Write --run tokens=1T.",
@@ -252,7 +252,7 @@ def _usage_text(error: Any) -> str:
 
 
 def _as_setting(option: str) -> str:
-    """'--lr' -> 'optimizer.lr' where one setting ends so, else the name as it is."""
+    """Return the setting that ends in an option's name ('--lr' -> 'optimizer.lr'), or the name unchanged."""
     from weft.config.run_config import RunConfig
 
     name = option.lstrip("-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""`weft calibrate`: measure this machine, so that `weft plan` knows it."""
+"""`weft calibrate`: measure this machine for `weft plan`."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def calibrate(
 ) -> None:
     """Measure this machine: matrix products, attention, memory, collectives, calls, the optimizer's step.
 
-    With --hosts: the links between ranks, for launch.route=auto.
+    With --hosts, measure the links between ranks for launch.route=auto.
 
-    The profile is written at the end; Ctrl-C before that keeps the older one.
+    The profile is written at the end. Ctrl-C before that keeps the older one.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError([Problem("device", f"device={device}: not one of auto, cpu, cuda. Use auto.")])
@@ -83,7 +83,7 @@ def calibrate(
 
 
 def _measure_links(seconds: float, out: Path | None) -> None:
-    """As one of the ranks: measure with the others; the first of each host writes the file, the first of all tells."""
+    """Measure links with the other ranks. The first rank of each host writes the file, and rank 0 prints it."""
     from weft.calibrate.links import calibrate_links
     from weft.planner.measured.links import LinkProfile
 
@@ -103,11 +103,11 @@ def _measure_links(seconds: float, out: Path | None) -> None:
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """The report of ranks that say nothing."""
+    """A report function for ranks without output."""
 
 
 def _link_lines(profile: LinkProfile) -> list[str]:
-    """What was found, for people: the time of an all_reduce by layout, transport and size."""
+    """Return the results for users: the time of an all_reduce by layout, transport and size."""
     sizes = sorted({sample.size for sample in profile.samples})
     head = ("all_reduce", "by", *(format_bytes(size) for size in sizes))
     rows: list[tuple[str, ...]] = []
@@ -121,7 +121,7 @@ def _link_lines(profile: LinkProfile) -> list[str]:
 
 
 def _lines(profile: Profile) -> list[str]:
-    """What was found, for people: the best rates at each number of ranks."""
+    """Return the results for users: the best rates at each number of ranks."""
     machine = profile.machine
     lines = [f"machine     {machine.device}, {machine.cores} cores, torch {machine.torch}"]
     for count in profile.ranks:

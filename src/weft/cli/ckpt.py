@@ -1,4 +1,4 @@
-"""Which checkpoint a word of the command line means: a run, its folder of checkpoints, one step of either."""
+"""`weft ckpt`: checkpoints by name (a run, its folder of checkpoints, or one step of either), and its verbs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from weft.errors import CheckpointError, ConfigError, nearest_name
 from weft.train.folder import RunFolder
 from weft.units import counted, format_bytes
 
-#: What a word may be, for help texts.
+#: Forms of the argument, for help texts.
 RUN_HELP = "A run's folder, its folder of checkpoints (or URL, such as s3://bucket/prefix), or one step_NNNNNNNN in it."
 ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without @STEP, the newest whole checkpoint."
 
 
 def root_of(word: str | Location) -> Location:
-    """The folder that holds the checkpoints of a run, or that of a script's. ConfigError where there is none."""
+    """Return the folder with the checkpoints of a run or a script. Raise ConfigError if it does not exist."""
     word = located(word)
     if not word.is_dir():
         if isinstance(word, StorePath) and not word.bucket.exists():
@@ -47,7 +47,7 @@ def root_of(word: str | Location) -> Location:
 
 
 def one_of(word: str) -> Location:
-    """The folder of the one checkpoint that a word names. ConfigError or CheckpointError where there is none."""
+    """Return the folder of the checkpoint that an argument names. Raise an error if it is missing."""
     path = located(word)
     if (path / "COMMIT").exists() or (path / "manifest.json").exists():
         return path
@@ -55,7 +55,7 @@ def one_of(word: str) -> Location:
     if at and not path.exists():
         return _of_step(root_of(run), step, word)
     if step_in_name(path.name) is not None and path.is_dir():
-        load_checkpoint(path, lazily=True)  # says what is missing
+        load_checkpoint(path, lazily=True)  # raises with the missing file
     root = root_of(path)
     found = newest_checkpoint(root, verify=False)
     if found is None:
@@ -64,7 +64,7 @@ def one_of(word: str) -> Location:
 
 
 def folder_of(field: str, word: str) -> Path:
-    """The path of a folder on this machine's file systems. ConfigError for a URL of an object store."""
+    """Return the path of a local folder. Raise ConfigError for a URL of an object store."""
     place = located(word)
     if not isinstance(place, Path):
         raise ConfigError(f"{field}={place}: it is a URL, and only a folder works here. Give a path.")
@@ -72,7 +72,7 @@ def folder_of(field: str, word: str) -> Path:
 
 
 def settled_steps(root: Location) -> dict[int, Location]:
-    """The finished checkpoints by their step, oldest first."""
+    """Return the finished checkpoints by step, oldest first."""
     return {step: path for path in list_checkpoints(root) if (step := step_in_name(path.name)) is not None}
 
 
@@ -88,12 +88,17 @@ def _is_named_step(path: Location) -> bool:
     return step_in_name(path.name.split(".")[0]) is not None and path.is_dir()
 
 
-# `weft ckpt ls`: every checkpoint of a folder on a line of its own, also those that do not count.
+# `weft ckpt ls`: every checkpoint of a folder, one per line, including unfinished ones.
 
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """state: "committed", "unfinished", "set aside" or "unreadable: ...". when: ISO, of the machine's clock."""
+    """A line of the list.
+
+    Attributes:
+        state: "committed", "unfinished", "set aside" or "unreadable: ...".
+        when: time of the machine's clock in ISO format.
+    """
 
     step: int
     name: str
@@ -105,12 +110,12 @@ class ListedCheckpoint:
     written_by: str
 
     def as_json(self) -> dict[str, object]:
-        """For --json."""
+        """Return the fields for --json."""
         return asdict(self)
 
 
 def listed(root: Location) -> list[ListedCheckpoint]:
-    """All step folders in a folder, oldest step first. Bytes are not verified."""
+    """Return all step folders of a folder, oldest step first. Bytes are not verified."""
     found = []
     present = {path.name for path in root.iterdir()}
     for path in root.iterdir():
@@ -145,7 +150,7 @@ def _reason(error: CheckpointError, path: Location) -> str:
 
 
 def listing_text(found: list[ListedCheckpoint]) -> list[str]:
-    """A table as lines."""
+    """Return a table as lines."""
     rows = [("step", "when", "size", "files", "state", "plan")]
     rows += [
         (str(one.step), one.when, format_bytes(one.num_bytes), str(one.num_files), one.state, one.plan) for one in found
@@ -158,7 +163,12 @@ def listing_text(found: list[ListedCheckpoint]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ShownTensor:
-    """name: "group/name". same_as: the tensor that it shares its memory with, or None."""
+    """A tensor of the table.
+
+    Attributes:
+        name: "group/name".
+        same_as: name of the tensor that shares its memory, or None.
+    """
 
     name: str
     dtype: str
@@ -168,12 +178,15 @@ class ShownTensor:
     same_as: str | None
 
     def as_json(self) -> dict[str, object]:
-        """For --json."""
+        """Return the fields for --json."""
         return asdict(self)
 
 
 def shown_tensors(checkpoint: Checkpoint, pattern: str) -> Iterator[ShownTensor]:
-    """Tensors whose "group/name" fits the pattern; one without *, ? and [ fits anywhere in the name."""
+    """Return tensors whose "group/name" matches the pattern.
+
+    A pattern without *, ? and [ matches any part of the name.
+    """
     if not any(letter in pattern for letter in "*?["):
         pattern = f"*{pattern}*"
     for group in checkpoint.groups:
@@ -184,7 +197,7 @@ def shown_tensors(checkpoint: Checkpoint, pattern: str) -> Iterator[ShownTensor]
 
 
 def contents_text(found: list[ShownTensor]) -> list[str]:
-    """A table as lines, and their sum."""
+    """Return a table as lines, with a total."""
     rows = [("tensor", "dtype", "shape", "size", "files")]
     for one in found:
         files = ", ".join(one.files[:2]) + (f" and {len(one.files) - 2} more" if len(one.files) > 2 else "")
@@ -195,11 +208,11 @@ def contents_text(found: list[ShownTensor]) -> list[str]:
     return [*table(rows, right=(3,)), total]
 
 
-# `weft ckpt prune`: which checkpoints stay beside the newest ones.
+# `weft ckpt prune`: checkpoints to keep in addition to the newest ones.
 
 
 def retained_steps(root: Location, every: int) -> set[int]:
-    """Multiples of `every`, the newest step whose weights gave a finite loss, and the one with the best loss."""
+    """Return multiples of `every`, the newest step with a finite loss, and the step with the best loss."""
     saved = settled_steps(root)
     spared = {step for step in saved if every and step % every == 0}
     states = {}
@@ -207,14 +220,14 @@ def retained_steps(root: Location, every: int) -> set[int]:
         try:
             states[step] = load_checkpoint(path, lazily=True).state
         except CheckpointError:
-            continue  # damaged: nothing of it is worth keeping it for
+            continue  # damaged, so there is no reason to keep it
     evaluated = [step for step, state in states.items() if state.get("evaluated")]
     progress = states[max(states)].get("progress") if states else None
     best = progress.get("best_step") if isinstance(progress, dict) else None
     return spared | set(evaluated[-1:]) | ({best} if isinstance(best, int) else set())
 
 
-# `weft ckpt`: look at checkpoints, prove them, compare, take out, bring in and delete them.
+# `weft ckpt`: list, verify, compare, export, import and delete checkpoints.
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, check, compare and move checkpoints.")
 
@@ -225,7 +238,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("ls")
 def list_them(run: Run, as_json: Json = False) -> None:
-    """List the checkpoints of a run: step, time, size, whether it is committed, plan."""
+    """List the checkpoints of a run: step, time, size, commit state, plan."""
 
     found = listed(root_of(run))
     _print([json.dumps([one.as_json() for one in found], indent=1)] if as_json else listing_text(found))
@@ -237,7 +250,7 @@ def verify(
     fast: Annotated[bool, typer.Option("--fast", help="Check sizes and headers only, without digests.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check every file against its digest. Exit code 0: all are whole; 1: some are damaged; 2: nothing to check."""
+    """Check every file against its digest. Exit code 0: all are valid; 1: some are damaged; 2: nothing to check."""
     from weft.checkpoint.folders import step_in_name
     from weft.checkpoint.object_store import located
     from weft.cli.ckpt_check import inspect
@@ -277,7 +290,7 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="Print all lines instead of 20 of each kind.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints: tensors, numbers, settings. Exit code 0: they are equal; 1: they differ."""
+    """Compare two checkpoints: tensors, values, settings. Exit code 0: equal; 1: different."""
     from weft.checkpoint.load import load_checkpoint
     from weft.cli.ckpt_check import differences
 
@@ -320,7 +333,7 @@ def export(
 
 
 def _trained(run: str) -> RunFolder | None:
-    """The folder of a run of `weft train` whose model transformers knows; None for any other checkpoint."""
+    """Return the folder of a `weft train` run whose model transformers supports; None for any other checkpoint."""
     from weft.train.folder import RunFolder
 
     path = Path(run)
@@ -339,7 +352,7 @@ def prune(
     every: Annotated[int, typer.Option(min=0, help="Also keep steps that are a multiple of this; 0: off.")] = 0,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without --yes, only list what would be deleted.")] = False,
 ) -> None:
-    """Delete old checkpoints, never the newest whole one, the best one, nor the newest that was evaluated."""
+    """Delete old checkpoints, except the newest valid one, the best one, and the newest that was evaluated."""
     from weft.checkpoint.open_target import target_at
     from weft.checkpoint.prune import prune_checkpoints
     from weft.units import counted, format_bytes
@@ -372,9 +385,9 @@ def import_them(
     ] = None,
     limit: Annotated[str, typer.Option(help="Time limit for reading.")] = "30min",
 ) -> None:
-    """Import weights and optimizer states of another trainer; weft train and run.load go on from them.
+    """Import weights and optimizer states of another trainer, for weft train and run.load to resume from.
 
-    A process without network and secrets reads the files, and refuses whatever is no weight.
+    A process without network and secrets reads the files, and refuses everything except weights.
     """
     from weft.checkpoint.folders import step_in_name
     from weft.checkpoint.object_store import located
@@ -402,7 +415,7 @@ def convert(
 ) -> None:
     """Write a model's pickled weights as safetensors, and copy its config and tokenizer.
 
-    A process without network and secrets reads the files, and refuses whatever is no weight.
+    A process without network and secrets reads the files, and refuses everything except weights.
     """
     from weft.cli.export import convert_pickles
 

@@ -1,4 +1,4 @@
-"""`weft ckpt verify`: every byte of every checkpoint against its digest; which files and tensors are damaged."""
+"""`weft ckpt verify`: check every byte of every checkpoint against its digest, and name damaged files and tensors."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from weft.units import counted
 if TYPE_CHECKING:
     import numpy as np
 
-#: Most tensors of a damaged file that are named.
+#: Maximum number of tensors to name per damaged file.
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
-    """One problem, the file that it concerns, and the tensors that are lost with it."""
+    """A problem, the affected file, and the tensors that are lost with it."""
 
     problem: str
     file: str
     tensors: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines for users."""
         if not self.tensors:
             return [self.problem]
         named, rest = ", ".join(self.tensors[:_MOST_NAMED]), len(self.tensors) - _MOST_NAMED
@@ -46,7 +46,7 @@ class DamagedFile:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCheckpoint:
-    """What was found of one checkpoint."""
+    """Result of checking one checkpoint."""
 
     path: Location
     step: int
@@ -55,28 +55,28 @@ class CheckedCheckpoint:
 
     @property
     def word(self) -> str:
-        """In one word."""
+        """The verdict in short form."""
         return "unfinished" if not self.finished else "damaged" if self.damages else "whole"
 
 
 @dataclass
 class Inspection:
-    """Verdicts, oldest step first."""
+    """Results by checkpoint, oldest step first."""
 
     verdicts: list[CheckedCheckpoint] = field(default_factory=list)
 
     @property
     def newest_complete(self) -> CheckedCheckpoint | None:
-        """What a run would resume from."""
+        """The checkpoint from which a run would resume."""
         return next((one for one in reversed(self.verdicts) if one.word == "whole"), None)
 
     @property
     def exit_code(self) -> int:
-        """0: all that are finished are whole. 1: some are damaged, or none is whole."""
+        """0 if all finished checkpoints are valid; 1 if some are damaged, or none is valid."""
         return int(any(one.word == "damaged" for one in self.verdicts) or self.newest_complete is None)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines for users."""
         told = []
         for one in self.verdicts:
             why = ": it has no COMMIT file, so its save never completed" if one.word == "unfinished" else ""
@@ -87,7 +87,7 @@ class Inspection:
         return told
 
     def as_json(self) -> str:
-        """For --json."""
+        """Return the result for --json."""
         newest = self.newest_complete
         checkpoints = [
             {
@@ -102,7 +102,7 @@ class Inspection:
 
 
 def inspect(paths: list[Location], *, digests: bool = True) -> Inspection:
-    """Verify checkpoints one after the other, with a bar on stderr."""
+    """Verify checkpoints one after the other, with a progress bar on stderr."""
     found = Inspection()
     with progress_report(sys.stderr) as report:
         for path in paths:
@@ -115,7 +115,7 @@ def inspect(paths: list[Location], *, digests: bool = True) -> Inspection:
 
 
 def damage_of(path: Location, problem: str) -> DamagedFile:
-    """A problem in words, with the tensors of its file; of a file that was cut off, those beyond its end."""
+    """Return a problem with the tensors of its file. For a truncated file, these are the tensors beyond its end."""
     file = problem.split(" ", 1)[0].removesuffix(":")
     try:
         opened = load_checkpoint(path, lazily=True)
@@ -129,7 +129,7 @@ def damage_of(path: Location, problem: str) -> DamagedFile:
 
 
 def _complete_tensors(file: Location, num_bytes: int) -> set[str]:
-    """Names of tensors whose bytes a shortened file still has all of."""
+    """Return names of tensors whose bytes are complete in a truncated file."""
     try:
         size = file.lstat().st_size
         if size >= num_bytes:
@@ -147,7 +147,7 @@ def _complete_tensors(file: Location, num_bytes: int) -> set[str]:
 
 
 def _bar(path: Location, report: Callable[[str, int, int], None]) -> Callable[[int], None]:
-    """A report of bytes, from several threads, as a stage of the progress bar."""
+    """Return a callback that adds bytes from several threads to a stage of the progress bar."""
     try:
         total = sum(load_checkpoint(path, lazily=True).files.values())
     except CheckpointError:
@@ -162,9 +162,9 @@ def _bar(path: Location, report: Callable[[str, int, int], None]) -> Callable[[i
     return add
 
 
-# `weft ckpt diff`: what two checkpoints do not have in common: tensors, their numbers, settings.
+# `weft ckpt diff`: differences between two checkpoints in tensors, their values, and settings.
 
-#: Elements that are compared at a time: two lines of them in float64 are 64 MiB.
+#: Number of elements to compare at a time. Two buffers of them in float64 are 64 MiB.
 _AT_ONCE = 2**22
 _MOST_LINES = 20
 _ABSENT = object()
@@ -172,7 +172,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class NumbersDiffer:
-    """largest: of |a - b|; nan where one of them has a number and the other has none. scale: the largest |a|."""
+    """Difference between the values of a tensor.
+
+    Attributes:
+        largest: maximum of |a - b|; nan if only one of them is a number.
+        scale: maximum of |a|.
+    """
 
     name: str
     largest: float
@@ -180,12 +185,12 @@ class NumbersDiffer:
 
     @property
     def relative(self) -> float:
-        """The largest difference as a share of the largest magnitude."""
+        """The largest difference relative to the largest magnitude."""
         return self.largest / self.scale if self.scale else math.inf
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """Weights first, then the largest relative difference; a difference that is no number before all others."""
+        """Sort key: weights first, then nan, then the largest relative difference."""
         if math.isnan(self.largest):
             return not self.name.startswith("model/"), -math.inf, -math.inf
         return not self.name.startswith("model/"), -self.relative, -self.largest
@@ -193,7 +198,13 @@ class NumbersDiffer:
 
 @dataclass
 class Differences:
-    """only_left, only_right: names. layout: name, and dtype and shape on either side. settings: key, left, right."""
+    """All differences between two checkpoints.
+
+    Attributes:
+        only_left, only_right: names of tensors in one checkpoint.
+        layout: name, and dtype and shape on either side.
+        settings: key, left value, right value.
+    """
 
     only_left: list[str] = field(default_factory=list)
     only_right: list[str] = field(default_factory=list)
@@ -204,11 +215,11 @@ class Differences:
 
     @property
     def exit_code(self) -> int:
-        """0: the same; 1: something differs."""
+        """0 if the checkpoints are equal, else 1."""
         return int(bool(self.only_left or self.only_right or self.layout or self.numbers or self.settings))
 
     def lines(self, left: str, right: str, *, everything: bool = False) -> list[str]:
-        """For people, at most 20 lines of each kind unless `everything`."""
+        """Return lines for users, at most 20 of each kind unless `everything`."""
         most = None if everything else _MOST_LINES
         told: list[str] = []
         for title, heading, rows in (
@@ -229,7 +240,7 @@ class Differences:
         return [*told, f"identical: {counted(self.num_equal, 'tensor')}"]
 
     def as_json(self) -> dict[str, object]:
-        """For --json; a difference that is no number is told as text."""
+        """Return the result for --json. A difference of nan is text."""
         numbers = [
             {"name": one.name, "largest": one.largest if math.isfinite(one.largest) else str(one.largest)}
             for one in self.numbers
@@ -245,7 +256,7 @@ class Differences:
 
 
 def differences(left: Checkpoint, right: Checkpoint) -> Differences:
-    """Compare all tensors and settings; two whole tensors are in memory at a time."""
+    """Compare all tensors and settings, with two full tensors in memory at a time."""
     found = Differences()
     ours, theirs = _names(left), _names(right)
     found.only_left = [name for name in ours if name not in theirs]
@@ -274,7 +285,7 @@ def _names(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _numbers(name: str, left: np.ndarray, right: np.ndarray) -> NumbersDiffer | None:
-    """None: they are equal; a nan equals a nan."""
+    """Return the difference of a tensor's values, or None if they are equal. nan equals nan."""
     import numpy as np
 
     largest = scale = 0.0
@@ -292,7 +303,7 @@ def _numbers(name: str, left: np.ndarray, right: np.ndarray) -> NumbersDiffer | 
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What was saved beside tensors, the versions, and the config of the run where it lies beside."""
+    """Return the saved state except tensors, the versions, and the run's config if it is next to the checkpoint."""
     found = {f"state.{key}": value for key, value in flat(checkpoint.state).items()}
     found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
     config = checkpoint.path.parent.parent / "config.toml"
@@ -302,7 +313,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def config_values(file: Path) -> dict[str, Any]:
-    """What a TOML file says, as tables; nothing where it cannot be read."""
+    """Return the tables of a TOML file, or nothing if it cannot be read."""
     try:
         return tomllib.loads(file.read_text())
     except (OSError, ValueError):
@@ -310,7 +321,7 @@ def config_values(file: Path) -> dict[str, Any]:
 
 
 def flat(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Tables in tables as one table with dotted keys."""
+    """Flatten nested tables into one with dotted keys."""
     found: dict[str, Any] = {}
     for key, one in value.items():
         found |= flat(one, f"{above}{key}.") if isinstance(one, Mapping) and one else {f"{above}{key}": one}
@@ -318,7 +329,7 @@ def flat(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def changed_values(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(key, left, right) of flat tables where they differ; "-" where a side lacks the key."""
+    """Return (key, left, right) of flat tables for each difference; "-" for a missing key."""
     for key in dict.fromkeys((*left, *right)):
         ours, theirs = left.get(key, _ABSENT), right.get(key, _ABSENT)
         if ours != theirs and not (ours != ours and theirs != theirs):

@@ -1,4 +1,4 @@
-"""How `weft config import` tells what became of a DeepSpeed config: a table for people, TOML with comments else."""
+"""Output of `weft config import`: a table on a terminal, and otherwise TOML with comments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": 
 
 
 def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
-    """Print the outcome of every key and the config, and write the config where `out` says.
+    """Print the outcome of every key and the config, and write the config to `out`.
 
-    Off a terminal, standard output is a TOML file whose comments are the report: it may be sent to a file.
+    Without a terminal, standard output is a TOML file whose comments are the report, so that it can be redirected to a
+    file.
     """
     config = imported.config()
     run = config.run.model_copy(update={"name": run_name(out or Path(imported.name)) or config.run.name})
@@ -48,12 +49,12 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
 
 
 def refusals(imported: Imported) -> list[str]:
-    """What the rules refuse of the imported config today."""
+    """Return the rules that the imported config breaks."""
     return [problem.message for problem in config_problems(imported.config())]
 
 
 def sections(imported: Imported) -> list[tuple[str, Sequence[str]]]:
-    """What a person must know besides the table: title and lines, without the empty ones."""
+    """Return notes for the user in addition to the table, as title and lines, without empty ones."""
     every = [
         ("Warning: typos", [f"{line.key}: {_after(line)}" for line in imported.typos]),
         ("Refused today", refusals(imported)),
@@ -68,7 +69,7 @@ def _after(line: Outcome) -> str:
 
 
 def _comments(imported: Imported) -> str:
-    """The report as TOML comments."""
+    """Return the report as TOML comments."""
     lines = [f"Imported from {imported.name} by `weft config import`.", ""]
     lines += [str(line) for line in imported.lines]
     for title, texts in sections(imported):
@@ -123,7 +124,7 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-# `weft config`: show what a run would be made of, and the schema of config files. Needs no torch.
+# `weft config`: show a run's complete config, and the schema of config files. Does not import torch.
 
 app = typer.Typer(
     help="Show, check and explain configs.",
@@ -181,7 +182,7 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 2 if the file has unknown keys.")] = False,
 ) -> None:
-    """Translate a DeepSpeed config, and say what became of each key."""
+    """Translate a DeepSpeed config, and report the outcome of each key."""
     from weft.interop.deepspeed import import_deepspeed
 
     imported = import_deepspeed(file, world_size)

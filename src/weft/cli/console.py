@@ -1,4 +1,4 @@
-"""How the command speaks: errors to stderr, one line per problem; colour and moving bars only on a terminal."""
+"""Console output: errors on stderr, one line per problem; colours and progress bars only on a terminal."""
 
 from __future__ import annotations
 
@@ -14,44 +14,47 @@ from typing import TextIO
 from weft import env
 from weft.errors import ConfigError, shown
 
-#: report(stage, done, total), as the preparation of data calls it.
+#: report(stage, done, total), as data preparation calls it.
 Report = Callable[[str, int, int], None]
 
 _STYLES = {"error": "1;31", "fail": "1;31", "warn": "1;33", "weft": "1;36", "faint": "2"}
 
 
 def use_colour(stream: TextIO) -> bool:
-    """Colour only for a person who looks on, and has not set NO_COLOR."""
+    """Return True if the stream is a terminal and NO_COLOR is unset."""
     return stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
 
 
 def paint(text: str, style: str, stream: TextIO) -> str:
-    """`text` in a style of this module, where the stream shows colours."""
+    """Return `text` in a style of this module, if the stream shows colours."""
     return f"\033[{_STYLES[style]}m{text}\033[0m" if use_colour(stream) else text
 
 
 def say(text: str) -> None:
-    """One line of the command's own, on stderr."""
+    """Print one line of the command on stderr."""
     print(f"{paint('weft:', 'weft', sys.stderr)} {_incompatible_setting('weft: ', text)}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
-    """One error, on stderr; further lines of it follow as they are."""
+    """Print one error on stderr. Further lines of it follow unchanged."""
     print(
         f"{paint('error:', 'error', sys.stderr)} {_incompatible_setting('error: ', text)}", file=sys.stderr, flush=True
     )
 
 
 def _incompatible_setting(label: str, text: str) -> str:
-    """`text` wrapped for a place beside a label, where standard error is a terminal."""
-    from weft.monitor.terminal import columns_of, wrapped  # many commands say nothing
+    """Wrap `text` to fit next to a label, if stderr is a terminal."""
+    from weft.monitor.terminal import columns_of, wrapped  # many commands print nothing
 
     return wrapped(label + text, columns_of(sys.stderr), indent=2)[len(label) :]
 
 
 @contextmanager
 def progress_report(stream: TextIO) -> Generator[Report]:
-    """A report function for long preparations: a moving bar on a terminal, else one line per stage and per 10 s."""
+    """Yield a report function for long preparations.
+
+    It shows a progress bar on a terminal, and otherwise prints a line per stage and per 10 s.
+    """
     if not stream.isatty() or env.is_ci():
         yield _plain_report(stream)
         return
@@ -86,7 +89,12 @@ def _plain_report(stream: TextIO) -> Report:
 
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return rows as lines with aligned columns. rows: of equal length. right: the columns to align to the right."""
+    """Return rows as lines with aligned columns.
+
+    Args:
+        rows: rows of equal length.
+        right: columns to align to the right.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:
@@ -98,13 +106,13 @@ def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]
     return lines
 
 
-# Positional arguments of commands that take a config: one file, and overrides.
+# Positional arguments of commands with a config: one file, and overrides.
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the config file, or None, and the overrides among a command's positional arguments.
 
-    An argument with "=" that is not an existing file is an override.
+    An argument with "=" is an override unless it is an existing file.
 
     Raises:
         ConfigError: for a second file and for a file that does not exist.
@@ -126,7 +134,7 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _is_file(text: str) -> bool:
-    """Return True if the text names a file. Text that no file system accepts as a path names none."""
+    """Return True if the text names a file. Text that no file system accepts as a path does not."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):

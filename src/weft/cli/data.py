@@ -1,4 +1,4 @@
-"""`weft data`: look at the data as the model will see it, tokenise it ahead of a run, check what is stored."""
+"""`weft data`: show the data in the model's format, tokenise it before a run, and check stored shards."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def preview(
         Path | None, typer.Option(help="Also draw them into this file: .png, .svg or .pdf.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Show decoded samples in training order: what is trained, with which weight, what is context, where borders are.
+    """Show decoded samples in training order: trained text with its weight, context, and borders.
 
-    Of preferences it shows the chosen and the rejected answer; of pictures and sound, what is made of them.
+    For preferences, show the chosen and the rejected answer. For pictures and sound, show the resulting tensors.
     """
     from weft.errors import DataError
 
@@ -80,7 +80,7 @@ def preview(
 
 
 def _media_task(config: RunConfig) -> MediaTask | None:
-    """The config's task where it trains on pictures or sound."""
+    """Return the config's task if it trains on pictures or sound."""
     if config.task.name is None:
         return None
     from weft.train.tasks.media import MediaTask
@@ -91,7 +91,7 @@ def _media_task(config: RunConfig) -> MediaTask | None:
 
 
 def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None) -> None:
-    """Show samples of pictures or sound, a line for each thing that they are made of."""
+    """Show samples of pictures or sound, one line per tensor."""
     from weft.train.tasks.base import described
 
     with progress_report(sys.stderr) as report:
@@ -109,7 +109,7 @@ def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None
 
 @app.command()
 def prepare(arguments: Arguments = None) -> None:
-    """Tokenise the data now, so that the run starts at once."""
+    """Tokenise the data now, so that the run starts without delay."""
     prepared = _prepare(_task(_load(arguments)))
     folders = dict.fromkeys(source.folder.parent for source in (*prepared.train, *prepared.eval))
     for folder in folders:
@@ -134,7 +134,7 @@ def verify(arguments: Arguments = None) -> None:
 
 
 def _load(arguments: list[str] | None) -> RunConfig:
-    """The first argument is the config file unless it is a setting."""
+    """Load the config. The first argument is its file unless it is a setting."""
     from weft.config.files import load_config
 
     given = list(arguments or [])
@@ -143,10 +143,10 @@ def _load(arguments: list[str] | None) -> RunConfig:
 
 
 def _task(config: RunConfig) -> DecoderTask:
-    """The config's task, which says how its data is read.
+    """Return the config's task, which defines how its data is read.
 
     Raises:
-        ConfigError: for one that has no text.
+        ConfigError: if the task has no text.
     """
     from weft.errors import ConfigError, Problem
     from weft.train.tasks.decoder import DecoderTask
@@ -164,7 +164,7 @@ def _prepare(task: DecoderTask) -> PreparedData:
 
     with progress_report(sys.stderr) as report:
         prepared = task.tokens(report)
-    # Here the samples show what is wrong, so it is told and never refused.
+    # Report problems without refusing the data, because the samples show them.
     section = task.config.data
     told = section if section.check == "off" else section.model_copy(update={"check": "warn"})
     prepared = check_trainable(prepared, told, task.config.train.seq_len)
@@ -175,7 +175,7 @@ def _prepare(task: DecoderTask) -> PreparedData:
 def _sequences(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
-    """How many sequences there are, and some of them, each with a line above it."""
+    """Return the number of sequences, and some of them, each with a heading."""
     from weft.data.order.loader import view_sample
     from weft.data.order.stream import SampleStream
 
@@ -197,7 +197,7 @@ def _sequences(
 def _answers(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
-    """How many answers there are, and some preferences of the first epoch: both answers of a pair."""
+    """Return the number of answers, and some preferences of the first epoch with both answers of a pair."""
     from weft.data.order.loader import view_answer
     from weft.data.order.stream import permutation
     from weft.data.token_files import SplitReader
@@ -256,5 +256,5 @@ def _show(console: Console, head: str, view: SampleView, coloured: bool) -> None
 
 
 def _colour(weight: float) -> str:
-    """Of a stretch of text with such a weight in the loss."""
+    """Return the colour of text with this loss weight."""
     return "dim" if weight == 0 else "red" if weight < 0 else "green" if weight == 1 else "yellow"

@@ -1,4 +1,4 @@
-"""GPUs, as NVIDIA's management library sees them; torch may see fewer."""
+"""`weft doctor`: checks of GPUs (from NVIDIA's management library), system, network and versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.units import format_bytes
 
 
 def gpus() -> Iterator[CheckLine]:
-    """Driver and, for each GPU: name, memory, power limit, PCIe link, NVLinks that are up."""
+    """Driver and, for each GPU: name, memory, power limit, PCIe link, active NVLinks."""
     import pynvml
     import torch
 
@@ -64,16 +64,17 @@ def gpus() -> Iterator[CheckLine]:
 
 
 def settings() -> CheckLine:
-    """What torch and NCCL are told on a GPU: by the environment, and by Weft where that says nothing."""
+    """Settings of torch and NCCL on a GPU, from the environment or from Weft's defaults."""
     from weft.comm.gpu_settings import library_settings
 
     return CheckLine("gpus", "settings", "; ".join(library_settings()))
 
 
 def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
-    """Yield where `weft train` would run the ranks of these GPUs on the processor: one line, or one for each of them.
+    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, in one line or one per GPU.
 
-    pci_ids: of one GPU each, such as "0000:3b:00.0".
+    Args:
+        pci_ids: one per GPU, such as "0000:3b:00.0".
     """
     from weft.comm.gpu_settings import Topology, choose_cores
 
@@ -88,7 +89,7 @@ def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
 
 
 def _pci_id(bus_id: str | bytes) -> str:
-    """As the system's files have it: with four digits of the domain where four are enough."""
+    """Return a bus id in the format of the system's files, with four digits of the domain if they suffice."""
     text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
     domain, _, rest = text.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
@@ -120,14 +121,14 @@ def _describe(nvml: Any, gpu: Any) -> str:
 
 # Processor, memory, disks and limits.
 
-#: CPU features that decide how fast matrices are multiplied.
+#: CPU features that determine the speed of matrix products.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "bf16", "sve")
 _WRITE_BYTES = 32 * 2**20
 _GIB = 2**30
 
 
 def system() -> Iterator[CheckLine]:
-    """Operating system, and whether this is a container."""
+    """Operating system, and the type of container, if any."""
     libc = " ".join(platform.libc_ver()).strip()
     container = ", in a container" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else ""
     yield CheckLine(
@@ -165,13 +166,13 @@ def memory() -> Iterator[CheckLine]:
 
 
 def disks() -> Iterator[CheckLine]:
-    """Free space and write speed where runs and tokenised data go."""
+    """Free space and write speed of the folders for runs and tokenised data."""
     for name, folder in (("disk for runs", Path.cwd()), ("disk for data", env.cache_dir())):
         yield _disk(name, folder)
 
 
 def limits() -> Iterator[CheckLine]:
-    """Limits of this process that training runs into."""
+    """Process limits that training can exceed."""
     if sys.platform == "win32":
         return
     import resource
@@ -224,7 +225,7 @@ def _disk(name: str, folder: Path) -> CheckLine:
 
 
 def _write_speed(folder: Path) -> float:
-    """Bytes per second to the disk itself, measured with one file that is removed again."""
+    """Measure the write speed to the disk in bytes per second with a temporary file."""
     block = os.urandom(2**20)
     path = folder / f".weft-doctor-{os.getpid()}"
     begin = time.perf_counter()
@@ -240,23 +241,23 @@ def _write_speed(folder: Path) -> float:
 
 
 def shown(path: Path) -> str:
-    """A path fit to be shown to others: the home folder's name, which is often a person's, as ~."""
+    """Return a path without private data: the home folder, whose name is often a user's, becomes ~."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if home != Path("/") and path.is_relative_to(home) else str(path)
 
 
-# What ranks need to find each other. No addresses are shown beyond the loopback's, and no host name.
+# Network requirements of ranks. Only the loopback address is shown, and no host name.
 
-#: Prefixes of the variables that change how training runs.
+#: Prefixes of variables that affect training.
 _PREFIXES = ("WEFT_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GOMP_", "SLURM_",
              "NVIDIA_", "HF_", "TOKENIZERS_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "UCX_", "FI_", "LD_PRELOAD",
              "PYTHON", "XDG_CACHE_HOME", "TRITON_", "CI")  # fmt: skip
-#: Of these only the presence is shown: their values name users, hosts and folders.
+#: Variables whose values are hidden, because they name users, hosts and folders.
 _PRESENCE = ("SLURM_", "MASTER_ADDR", "PYTHON", "XDG_CACHE_HOME", "LD_PRELOAD", "WEFT_HOME", "HF_HOME")
 
 
 def loopback() -> Iterator[CheckLine]:
-    """Whether a port can be opened on this machine, and torch's usual one is free."""
+    """Check that a port can be opened on this machine, and that torch's default port is free."""
     try:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
@@ -293,7 +294,7 @@ def interfaces() -> Iterator[CheckLine]:
 
 
 def hostname() -> Iterator[CheckLine]:
-    """Whether the machine knows itself by name: gloo asks for that address."""
+    """Check that the machine can resolve its host name, because gloo uses that address."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
         yield CheckLine("network", "hostname", "resolves (name not shown)")
@@ -303,7 +304,7 @@ def hostname() -> Iterator[CheckLine]:
 
 
 def variables() -> Iterator[CheckLine]:
-    """Environment variables that change how training runs; secrets are not shown."""
+    """Environment variables that affect training, without secrets."""
     shown = []
     for name, value in env.report(_PREFIXES).items():
         shown.append(f"{name} is set" if name.startswith(_PRESENCE) else f"{name}={value}")
@@ -318,19 +319,19 @@ def _port_range() -> str:
         return "the system's port range is unknown"
 
 
-# Versions, and what torch was built with.
+# Versions, and torch's build options.
 
 _NEEDED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil", "matplotlib",
            "tomli-w", "nvidia-ml-py")  # fmt: skip
 _OPTIONAL = ("transformers",)
 
 
-#: This project's distribution; the one that is called `weft` is another project's.
+#: This project's distribution. The one called `weft` is another project.
 _DISTRIBUTION, _STRANGER = "weft-train", "weft"
 
 
 def namesake() -> Iterator[CheckLine]:
-    """Whether another distribution claims `import weft` and the `weft` command."""
+    """Check that no other distribution provides `import weft` or the `weft` command."""
     try:
         found = metadata.metadata(_STRANGER)
     except metadata.PackageNotFoundError:
@@ -343,7 +344,7 @@ def namesake() -> Iterator[CheckLine]:
 
 
 def versions() -> Iterable[CheckLine]:
-    """Weft, Python and the packages Weft stands on."""
+    """Versions of Weft, Python and the packages that Weft depends on."""
     yield CheckLine("software", "weft", weft.__version__)
     yield CheckLine(
         "software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {_home()})"
@@ -365,7 +366,7 @@ def versions() -> Iterable[CheckLine]:
 
 
 def torch_build() -> Iterator[CheckLine]:
-    """torch, its CUDA, the devices it sees, and the backends its ranks can talk through."""
+    """torch, its CUDA version, its devices, and its communication backends."""
     import torch
     import torch.distributed as dist
     from torch.cuda import nccl
@@ -391,9 +392,9 @@ def _home() -> str:
     return "virtual environment" if sys.prefix != sys.base_prefix else "system"
 
 
-# Run the checks and print them.
+# Running the checks and printing them.
 
-#: Columns before a line's text.
+#: Width of the columns before a line's text.
 _TEXT_COLUMN = 23
 _CHECKS = (
     ("software", versions),
@@ -417,9 +418,9 @@ def doctor(
         bool, typer.Option("--markdown", help="Format the report as Markdown, for a bug report.")
     ] = False,
 ) -> None:
-    """Check this machine. Exit code 0, or 1 where something must be changed before training works.
+    """Check this machine. Exit code 0, or 1 if something must be changed before training works.
 
-    The output names no host, no user, no network address and no secret, so that it can be pasted into a bug report.
+    The output contains no host, user, network address or secret, so that it can be pasted into a bug report.
     """
     lines = report()
     if as_json:
@@ -433,7 +434,7 @@ def doctor(
 
 
 def report() -> list[CheckLine]:
-    """All checks, in the order of the report."""
+    """Return the lines of all checks, in the order of the report."""
     two_ranks = TwoRanks()
     try:
         lines = [line for section, check in _CHECKS for line in examine(section, check)]
@@ -445,7 +446,7 @@ def report() -> list[CheckLine]:
 
 
 def text(lines: Iterable[CheckLine], plain: bool = False) -> str:
-    """The report as people read it, grouped by section."""
+    """Return the report for users, grouped by section."""
     rows: list[str] = []
     section = ""
     for line in lines:

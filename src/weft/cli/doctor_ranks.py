@@ -1,4 +1,4 @@
-"""One line of the report."""
+"""Lines of the `weft doctor` report, and its test of two ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Literal
 
 from weft import env
 
-#: fail: training cannot work here. warn: it works, or works only in part, and something is worth changing.
+#: fail: training cannot work here. warn: it works completely or in part, but a change is recommended.
 Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckLine:
-    """One fact about the machine. remedy: what to do, where status is not ok."""
+    """One fact about the machine. `remedy` is the recommended action if the status is not ok."""
 
     section: str
     name: str
@@ -27,28 +27,28 @@ class CheckLine:
     remedy: str = ""
 
 
-#: A part of the examination.
+#: A section of the report.
 Check = Callable[[], Iterable[CheckLine]]
 
 
 def examine(section: str, check: Check) -> list[CheckLine]:
-    """The lines of one check; where the machine does not even let itself be read, one line that says so."""
+    """Return the lines of one check, or one line with the error if the check cannot run."""
     try:
         return list(check())
-    # A report about unknown machines must come to its end; what could not be read is itself a finding, and is shown.
+    # A report about unknown machines must complete, so an error is also a finding.
     except Exception as error:
         text = f"could not be read ({type(error).__name__}: {error})"
         return [CheckLine(section, check.__name__, text, "warn", "Please report this line.")]
 
 
-# Two ranks on this machine that meet and add: the shortest proof that training on several ranks can start.
+# Two ranks on this machine that connect and run an all-reduce, as a minimal test of training on several ranks.
 
 _LIMIT_S = 20.0
 _REMEDY = "See the lines about network and limits; GLOO_SOCKET_IFNAME=lo keeps gloo on this machine."
 
 
 class TwoRanks:
-    """Two gloo ranks, started early so that they work while the rest is examined."""
+    """Two gloo ranks, started early to run during the other checks."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -70,7 +70,7 @@ class TwoRanks:
         )
 
     def two_ranks(self) -> Iterator[CheckLine]:
-        """The result, waited for."""
+        """Wait for the result and return its lines."""
         try:
             ends = [
                 rank.communicate(timeout=max(0.1, self._begin + _LIMIT_S - time.monotonic())) for rank in self._ranks
@@ -92,7 +92,7 @@ class TwoRanks:
         yield CheckLine("network", "two ranks", text)
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Kill remaining processes."""
         for process in self._ranks:
             if process.poll() is None:
                 process.kill()
@@ -103,7 +103,7 @@ class TwoRanks:
 
 
 def main() -> None:
-    """One of the two ranks. Prints 'sum 3.0 met SECONDS reduced SECONDS'."""
+    """Run one of the two ranks. Prints 'sum 3.0 met SECONDS reduced SECONDS'."""
     import torch
 
     from weft.comm.collectives import all_reduce

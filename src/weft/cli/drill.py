@@ -1,4 +1,4 @@
-"""The faults that a drill knows, and what each stands for."""
+"""`weft drill`: inject faults into short runs of a config, and check that each run recovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.errors import ConfigError, LaunchError, did_you_mean
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
 
-#: Name -> what happens, in the words of the report.
+#: Fault name -> its description in the report.
 KINDS: dict[str, str] = {
     "kill_rank": "a rank is killed (SIGKILL), as by the kernel when memory is short",
     "kill_in_save": "a rank is killed while a checkpoint is written",
@@ -61,12 +61,16 @@ KINDS: dict[str, str] = {
     "lose_rank": "a rank dies at every start: the run goes on with fewer",
 }  # fmt: skip
 
-#: Those that need a second rank, or in which a rank is lost for good.
+#: Faults that need a second rank, or that lose a rank permanently.
 NEED_TWO_RANKS = frozenset({"stop_rank", "cut_link", "lose_rank", "hang"})
 
 
 def chosen(words: str, num_ranks: int) -> list[str]:
-    """The kinds that --faults names; without any, all that suit so many ranks. ConfigError for an unknown one."""
+    """Return the faults of --faults, or by default all that work with this number of ranks.
+
+    Raises:
+        ConfigError: for an unknown fault.
+    """
     if not words:
         return [kind for kind in KINDS if num_ranks > 1 or kind not in NEED_TWO_RANKS]
     names = [word.strip() for word in words.split(",") if word.strip()]
@@ -79,22 +83,26 @@ def chosen(words: str, num_ranks: int) -> list[str]:
     return names
 
 
-# One fault in one run: the command is started as a user does, watched through its events, and started again.
+# One fault in one run: start the command as a user does, watch its events, and start it again.
 
 _LOOK_S = 0.05
-#: Starts of the command: the first, and those that a user types after a fault that ends it.
+#: Maximum number of starts: the first one, and those that a user types after a fault that ends the command.
 _MOST_STARTS = 3
 _STOPPED_S = 2.0
-#: How far the last loss may lie from the undisturbed one where fewer ranks end the run: sums come in another order.
+#: Tolerance of the last loss if fewer ranks finish the run, because sums have another order.
 _OTHER_PLAN = 1e-3
 
 
 @dataclass
 class DrillRow:
-    """What a fault did. Times in s from the fault on; None: it never came to it.
+    """Result of one fault. Times are in seconds since the fault; None if the event did not occur.
 
-    detected_s: until the run told. back_s: until the first new step after it. steps_lost: done, and done again.
-    state: "equal" to the undisturbed run's bytes, or what differs. left: processes that were left behind.
+    Attributes:
+        detected_s: time until the run reported the fault.
+        back_s: time until the first new step after it.
+        steps_lost: steps that were done twice.
+        state: "equal" if the bytes equal the undisturbed run's, or the difference.
+        left: number of remaining processes.
     """
 
     kind: str
@@ -110,7 +118,7 @@ class DrillRow:
 
     @property
     def survived(self) -> bool:
-        """Whether the run ended as it should have, and nothing is left of it but its folder."""
+        """True if the run ended as expected and left only its folder."""
         return not self.error and not self.left and self.state.startswith("equal")
 
     def as_json(self) -> dict[str, Any]:
@@ -119,7 +127,7 @@ class DrillRow:
 
 @dataclass
 class Trial:
-    """A fault, and where and with what the command runs. words: of `weft train`."""
+    """A fault, with the folders and settings of its run. `words` are the arguments of `weft train`."""
 
     words: list[str]
     place: Path
@@ -131,7 +139,7 @@ class Trial:
     _starts: int = 0
 
     def run(self, sound: RunFolder) -> DrillRow:
-        """Have it happen. sound: the folder of the undisturbed run."""
+        """Run the command with the fault. `sound` is the folder of the undisturbed run."""
         row = DrillRow(self.kind, rank=self.rank)
         folder = RunFolder(self.place / self.kind)
         try:
@@ -174,7 +182,7 @@ class Trial:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env.child_env(WEFT_DRILL=text))
 
     def _watch(self, process: subprocess.Popen[bytes], row: DrillRow, folder: RunFolder, end: float) -> bool:
-        """Until the process ends; notes when the run told of the fault and when it was back. Whether it happened."""
+        """Wait for the process to end, recording detection and recovery times. Return True if the fault occurred."""
         acted = False
         while True:
             over = process.poll() is not None
@@ -195,7 +203,7 @@ class Trial:
     def _note(self, row: DrillRow, folder: RunFolder, ended: bool) -> None:
         told = _FailureSummary.of(folder)
         if told.starts != self._starts:
-            # The other ranks were a step ahead of the fault: only steps of the new start count.
+            # The other ranks were a step ahead of the fault, so only steps of the new start count.
             self._starts, row.back_s = told.starts, None
         passed = time.time() - self._mark.stat().st_mtime
         if row.detected_s is None and (told.failures or told.warnings or ended):
@@ -204,7 +212,7 @@ class Trial:
             row.back_s = passed
 
     def _act(self, process: subprocess.Popen[bytes], row: DrillRow) -> None:
-        """What happens from outside once the rank has come to the step."""
+        """Do the part of a fault that happens outside of the run, once the rank has reached the step."""
         if self.kind == "stop_launcher":
             time.sleep(_STOPPED_S)
             process.send_signal(signal.SIGCONT)
@@ -212,7 +220,7 @@ class Trial:
             with (self.place / "two_runs.second.txt").open("w") as out:
                 second = self._start(out)
                 code = second.wait(self.limit_s)
-            Path(f"{self._mark}.over").touch()  # the rank goes on
+            Path(f"{self._mark}.over").touch()  # the rank continues
             if code != 2:
                 row.error = f"the second command ended with exit code {code} in place of 2"
             row.detected_s = time.time() - self._mark.stat().st_mtime
@@ -220,7 +228,7 @@ class Trial:
 
 @dataclass
 class _FailureSummary:
-    """What the events of a run say of its failures: their number, the last step, steps that were done again."""
+    """Summary of a run's failure events: their number, the last step, and repeated steps."""
 
     failures: int = 0
     warnings: int = 0
@@ -245,7 +253,7 @@ class _FailureSummary:
 
 
 def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
-    """The last checkpoint beside that of the undisturbed run, byte for byte; the loss where the plan is another."""
+    """Compare the last checkpoint with the undisturbed run's by bytes, or by loss if the plan differs."""
     try:
         ours, theirs = ((_newest(one) / "manifest.json").read_text() for one in (folder, sound))
     except (OSError, IndexError):
@@ -263,7 +271,7 @@ def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
 
 
 def end_all(folder: Path) -> int:
-    """Processes of the run that are still there; they are killed."""
+    """Kill the run's remaining processes and return their number."""
     import psutil
 
     found = []
@@ -271,7 +279,7 @@ def end_all(folder: Path) -> int:
         words = process.info["cmdline"] or []
         if str(folder) in words and process.status() != psutil.STATUS_ZOMBIE:
             found.append(process)
-    # Those that the kernel has been told to end need a moment.
+    # Processes that the kernel is ending need a moment.
     _, alive = psutil.wait_procs(found, timeout=5.0)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -297,7 +305,7 @@ def _last_line(log: Path) -> str:
 def _port_taken(wanted: bool) -> Any:
     with socket.socket() as taken:
         if wanted:
-            with contextlib.suppress(OSError):  # someone else has taken it: as good
+            with contextlib.suppress(OSError):  # already in use, which is just as good
                 taken.bind(("", 29500))
                 taken.listen()
         yield
@@ -307,7 +315,7 @@ def _port_taken(wanted: bool) -> Any:
 
 #: A drill needs two checkpoints before its fault and a step after it.
 _FEWEST_STEPS = 10
-#: In the folder of the runs: a line of JSON for each fault that is over.
+#: File in the folder of the runs, with one line of JSON per finished fault.
 ROWS_NAME = "drill.jsonl"
 
 
@@ -326,10 +334,10 @@ def drill(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Try faults, one by one, on a config and this machine: does the run come back, how fast, with the same numbers?
+    """Inject faults one by one into runs of a config on this machine, and check whether each recovers and how fast.
 
-    Each fault gets a run of its own of a few steps, and the last checkpoint is compared with that of an undisturbed
-    run. Exit code 0: all were survived; 1: some were not. The run of the config itself is left alone.
+    Each fault gets a separate run of a few steps, whose last checkpoint is compared with an undisturbed run's. Exit
+    code 0 if the run survived all faults, else 1. The config's own run is not touched.
     """
     from weft.cli.console import split_words
 
@@ -350,7 +358,7 @@ def drill(
         "launch.min_ranks=1", f"launch.timeout={timeout}s", f"launch.warn_after={max(1, timeout // 4)}s",
         "sample.prompt=",
     ]  # fmt: skip
-    if config.checkpoint.dir is not None:  # nothing is written to where the user keeps checkpoints
+    if config.checkpoint.dir is not None:  # do not write to the user's checkpoint folder
         given.append(f"checkpoint.dir={place / 'kept'}")
     try:
         sound = _undisturbed(given, place, limit)
@@ -360,7 +368,7 @@ def drill(
             step, rank = chance.randint(2 * every + 1, steps - 2), chance.randrange(num_ranks)
             row = Trial(given, place, kind, step, rank, num_ranks, limit).run(sound)
             rows.append(row)
-            with (place / ROWS_NAME).open("a") as out:  # a drill takes long: what is known so far outlives it
+            with (place / ROWS_NAME).open("a") as out:  # a drill takes long, so write each result
                 out.write(json.dumps({**row.as_json(), "seed": seed}) + "\n")
             told = "survived" if row.survived else row.error or row.state
             say(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
@@ -372,7 +380,7 @@ def drill(
 
 
 def report(rows: list[DrillRow]) -> list[str]:
-    """The table for people."""
+    """Return the table for users."""
     head = ("fault", "at step", "detected in", "back in", "steps lost", "starts", "final state", "")
     cells = [
         (
@@ -405,7 +413,7 @@ def _place(keep: Path | None) -> Path:
 
 
 def _undisturbed(words: list[str], place: Path, limit_s: float) -> RunFolder:
-    """The run that all others are compared with. LaunchError where the config does not even run without faults."""
+    """Run the config without faults for comparison. Raise LaunchError if it fails."""
     say(f"the undisturbed run, then {len(KINDS)} kinds of fault at most; the runs are in {place}")
     command = [sys.executable, "-m", "weft", "train", *words, "run.name=undisturbed"]
     try:

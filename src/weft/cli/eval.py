@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # lm-eval is an extra that no other part of Weft needs.
 
 
-#: What a table of figures leaves out: names, and standard errors, which stand beside their figure.
+#: Columns that are left out of a table: names, and standard errors, which are shown next to their value.
 _SILENT = ("alias", "sample_len", "name")
 
 
@@ -41,7 +41,7 @@ def evaluate(
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate a trained model with lm-eval on data of this machine; nothing is downloaded."""
+    """Evaluate a trained model with lm-eval on local data. Nothing is downloaded."""
     env.default_for_libraries(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
@@ -66,7 +66,7 @@ def evaluate(
 
 
 def _known_tasks(folder: Path | None) -> Any:
-    """lm-eval's list of tasks, with those of a folder."""
+    """Return lm-eval's list of tasks, with the tasks of a folder."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-folder={folder}: there is no such folder. Give one with YAML files of tasks.")
     try:
@@ -86,10 +86,10 @@ def _expect_tasks(known: Any, names: Sequence[str]) -> None:
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:
-    """ConfigError where the data of a task is not on this machine."""
+    """Raise ConfigError if the data of a task is not on this machine."""
     try:
         known.load(known.match_tasks(list(names)))
-    except Exception as error:  # whatever its readers of data raise
+    except Exception as error:  # data readers may raise anything
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"--tasks={','.join(names)}: their data cannot be read ({said.rstrip('.')}). Weft downloads nothing: "
@@ -113,7 +113,7 @@ def _trained(run: str) -> RunFolder:
 
 
 def _written(opened: Checkpoint, folder: RunFolder, out: Path, dtype: str | None) -> Path:
-    """The checkpoint's whole model as transformers loads it, an adapter merged."""
+    """Write the checkpoint's full model in transformers' format, with an adapter merged."""
     from weft.cli.export import DTYPES, export_weights
 
     if dtype is not None and dtype not in DTYPES:
@@ -125,7 +125,7 @@ def _written(opened: Checkpoint, folder: RunFolder, out: Path, dtype: str | None
 def _figures(
     model: Path, known: Any, names: Sequence[str], batch_size: int, settings: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Figures of each task by name, as lm-eval computes them."""
+    """Return lm-eval's results of each task by name."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -143,7 +143,7 @@ def _figures(
 
 
 def _kept(file: Path, found: dict[str, dict[str, Any]]) -> Path:
-    """Keep figures beside those of other tasks for the same step."""
+    """Store results together with those for other tasks at the same step."""
     file.parent.mkdir(exist_ok=True)
     before = json.loads(file.read_text()) if file.is_file() else {}
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")

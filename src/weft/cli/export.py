@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from weft.train.folder import RunFolder
 
-#: What Hugging Face splits its files at.
+#: Size at which Hugging Face splits its files.
 MAX_FILE_BYTES = 4 * 2**30
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
@@ -34,15 +34,22 @@ def export_weights(
     run: RunFolder | None = None,
     merged: bool = False,
 ) -> list[Path]:
-    """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
+    """Write a group's full tensors into a new folder, which appears when it is complete. Return its files.
 
-    dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
-    model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers
-    knows: the folder is one that it loads. merged: an adapter is to be added to the base of its run.
-    Raises ConfigError, CheckpointError or MissingExtra.
+    Args:
+        checkpoint: an open checkpoint.
+        out: output folder.
+        group: group of the checkpoint.
+        dtype: a key of DTYPES for floating tensors; None to keep the saved one.
+        like: a Hugging Face folder with the model's class and tokenizer.
+        run: a `weft train` run whose model transformers supports, to write a folder that it loads.
+        merged: merge an adapter into the base of its run.
+
+    Raises:
+        ConfigError, CheckpointError, MissingExtra: if the weights cannot be exported this way.
     """
     if group not in checkpoint.groups:
-        checkpoint.tensors(group)  # says which groups there are
+        checkpoint.tensors(group)  # raises with the existing groups
     adapter = checkpoint.state.get("adapter") if group == "model" else None
     if merged and (adapter is None or run is None):
         what = "this checkpoint holds a whole model. Leave --merge out"
@@ -77,7 +84,7 @@ def export_weights(
 
 
 def refuse_existing(out: Path) -> None:
-    """ConfigError for a folder that holds something."""
+    """Raise ConfigError for a folder that is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
@@ -85,7 +92,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
-    """A group under its own names."""
+    """Write a group with its own names."""
     entries = checkpoint.entries(group)
     own = ((name, checkpoint.block(f"{group}/{name}")) for name, entry in entries.items() if entry.same_as is None)
     write_files(own, group, out, dtype)
@@ -95,9 +102,13 @@ def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | No
 
 
 def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
-    """Files as Hugging Face names them, with the index of names where there are several; the format of the first.
+    """Write files with Hugging Face's names, with an index if there are several. Return the dtype of the first tensor.
 
-    tensors: one after the other; those of one file are in memory at once. dtype: a key of DTYPES; None: as they are.
+    Args:
+        tensors: tensors in order. Those of one file are in memory together.
+        stem: start of the file names.
+        out: output folder.
+        dtype: a key of DTYPES; None to keep the tensors' own.
     """
     drafts: list[tuple[Path, list[str], int]] = []
     held: dict[str, RawArray] = {}
@@ -129,7 +140,7 @@ def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, d
 
 
 def converted(block: RawArray, dtype: str | None) -> RawArray:
-    """A block with its floats in the format `dtype`, rounded to nearest; whole numbers stay."""
+    """Return a block with floating values rounded to nearest in `dtype`. Integers are unchanged."""
     wanted = None if dtype is None else DTYPES[dtype]
     if wanted is None or wanted == block.dtype or block.dtype not in ("F64", "F32", "F16", "BF16"):
         return block
@@ -140,13 +151,13 @@ def converted(block: RawArray, dtype: str | None) -> RawArray:
         return RawArray.of(values.astype({"F32": np.float32, "F16": np.float16}[wanted]))
     bits = values.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0  # rounding may carry a nan into an infinity
+    rounded[np.isnan(values)] = 0x7FC0  # rounding may turn a nan into an infinity
     plain = RawArray.of(np.ascontiguousarray(rounded))
     return RawArray("BF16", block.shape, plain.data)
 
 
 def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None, like: Path) -> None:
-    """Let transformers write what it would load, and copy what lies beside the weights of `like`."""
+    """Write a folder with transformers, and copy the other files of `like`."""
     try:
         import torch
         import transformers
@@ -177,14 +188,20 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
     copy_companions(like, out, overwrite=False)
 
 
-# `weft ckpt convert`: a folder of a model with its weights in safetensors in place of pickles.
+# `weft ckpt convert`: write a model folder with safetensors instead of pickles.
 
 
 def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: float) -> tuple[list[Path], list[str]]:
-    """Write a new folder, which appears when it is complete; its files, and the names of what was left out.
+    """Write a new folder, which appears when it is complete. Return its files and the names that were left out.
 
-    source: folder of a Hugging Face model. dtype: a key of DTYPES for floating tensors; None: as they are. limit_s: how
-    long reading may take. Raises ConfigError or CheckpointError.
+    Args:
+        source: folder of a Hugging Face model.
+        out: output folder.
+        dtype: a key of DTYPES for floating tensors; None to keep their own.
+        limit_s: maximum time for reading in seconds.
+
+    Raises:
+        ConfigError, CheckpointError: if the source cannot be converted.
     """
     from weft.train.foreign_checkpoint import pickled_weights
 

@@ -88,7 +88,7 @@ def _system(text: str) -> list[Turn]:
 
 
 def _read_messages(path: Path) -> tuple[list[Turn], str]:
-    """The turns and the JSON of the tools in a file."""
+    """Return the turns of a file and the JSON of its tools."""
     from weft.data.text.turns import Unusable, read_turns
 
     try:
@@ -112,7 +112,7 @@ def _read_messages(path: Path) -> tuple[list[Turn], str]:
 def _converse(
     model: TextModel, turns: list[Turn], prompt: str | None, section: SampleSection, seed: int, stops: tuple[str, ...]
 ) -> None:
-    """Answer one line of the input after the other, until it ends."""
+    """Answer the input line by line until it ends."""
     from weft.data.text.turns import Turn
 
     while True:
@@ -131,7 +131,7 @@ def _converse(
 
 
 def refuse_no_run(run: Path) -> None:
-    """ConfigError when `run` is no folder that `weft train` made, or holds no checkpoint yet."""
+    """Raise ConfigError if `run` is not a run folder of `weft train`, or has no checkpoint yet."""
     if not run.is_dir():
         siblings = [str(found.parent) for found in run.parent.glob("*/config.toml")] if run.parent.is_dir() else []
         hint = did_you_mean(str(run), siblings) or " Give a run's folder, such as runs/quickstart."

@@ -1,4 +1,4 @@
-"""What a job is to be, whatever starts it, and the command lines that all kinds of jobs share."""
+"""`weft launch`: job scripts for several machines, and their common command lines."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from weft.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
 
-#: torchrun passes these on to the ranks; without SIGUSR1 in the list that signal would end it unsaved.
+#: Signals that torchrun passes on to the ranks. Without SIGUSR1 in the list, that signal would end it unsaved.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-#: Restarts of all ranks by torchrun after one has failed; each resumes from the newest checkpoint.
+#: Number of restarts by torchrun after a failure. Each one resumes from the newest checkpoint.
 _RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class JobAsked:
-    """train: what follows `weft train`: the config file and settings. events: the run's event log, from workdir.
+    """A requested job.
 
-    time_s: the scheduler's limit for one job, or None. warn_s: so long before it the run saves and stops. workdir: the
-    folder on storage that all machines share. head: the first machine's name, where it is known.
+    Attributes:
+        train: arguments of `weft train`: the config file and settings.
+        events: the run's event log, relative to workdir.
+        time_s: the scheduler's time limit for one job, or None.
+        warn_s: time before the limit at which the run saves and stops.
+        workdir: folder on storage that all machines share.
+        head: name of the first machine, if known.
     """
 
     name: str
@@ -52,18 +57,18 @@ class JobAsked:
 
     @property
     def label(self) -> str:
-        """The name as Kubernetes and others allow it: at most 50 small letters, digits and dashes."""
+        """The name in Kubernetes' format: at most 50 lower-case letters, digits and dashes."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:50].strip("-")
         return plain if plain[:1].isalpha() else f"weft-{plain}".strip("-")
 
     @property
     def train_words(self) -> list[str]:
-        """`weft train ...`."""
+        """Return `weft train ...` as arguments."""
         return ["weft", "train", *self.train]
 
     @property
     def limit_comment(self) -> str:
-        """A comment for jobs whose scheduler gives no warning before it ends them."""
+        """A comment for jobs whose scheduler sends no warning before it ends them."""
         if self.time_s is None:
             return ""
         return (
@@ -76,7 +81,7 @@ class JobAsked:
         return [] if self.time_s is None else [f"train.max_time={self.time_s - self.warn_s}s"]
 
     def torchrun_words(self, endpoint: str) -> list[str]:
-        """torchrun on one machine; the ranks meet at `endpoint`, which is left as it is."""
+        """Return torchrun's arguments on one machine. `endpoint` is the rendezvous address, which is not quoted."""
         return [
             "torchrun",
             f"--nnodes={self.nodes}",
@@ -92,7 +97,7 @@ class JobAsked:
         ]
 
     def entering(self) -> list[str]:
-        """Lines of a shell script that go to the shared folder and into the environment."""
+        """Lines of a shell script that enter the shared folder and the environment."""
         lines = [f"cd {shlex.quote(self.workdir)}"]
         return lines if self.venv is None else [*lines, f"source {shlex.quote(f'{self.venv}/bin/activate')}"]
 
@@ -103,12 +108,12 @@ class JobAsked:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """Words as a line of a shell script; a variable such as "$HEAD" in one stays a variable."""
+    """Return arguments as a line of a shell script. Variables such as "$HEAD" stay variables."""
     return " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
 
 
 def check_asked(config: RunConfig, job: JobAsked) -> None:
-    """ConfigError or PlanError where the config does not suit the machines."""
+    """Raise ConfigError or PlanError if the config does not fit the machines."""
     world_size, launch = job.nodes * job.ranks, config.launch
     if launch.replicas_apart and launch.replica is None:
         raise ConfigError(
@@ -132,16 +137,16 @@ def check_asked(config: RunConfig, job: JobAsked) -> None:
 
 # Jobs for Kubernetes, SkyPilot and Ray.
 
-#: Seconds from SIGTERM to SIGKILL: a step and a checkpoint fit.
+#: Seconds from SIGTERM to SIGKILL, enough for a step and a checkpoint.
 _GRACE_S = 600
-#: How often a machine's part is started again; each time the run resumes.
+#: Number of restarts of a machine's part, each of which resumes the run.
 _TRIES = 100
-#: The same for Ray, which waits for nothing in between.
+#: The same for Ray, which restarts without a pause.
 _RAY_TRIES = 10
 
 
 def kubernetes_job(job: JobAsked) -> str:
-    """An indexed Job and the Service under which its pods find each other; no operator is needed."""
+    """Return an indexed Job and the Service by which its pods find each other. No operator is needed."""
     if job.container is None:
         raise ConfigError("--container: a pod needs an image. Use --container IMAGE, an image with Weft installed.")
     words = "\n".join(
@@ -215,7 +220,7 @@ spec:
 
 
 def skypilot_job(job: JobAsked) -> str:
-    """A task for `sky jobs launch`, which starts it again on other machines when these are taken away."""
+    """Return a task for `sky jobs launch`, which restarts it on other machines if these are preempted."""
     place = f"{job.gpu}:{job.ranks}" if job.on_gpus else None
     image = f"\n  image_id: {json.dumps(f'docker:{job.container}')}" if job.container is not None else ""
     accelerators = f"\n  accelerators: {json.dumps(place)}" if place else f"\n  cpus: {json.dumps(f'{job.ranks}+')}"
@@ -243,7 +248,7 @@ run: |
 
 
 def ray_job(job: JobAsked) -> str:
-    """A Python program for `ray job submit`: torchrun on each machine, all again where one is lost."""
+    """Return a Python program for `ray job submit`: torchrun on each machine, restarted on all if one is lost."""
     gpus = job.ranks if job.on_gpus else 0
     words = json.dumps(job.torchrun_words("HEAD"), indent=4)
     enter = " && ".join(["set -e", *job.entering(), 'exec "$@"'])
@@ -297,11 +302,14 @@ raise SystemExit(code)
 '''
 
 
-# Jobs as shell scripts: SLURM's sbatch, and torchrun on machines of one's own.
+# Jobs as shell scripts: SLURM's sbatch, and torchrun on your own machines.
 
 
 def slurm_job(job: JobAsked) -> str:
-    """For sbatch: srun starts the ranks. The job is queued again, or the next of an array goes on, until done."""
+    """Return a script for sbatch, in which srun starts the ranks.
+
+    The job is requeued, or continued by the next one of an array.
+    """
     options = [
         f"--job-name={job.label}",
         f"--nodes={job.nodes}",
@@ -337,7 +345,7 @@ def slurm_job(job: JobAsked) -> str:
 
 
 def torchrun_job(job: JobAsked) -> str:
-    """A script to start on each machine at the same time."""
+    """Return a script to start on each machine at the same time."""
     head = shlex.quote(job.head) if job.head is not None else '"${1:?give the name of the first machine}"'
     lines = [
         "#!/bin/bash",
@@ -352,7 +360,7 @@ def torchrun_job(job: JobAsked) -> str:
 
 
 def _clock(seconds: int) -> str:
-    """4 hours as SLURM writes them: 4:00:00."""
+    """Return a duration in SLURM's format: 4:00:00 for 4 hours."""
     minutes, rest = divmod(seconds, 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
@@ -397,7 +405,7 @@ def launch(
     gpu: Annotated[str, typer.Option(help="skypilot: the kind of GPU.")] = "H100",
     claim: Annotated[str, typer.Option(help="kubernetes, skypilot: the volume to mount at workdir.")] = "shared",
 ) -> None:
-    """Print the text of a job for several machines; nothing is started. The job resumes by itself."""
+    """Print a job script for several machines, without starting it. The job resumes automatically."""
     from weft.cli.console import split_words
     from weft.config.files import load_config
 

@@ -1,4 +1,4 @@
-"""`weft layout`: what tensor parallelism would cut in a model, and why."""
+"""`weft layout`: the tensor-parallel layout of a model, with reasons."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def layout(
 
 
 def build_model(name: str) -> tuple[Any, Any]:
-    """A model without numbers, and an example of its arguments where its function gave one.
+    """Return a model without values, and example arguments if its function provides them.
 
-    Raises ModelError where the name says no model.
+    Raises:
+        ModelError: if the name is not a model.
     """
     import torch
 
@@ -83,7 +84,7 @@ def _from_function(name: str) -> tuple[Any, Any]:
     return built, rest[0] if rest and not callable(rest[0]) else None
 
 
-# `weft models`: the sizes that have a name.
+# `weft models`: the named model sizes.
 
 
 def list_models() -> None:

@@ -1,4 +1,4 @@
-"""Words and options of `weft plan`."""
+"""`weft plan`: arguments and options."""
 
 from __future__ import annotations
 
@@ -158,11 +158,15 @@ Refine = Annotated[
 ]
 
 
-# `weft plan --learn RUN`: teach a profile what a finished run measured.
+# `weft plan --learn RUN`: update a profile with the measurements of a finished run.
 
 
 def learn_from(run: Path, path: Path | None) -> None:
-    """Write the profile anew, with the run in it; say what changed. Raises ConfigError."""
+    """Write the profile with the run's measurements, and print the changes.
+
+    Raises:
+        ConfigError: if the run or the profile cannot be used.
+    """
     path = path or default_path()
     profile = learn(run, load_profile(path))
     told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or (
@@ -173,9 +177,9 @@ def learn_from(run: Path, path: Path | None) -> None:
     say(f"{path}: from now on {lesson_words(profile) or 'as it was measured'}")
 
 
-# `weft plan`: the best plans for a model on a cluster, and why. Needs no torch.
+# `weft plan`: the best plans for a model on a cluster, with reasons. Does not import torch.
 
-#: Exit code where no plan fits: as of a rank that runs out of memory.
+#: Exit code if no plan fits: the code of a rank that runs out of memory.
 NOTHING_FITS = 4
 _NOTHING_TO_WRITE = "{}: no plan fits, so there is nothing to write. Leave it out to see what would fit."
 
@@ -212,8 +216,8 @@ def plan(
     profile: ProfileFile = None,
     learn: Learn = None,
 ) -> None:
-    """Find the best plans for a model on a cluster, and say why."""
-    if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
+    """Find the best plans for a model on a cluster, with reasons."""
+    if "numpy" not in sys.modules:  # threads for matrix products would take a third of the startup and stay idle
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext(), _without_collections():
         if _needs_no_question(score, experience, (learn, profile), [model, cluster, *(more or ())], as_json=json):
@@ -249,7 +253,7 @@ def _needs_no_question(
     *,
     as_json: bool,
 ) -> bool:
-    """Score, or teach a profile; whether that was all. words: further files where runs are scored."""
+    """Score runs or update a profile. Return True if the command needs nothing else."""
     learn, profile = lesson
     if score:
         from weft.cli.plan_score import score_runs
@@ -268,7 +272,10 @@ def _needs_no_question(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Let the garbage collector rest: a plan makes many values and no circles, and it would look through them all."""
+    """Disable the garbage collector during a block.
+
+    A plan makes many objects without cycles, and each collection would scan all of them.
+    """
     before = gc.isenabled()
     gc.disable()
     try:
@@ -280,7 +287,7 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _errors_as_json() -> Iterator[None]:
-    """Tell programs what people read: an error is an object on standard output too."""
+    """Print an error as an object on standard output too, for programs."""
     try:
         yield
     except WeftError as error:
@@ -303,7 +310,7 @@ def _answer_several_clusters(
     model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
     as_json: bool,
 ) -> bool:  # fmt: skip
-    """Answer for each of several clusters where that is asked; whether it was."""
+    """Answer for each of several clusters. Return True if the command asked for that."""
     tune, run, price = asked
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
@@ -318,7 +325,7 @@ def _answer_several_clusters(
 
 
 def _print_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
-    """Print the table of what fits on what; exit code as where no plan fits."""
+    """Print the table of models that fit on clusters. Exits with the code for no fit if nothing fits."""
     from weft.cli import plan_view as tune_view
     from weft.planner.search.tuning import what_fits
 
@@ -329,8 +336,10 @@ def _print_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_
 
 
 def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
-    """The model's name, or what tracing finds where the name is that of code, or of a config with a task of its own:
-    that alone needs torch."""
+    """Return the model's name, or its traced spec if the name is code or a config with a custom task.
+
+    Only tracing needs torch.
+    """
     from weft.cli.console import say
     from weft.config.model_spec import size_hides
     from weft.config.toml_values import MODEL_CODE
@@ -365,7 +374,7 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
 
 
 def _task_of(file: str) -> Task | None:
-    """The task that a config names, or None."""
+    """Return the task of a config, or None."""
     from weft.config.files import load_config
 
     config = load_config(file, ["plan=auto"]).config
@@ -377,7 +386,7 @@ def _task_of(file: str) -> Task | None:
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
-    """Search, and judge the plans that were named. Where nothing that is built fits, all plans are looked at."""
+    """Search for plans, and evaluate the named ones. If no implemented plan fits, search all plans."""
     from weft.planner.search.best_plans import answer
 
     found = answer(asked)
@@ -402,7 +411,7 @@ def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, 
 
 
 def _write_page(found: Findings, path: Path, hour_price: float | None) -> None:
-    """The page of an answer. Raises ConfigError where there is no plan to show."""
+    """Write the HTML page of an answer. Raise ConfigError without a plan to show."""
     from weft.cli import plan_view as plan_files
 
     if found.answer.best is None:
@@ -419,7 +428,7 @@ def _write_files(
     memory: Path | None,
     out: Path | None,
 ) -> None:
-    """The files that were asked for."""
+    """Write the requested files."""
     from weft.cli import plan_view as plan_files
 
     for path, write in (

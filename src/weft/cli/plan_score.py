@@ -1,4 +1,4 @@
-"""`weft plan --score RUNS.csv ...`: predictions beside published measurements, and on runs that took no part."""
+"""`weft plan --score RUNS.csv ...`: predictions compared with published measurements, and on held-out runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.planner.scoring.scores import ScoreReport
 
-#: Skipped rows that are shown one by one; --json gives all.
+#: Maximum number of skipped rows to show; --json has all.
 _SHOWN = 10
 
 
 def score_runs(paths: Sequence[Path | str], as_json: bool = False, experience: Path | None = None) -> None:
-    """Print how far predictions are off for the runs of CSV files, and write what that teaches. Raises ConfigError."""
+    """Print the prediction errors on runs of CSV files, and write the learned corrections.
+
+    Raises:
+        ConfigError: if a file cannot be used.
+    """
     from weft.planner.scoring.metrics import experience_text
     from weft.planner.scoring.scores import score
 

@@ -1,4 +1,4 @@
-"""What one `weft plan` command found."""
+"""Output of `weft plan`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Everything that one command was asked for."""
+    """All results of one command."""
 
     answer: Answer[Candidate]
     why_not: WhyNot | None = None
@@ -41,18 +41,18 @@ class Findings:
 
     @property
     def only_judges(self) -> bool:
-        """Whether the user asked about certain plans and not for the best one."""
+        """True if the user asked about given plans and not for the best one."""
         return self.why_not is not None or self.comparison is not None
 
 
-# What `weft plan` prints for people: the ranked table, and the story of the best plan or of those that were named.
+# Text output of `weft plan`: the ranked table, and details of the best plan or of the named ones.
 
-#: Columns of text where nobody looks on, so that a file has no broken lines.
+#: Text width without a terminal, so that files have no broken lines.
 _WIDE = 150
 
 
 def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: float | None) -> None:
-    """Print everything that was found."""
+    """Print all results."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     _heading(console, found.answer)
     if found.answer.best is None:
@@ -177,24 +177,24 @@ def _scenario(one: Candidate, base: Candidate | None) -> tuple[str, ...]:
     return step, tokens, speed, mfu, memory, price
 
 
-# What `weft plan --run` prints: a whole run on each cluster, the cheapest first, and the story of the first.
+# Output of `weft plan --run`: a complete run on each cluster, the cheapest first, and details of the first.
 
-#: What `full_runs` gives one of.
+#: An entry of the result of `full_runs`.
 Run = Any
 
 
 def print_runs(
     model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool
 ) -> bool:
-    """Print the runs; whether any cluster holds the model.
+    """Print the runs, and return True if any cluster can hold the model.
 
     Args:
-        model: what is trained.
-        clusters: with commas.
-        text: of the run.
-        price: dollars of one device for one hour.
-        settings: of the question.
-        as_json: for programs.
+        model: the model to train.
+        clusters: clusters, separated by commas.
+        text: description of the run.
+        price: dollars per device and hour.
+        settings: settings of the question.
+        as_json: print JSON for programs.
     """
     found = full_runs(model, clusters, text, price, **settings)
     if as_json:
@@ -232,14 +232,14 @@ def _row(run: Run | None) -> tuple[str, ...]:
     return format_count(run.tokens), f"{run.days:,.3g}", money, f"{run.goodput:.1%}", step, str(run.candidate.plan)
 
 
-# What `weft plan --tune all` prints: ways to fine-tune by machines, with the best plan of each that fits.
+# Output of `weft plan --tune all`: fine-tuning methods by machine, with the best fitting plan of each.
 
-#: What `what_fits` gives one of.
+#: An entry of the result of `what_fits`.
 Fit = Any
 
 
 def print_fits(found: Sequence[Fit]) -> None:
-    """Print the table of what fits on what."""
+    """Print the table of methods that fit on machines."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     first = found[0].question
     assumed = f" (assumed: {' '.join(first.assumed)})" if first.assumed else ""
@@ -279,7 +279,7 @@ def _num_trained(one: Fit) -> float:
 
 
 def print_fits_json(found: Sequence[Fit]) -> None:
-    """Print the same as JSON."""
+    """Print the same table as JSON."""
     from weft.planner.report import tables as report
 
     tables: list[dict[str, Any]] = [
@@ -295,11 +295,11 @@ def print_fits_json(found: Sequence[Fit]) -> None:
     print(json.dumps(tables, indent=1))
 
 
-# `weft plan --json`: everything that was found, for programs.
+# `weft plan --json`: all results, for programs.
 
 
 def print_json(found: Findings, top: int, hour_price: float | None) -> None:
-    """One JSON object on standard output."""
+    """Print one JSON object on standard output."""
     table = report.answer_table(found.answer, top, hour_price)
     if found.answer.best is None:
         table["nearest_changes"] = [report.scenario_table(each) for each in nearest_yes(found.answer.question)]
@@ -312,25 +312,25 @@ def print_json(found: Findings, top: int, hour_price: float | None) -> None:
     typer.echo(json.dumps(table, indent=2))
 
 
-# The files that `weft plan` writes: pictures and a config.
+# Files that `weft plan` writes: figures and a config.
 
 
 def write_pareto(found: Answer[Candidate], path: Path) -> None:
-    """Memory against speed, as .svg or .png."""
+    """Write a figure of memory against speed, as .svg or .png."""
     from weft.planner.report.pictures import pareto
 
     _write(path, _picture(pareto(found), path))
 
 
 def write_waterfall(best: Candidate, path: Path) -> None:
-    """The parts of the best plan's step."""
+    """Write a figure of the parts of the best plan's step."""
     from weft.planner.report.pictures import waterfall
 
     _write(path, _picture(waterfall(best), path))
 
 
 def write_memory(best: Candidate, path: Path) -> None:
-    """The best plan's memory, rank by rank of its pipeline."""
+    """Write a figure of the best plan's memory by pipeline rank."""
     from weft.planner.report.pictures import memory_by_rank
     from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
 
@@ -338,7 +338,7 @@ def write_memory(best: Candidate, path: Path) -> None:
 
 
 def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -> None:
-    """The whole answer as one HTML page."""
+    """Write the complete answer as one HTML page."""
     from weft.planner.report.pictures import html_page
 
     if path.suffix not in (".html", ".htm"):
@@ -347,7 +347,7 @@ def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -
 
 
 def write_schedule(best: Candidate, path: Path) -> None:
-    """The best plan's pipeline schedule, as .svg, with the seconds that were estimated."""
+    """Write the best plan's pipeline schedule with its estimated seconds, as .svg."""
     from weft.planner.report.pictures import draw_schedule
     from weft.planner.search.ranks import timed_schedule
 
@@ -357,7 +357,7 @@ def write_schedule(best: Candidate, path: Path) -> None:
 
 
 def write_config(best: Candidate, path: Path) -> None:
-    """A config that `weft train` runs with the best plan."""
+    """Write a config with which `weft train` runs the best plan."""
     from weft.planner.report.write_config import config_text
 
     if path.suffix != ".toml":

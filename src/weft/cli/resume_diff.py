@@ -1,4 +1,4 @@
-"""`weft resume-diff`: what changed since a run was started, on one screen."""
+"""`weft resume-diff`: changes since a run was started, on one screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.cli.ckpt_check import changed_values, flat
 from weft.cli.console import table
 from weft.errors import ConfigError, PlanError, nearest_name
 
-#: What decides only where and how a run is started, not what it computes.
+#: Settings that affect only where and how a run starts, not its results.
 _PLACES = ("config.run.dir", "config.launch.")
 _MOST_LINES = 40
 
@@ -30,9 +30,9 @@ def resume_diff(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what changed since a run was started: config, plan, data, versions, machine.
+    """Show changes since a run was started: config, plan, data, versions, machine.
 
-    Exit code 0: nothing; 1: something; 2: this is no run that was started.
+    Exit code 0: no change; 1: some change; 2: this is not a started run.
     """
     started = was(run)
     now = {**is_now(run, words or []), "world_size": started.get("world_size")}
@@ -47,7 +47,7 @@ def resume_diff(
 
 
 def was(run: Path) -> dict[str, Any]:
-    """The run's first start, as its events have it. ConfigError where it was never started."""
+    """Return the context of the run's first start from its events. Raise ConfigError if it was never started."""
     from weft.monitor.events import read_events
 
     if not run.is_dir():
@@ -59,12 +59,12 @@ def was(run: Path) -> dict[str, Any]:
         raise ConfigError(
             f"RUN={run}: no run has started in this folder. Give a run's folder, such as runs/quickstart."
         )
-    # Runs of older versions say more from the first start on that this version made.
+    # Runs of older versions have this data only from their first start under this version.
     return next((event for event in starts if "config" in event), starts[0])
 
 
 def is_now(run: Path, words: list[str]) -> dict[str, Any]:
-    """The same for a command that would be typed now."""
+    """Return the context of a command that would be typed now."""
     from weft.cli.console import split_words
     from weft.config.files import load_config
     from weft.train.folder import RunFolder
@@ -76,7 +76,7 @@ def is_now(run: Path, words: list[str]) -> dict[str, Any]:
 
 
 def _comparable(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat keys of what both sides have; plans are compared as plans."""
+    """Return flat keys for comparison, with plans parsed."""
     kept = {key: event[key] for key in ("weft", "torch", "python", "machine", "data", "config") if key in event}
     kept["plan"] = _plan(str(event.get("plan", "")), event.get("world_size"))
     if isinstance(kept.get("config"), Mapping):
@@ -94,7 +94,7 @@ def _plan(text: str, world_size: Any) -> str:
 
 
 def screen(run: Path, started: Mapping[str, Any], changes: list[tuple[str, str, str]]) -> list[str]:
-    """One screen for people."""
+    """Return one screen for users."""
     from datetime import datetime
 
     when = datetime.fromtimestamp(float(started.get("time", 0))).isoformat(sep=" ", timespec="seconds")

@@ -1,4 +1,4 @@
-"""`weft train`: check, prepare, start the ranks."""
+"""`weft train`: check the config, prepare the run, start the ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from weft.train.engine import ReplicaWorld
     from weft.train.folder import RunFolder
 
-#: How long (s) the other ranks keep silent about an error that rank 0 is likely to tell.
+#: Seconds for which other ranks suppress an error that rank 0 probably reports too.
 _FIRST_WORD_S = 3.0
 
-#: Sections of a config that rank 0 takes from its command as they are: they say which code runs and what is written.
+#: Config sections that rank 0's message must not change: they select the code to run and the files to write.
 _OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint", "model")
 
-#: Characters of a meeting key, at least.
+#: Minimum length of a rendezvous key.
 _KEY_LENGTH = 16
 
 
@@ -67,15 +67,15 @@ def train(
     try:
         train_as_rank(load_config(path, overrides).config, place)
     except (WeftError, typer.Exit):
-        # All ranks make the same mistake, or the first one was refused. It tells why, and its launcher then ends the
-        # others; a rank that is still there afterwards is alone with its error, and tells it too.
+        # All ranks have the same error, or rank 0 was refused. Rank 0 reports it and its launcher then ends the
+        # others. A rank that still runs after the delay is the only one with its error, and reports it.
         if place.rank != 0:
             time.sleep(_FIRST_WORD_S)
         raise
 
 
 def train_locally(config: RunConfig) -> None:
-    """Prepare the run and start its ranks on this machine; returns when they have ended well."""
+    """Prepare the run and start its ranks on this machine. Returns when they have succeeded."""
     if not config.launch.replicas_apart:
         train_world(config, typed_command())
     elif (world := _world_of(config)) is not None:
@@ -88,7 +88,7 @@ def train_locally(config: RunConfig) -> None:
 
 
 def _world_of(config: RunConfig) -> ReplicaWorld | None:
-    """The replica that this machine starts, where it starts one alone."""
+    """Return the replica that this machine starts, or None if it starts the complete plan."""
     from weft.monitor.sinks.base import secret_of
     from weft.train.engine import ReplicaWorld
 
@@ -105,14 +105,14 @@ def _world_of(config: RunConfig) -> ReplicaWorld | None:
 
 
 def _train_replicas(config: RunConfig) -> int:
-    """Start all replicas of a plan on this machine, each as a world of its own; the exit code."""
+    """Start all replicas of a plan on this machine, each as a separate world. Return the exit code."""
     cores = usable_cores()
     with busy(sys.stderr, "starting the replicas"):
         gpus = visible_gpus() if config.launch.device != "cpu" else 0
         num_ranks = count_ranks(config, gpus, cores)
         from weft.cli.launch.replicas import Replicas
     whole = {"plan": Plan.parse(config.plan, num_ranks).format()}
-    # Each launcher starts the ranks of one replica: their number is the plan's.
+    # Each launcher starts the ranks of one replica, whose number follows from the plan.
     config = config.model_copy(update={**whole, "launch": config.launch.model_copy(update={"ranks": "all"})})
     return Replicas(config, gpus, cores, typed_command(), say).run()
 
@@ -123,16 +123,16 @@ def train_world(
     world: ReplicaWorld | None = None,
     prepared: Callable[[], None] = lambda: None,
 ) -> None:
-    """Prepare a run and start the ranks of one world on this machine; returns when they have ended well.
+    """Prepare a run and start the ranks of one world on this machine. Returns when they have succeeded.
 
     Args:
-        config: of the run.
-        command: what the user typed.
-        world: which replica of the plan's the ranks are; None: all of them.
+        config: the run's config.
+        command: the command line of the user.
+        world: the replica of these ranks; None for the complete plan.
         prepared: called once the run is checked and its data is ready.
     """
     cores = usable_cores()
-    # Left in this order: the server has ended when the lock goes.
+    # Exit in this order: the server must end before the lock is released.
     with ExitStack() as held, ExitStack() as until_over:
         with busy(sys.stderr, "starting"):
             gpus = visible_gpus() if config.launch.device != "cpu" else 0
@@ -140,7 +140,7 @@ def train_world(
             from weft.train.folder import run_folder
 
             own = run_folder(config, None if world is None else world.replica)
-            # From here on it loads what ranks need, while this process loads its own, checks the run and prepares data.
+            # The server now loads the ranks' modules, while this process checks the run and prepares data.
             starter = until_over.enter_context(rank_starter(own.path, config, num_ranks, cores))
             from weft.checkpoint.peer_copies import CopyServer
             from weft.cli.launch.launch import launch_ranks
@@ -148,7 +148,7 @@ def train_world(
             from weft.cli.launch.restarts import Restarts
             from weft.train.folder import run_lock
 
-        # Held before the first write, and by the ranks too: who is refused has changed nothing.
+        # Hold the lock before the first write, and in the ranks too, so that a refused command changes nothing.
         lock = held.enter_context(run_lock(own.path, config.run.mode))
         copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
         home = asdict(copies.home) if copies is not None else None
@@ -157,7 +157,7 @@ def train_world(
 
         def attempt(settled: RunConfig, ranks: int) -> None:
             folder = starter.prepare(_preparation(settled, ranks, ranks, world))
-            if not besides:  # after the folder is prepared: a run that is refused leaves nothing
+            if not besides:  # after preparing the folder, so that a refused run leaves nothing
                 prepared()
                 until_over.enter_context(monitor_process(folder.path, folder.config(), say))
                 besides.append(folder.path)
@@ -171,7 +171,7 @@ def train_world(
 
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
-    """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
+    """Run one of the ranks that torchrun or srun started. Ends the process if training fails."""
     from weft.cli.launch.copy_holder import copy_home
     from weft.cli.launch.rank import run_as_rank, second_handle
     from weft.comm.mesh import open_store
@@ -185,7 +185,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
             "its own, with launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
         )
     started = time.monotonic() - process_age_s()
-    # Kept until the end: the first rank may host it.
+    # Kept until the end, because rank 0 may host it.
     store = open_store(place, parse_seconds(config.launch.timeout)) if place.world_size > 1 else None
     word = RankZeroMessage(place, store) if store is not None else None
     alarm = second_handle(2)
@@ -201,7 +201,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
 
 
 def _preparation(config: RunConfig, num_ranks: int, num_local: int, world: ReplicaWorld | None) -> Preparation:
-    """What is to be prepared before ranks start. num_ranks: of this world."""
+    """Return the preparation of a run. `num_ranks` is the number of ranks in this world."""
     from weft.cli.launch.start import Preparation
 
     if world is None:
@@ -212,7 +212,7 @@ def _preparation(config: RunConfig, num_ranks: int, num_local: int, world: Repli
 def _prepared_by_the_first(
     config: RunConfig, place: RankEnv, word: RankZeroMessage | None, held: ExitStack, world: ReplicaWorld | None = None
 ) -> RunFolder:
-    """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
+    """Hold the folder, prepare it, and send the result to the other ranks, or the exit code of an error."""
     from weft.cli.launch.failure import exit_code_of
     from weft.cli.launch.monitor_process import monitor_process
     from weft.cli.launch.restarts import config_for_world_size
@@ -241,7 +241,7 @@ def _prepared_by_the_first(
 
 
 def _prepared_elsewhere(config: RunConfig, word: RankZeroMessage | None) -> RunFolder:
-    """What the first rank settled; ends this process with its exit code where it refused, and told why."""
+    """Return the folder that rank 0 prepared. Exit with rank 0's code if it failed, without repeating its report."""
     from weft.train.folder import RunFolder
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
@@ -250,7 +250,7 @@ def _prepared_elsewhere(config: RunConfig, word: RankZeroMessage | None) -> RunF
     said = _checked_word(word.hear(), config)
     if "exit_code" in said:
         raise typer.Exit(said["exit_code"])
-    # The cache of this machine, where it is not the first rank's; else this finds everything there.
+    # Fill this machine's token cache, unless it shares one with rank 0.
     task = find_task(config)
     if isinstance(task, DecoderTask):
         task.tokens(None)
@@ -258,10 +258,10 @@ def _prepared_elsewhere(config: RunConfig, word: RankZeroMessage | None) -> RunF
 
 
 def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
-    """Return rank 0's message, once it fits this rank's own command.
+    """Return rank 0's message after checking it against this rank's own command.
 
-    Before there is a process group the message cannot be signed. It is compared with rank 0's when the ranks have
-    joined; until then it may not change which code runs and which folder is written to.
+    Before a process group exists, the message cannot be signed. It is compared with rank 0's when the ranks have
+    joined. Until then it may not change the code to run or the folder to write.
 
     Raises:
         CommError: if it does.
@@ -291,7 +291,7 @@ def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry of the launcher of one replica, which `weft train` started for it (launcher/apart/)."""
+    """Run the launcher of one replica, which `weft train` started."""
     from weft.cli.app import show_error
     from weft.cli.launch.replicas import read_replica_inputs
 

@@ -1,4 +1,4 @@
-"""`weft verify`: prove that a plan trains what one process trains, on the user's own model."""
+"""`weft verify`: prove that a plan gives the same training as one process, on the user's own model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.verify.subject import Subject, Sweep
     from weft.verify.verifier import Verdict
 
-#: Exit code of a run in which no plan could be tried.
+#: Exit code if no plan could be tried.
 PROVED_NOTHING = 3
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
@@ -53,8 +53,8 @@ def verify(
 ) -> None:
     """Train some steps under a plan and in one process, and compare every number.
 
-    Exit code 0: equal within the tolerance of the dtype; 1: not, or a rank failed; 2: bad input; 3: nothing was proven,
-    because the model refused every plan.
+    Exit code 0: equal within the tolerance of the dtype; 1: different, or a rank failed; 2: bad input; 3: nothing was
+    proven, because the model refused every plan.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
@@ -89,7 +89,13 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Which of all plans are run. full: every one, not a choice. sample: at most so many. part: (2, 10) is 2 of 10."""
+    """Selection among all plans.
+
+    Attributes:
+        full: run every plan.
+        sample: maximum number of plans.
+        part: (2, 10) selects the second of 10 parts.
+    """
 
     full: bool = False
     sample: int | None = None
@@ -97,7 +103,7 @@ class _Choice:
 
 
 def read_part(text: str | None) -> tuple[int, int]:
-    """`2/10` as (2, 10); all in one part where nothing is said. Raises ConfigError for other texts."""
+    """Parse `2/10` as (2, 10), and no text as a single part. Raise ConfigError for other texts."""
     if text is None:
         return 1, 1
     number, slash, count = text.partition("/")
@@ -152,7 +158,7 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
             verdicts.append(verdict)
             if verdict.refused:
                 sweep.refuse(plan, verdict.refused)
-            # At once: who ends a run of hours has what it found.
+            # Print each verdict immediately, so that a run of hours can be interrupted.
             print(f"{len(verdicts):>4}  {_line(verdict)}", file=sys.stderr if as_json else sys.stdout, flush=True)
     seconds = time.perf_counter() - start
     if as_json:
@@ -199,7 +205,7 @@ def _summary(
 
 
 def describe(verdict: Verdict) -> list[str]:
-    """One plan's verdict in lines: steps, the parameters that differ most, where it parts."""
+    """Return a plan's verdict as lines: steps, the parameters that differ most, and the first difference."""
     lines = [f"plan     {verdict.plan or 'one rank'}", f"dtype    {verdict.dtype}"]
     if verdict.error:
         return [*lines, f"failed   {verdict.error}"]

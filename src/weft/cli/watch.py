@@ -1,4 +1,4 @@
-"""`weft alerts`: the figures there are, the alerts of a run, and what they would have said of a finished run."""
+"""`weft alerts` and other commands about runs: monitored series, alerts, and their replay on a finished run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def replay(
     ] = None,
     standard: Annotated[bool, typer.Option("--standard", help="Take the standard set too.")] = False,
 ) -> None:
-    """Replay a run's events, and say which alerts would have fired, when and why."""
+    """Replay a run's events, and list the alerts that would have fired, with time and reason."""
     from weft.config.files import load_config
     from weft.monitor.alerts import backtest, rules_of
     from weft.monitor.events import read_events
@@ -68,7 +68,7 @@ def list_alerts(
 
 @app.command("figures")
 def list_figures() -> None:
-    """List the figures that conditions, sinks and events know."""
+    """List the series that conditions, sinks and events support."""
     from weft.config.metrics import FIGURES, series
 
     for figure in FIGURES.values():
@@ -77,7 +77,7 @@ def list_figures() -> None:
 
 
 def send(run: Annotated[Path, _RUN]) -> None:
-    """Send a run's figures to the sinks of its config: what a sink missed while it was away, or all of it."""
+    """Send a run's metrics to the sinks of its config: those that a sink missed, or all."""
     from weft.monitor.sinks.base import SinkJob
     from weft.monitor.sinks.pump import Pump
     from weft.monitor.sinks.registry import make_sink
@@ -100,7 +100,7 @@ def send(run: Annotated[Path, _RUN]) -> None:
     say(f"{run}: all is sent")
 
 
-# `weft explain`: where a step went wrong, and what the model saw there.
+# `weft explain`: the cause of a bad step, and its samples.
 
 
 def explain(
@@ -112,7 +112,7 @@ def explain(
     ] = None,
     num: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
 ) -> None:
-    """Say where a step went wrong, by module, rank and samples, and show the samples as the model saw them."""
+    """Locate a bad step by module, rank and samples, and show the samples in the model's format."""
     from weft.train.folder import RunFolder
     from weft.train.reporting import explained_lines
 
@@ -120,7 +120,7 @@ def explain(
         print(line)
 
 
-# `weft resume` and `weft ask`: a held run goes on; a run that trains is asked for something.
+# `weft resume` and `weft ask`: continue a paused run, and send a request to a training run.
 
 
 def resume(
@@ -130,7 +130,7 @@ def resume(
         typer.Argument(metavar="[key=value ...]", help="Settings to change, such as optimizer.lr=1e-4."),
     ] = None,
 ) -> None:
-    """Let a held run go on. Where no command waits for this word any more, train here from the newest checkpoint."""
+    """Continue a paused run. If no command is waiting, train here from the newest checkpoint."""
     from weft.monitor.alerts import PauseFiles, with_settings
 
     folder, words = _folder(run), settings or []
@@ -164,9 +164,9 @@ def ask_run(
         int | None, typer.Option(help="skip_data, roll_back: first step of the trouble; by default the last one.")
     ] = None,
 ) -> None:
-    """Ask a run that trains for something; all its ranks do it after the same step.
+    """Send a request to a training run. All its ranks handle it after the same step.
 
-    Replicas that are worlds of their own are each asked, and each does it after a step of its own.
+    Replicas with separate worlds each get the request, and each handles it after a step of its run.
     """
     from weft.monitor.alerts import RUN_ACTIONS, RunRequest, ask
 
@@ -189,7 +189,7 @@ def ask_run(
 
 
 def _trains(folder: RunFolder) -> bool:
-    """Whether a command trains in a folder now, or holds it."""
+    """Return True if a command trains in a folder now, or holds it."""
     from weft.train.folder import run_lock
 
     try:
@@ -200,7 +200,7 @@ def _trains(folder: RunFolder) -> bool:
 
 
 def _folder(run: Path) -> RunFolder:
-    """The run's folder, with its config read. Raises ConfigError where it is none."""
+    """Return the run's folder, with its config read. Raise ConfigError if it is not a run."""
     from weft.train.folder import RunFolder
 
     folder = RunFolder(run)
@@ -208,7 +208,7 @@ def _folder(run: Path) -> RunFolder:
     return folder
 
 
-# `weft watch`, `weft top` and `weft goodput`: looking at runs.
+# `weft watch`, `weft top` and `weft goodput`: views of runs.
 
 _ROOT = Annotated[Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run folder, or the folder of several runs.")]
 _PRICE = Annotated[
@@ -233,7 +233,7 @@ def watch(
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")] = None,
     price: _PRICE = None,
 ) -> None:
-    """Serve a page that shows runs while they train and afterwards."""
+    """Serve a page that shows runs during and after training."""
     from weft.monitor.accounting import Price
     from weft.monitor.dashboard.server import Serving, serve
 
@@ -249,7 +249,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once, as text, and end.")] = False,
     price: _PRICE = None,
 ) -> None:
-    """Show a run in the terminal, as `weft watch` does on a page."""
+    """Show a run in the terminal, like `weft watch` on a page."""
     from weft.monitor.accounting import Price
     from weft.monitor.dashboard.top import show_top
 
@@ -261,7 +261,7 @@ def goodput(
     price: _PRICE = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Show where the time of runs went, over all their starts, and what it cost."""
+    """Show how runs spent their time, over all their starts, and the cost."""
     from weft.monitor.accounting import Price
     from weft.monitor.dashboard.top import ledger_lines
 
@@ -270,7 +270,7 @@ def goodput(
 
 
 def _go_on(folder: Path) -> None:
-    """The word that a held run waits for. Raises LaunchError where no command waits."""
+    """Send the resume request to a paused run. Raise LaunchError if no command is waiting."""
     from weft.errors import LaunchError
     from weft.monitor.alerts import PauseFiles
 

@@ -23,7 +23,7 @@ from weft.gpu_sim.stub_library import load_stub
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run what the command line says; prints what was counted to stderr. Returns the exit code."""
+    """Run the command line, print the counts to stderr, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m weft.gpu_sim", description=__doc__)
     parser.add_argument("--report", type=Path, help="write what was counted there, as JSON")
     kinds = parser.add_subparsers(dest="kind", required=True)
@@ -95,10 +95,10 @@ def _say(reports: Sequence[PaperReport], path: Path | None) -> None:
 
 
 def _run_as_program() -> None:
-    """Run `main` and end the process with Python whole.
+    """Run `main` and end the process without finalizing Python.
 
-    Autograd's thread for the device may still ask for the interpreter lock, and a thread that asks while Python is
-    taken apart aborts the process.
+    Autograd's device thread may still request the interpreter lock, and a thread that does so during finalization
+    aborts the process.
     """
     code = 1
 
@@ -107,7 +107,7 @@ def _run_as_program() -> None:
         sys.stderr.flush()
         os._exit(code)
 
-    atexit.register(leave)  # before the program's own, so called after them
+    atexit.register(leave)  # registered before the program's handlers, so called after them
     try:
         code = main()
     except SystemExit as asked:

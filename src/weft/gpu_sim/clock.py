@@ -1,4 +1,4 @@
-"""What one rank's host and streams did after what, without times: those depend on other ranks."""
+"""Simulated time: each rank's dependency graph, a roofline clock, and one clock for several ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from weft.gpu_sim.counts import line_of
 from weft.gpu_sim.races import DEFAULT
 
-#: What several ranks do at the same time: the group, who sends to whom or nothing, and its number among those.
+#: A joint operation of several ranks: the group, (sender, receiver) or None, and its index among these operations.
 Meeting = tuple[str, tuple[int, int] | None, int]
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Something that takes seconds once all of `after` are done."""
+    """Work that takes `seconds` once all of `after` are done."""
 
     of: Notes
     after: list[Node] = field(default_factory=list["Node"])
@@ -23,7 +23,7 @@ class Node:
 
 
 class Moment(float):
-    """A moment by the clock of a rank on its own, and the node at whose end it is."""
+    """A time on the clock of a rank alone, and the node that ends at it."""
 
     node: Node | None = None
 
@@ -36,10 +36,10 @@ class Moment(float):
 
 
 class Notes:
-    """The nodes of one rank in the order in which its host launched them.
+    """The dependency graph of one rank in launch order. It has no times, because they depend on other ranks.
 
-    meetings: by what is done together, the node at which this rank is ready and the one that ends it. waits: of the
-    default stream, where it was, until what it waited, and why.
+    `meetings` maps joint operations to the nodes at which this rank is ready and done. `waits` lists the default
+    stream's waits: the node before, the awaited node, and the reason.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class Notes:
     def launch(
         self, stream: int, seconds: float, host_s: float, meets: tuple[str, tuple[int, int] | None] | None = None
     ) -> None:
-        """Give a stream something to do.
+        """Add work to a stream.
 
         Args:
-            stream: which.
-            seconds: that it takes.
-            host_s: that the host takes to launch it.
-            meets: its group, and who sends to whom, where other ranks take part.
+            stream: number of the stream.
+            seconds: duration of the work.
+            host_s: time of the host for the launch.
+            meets: group and (sender, receiver), for joint operations with other ranks.
         """
         self._host = self._node(self._host, seconds=host_s)
         ready = self._node(self._free[stream], self._host)
@@ -69,26 +69,26 @@ class Notes:
             self._calls[meets] += 1
 
     def moment(self, stream: int) -> Node:
-        """Return the end of what a stream has been given."""
+        """Return the end of a stream's work so far."""
         return self._node(self._free[stream], self._host)
 
     def order(self, stream: int, until: Node, why: str) -> None:
-        """Let a stream go on after a moment.
+        """Make a stream wait for a node.
 
         Args:
-            stream: which.
-            until: the moment.
-            why: kept with the wait where it is not empty.
+            stream: number of the stream.
+            until: the node to wait for.
+            why: reason to record with the wait; empty to record nothing.
         """
         if until.of is not self:
-            return  # of the step before, which is done
+            return  # from the previous step, which is done
         before = self.moment(stream)
         self._free[stream] = self._node(self._free[stream], until)
         if why:
             self.waits.append((before, until, why))
 
     def wait(self, until: Node | None) -> None:
-        """Let the host wait; None: for all streams."""
+        """Make the host wait for a node, or for all streams if None."""
         ends = list(self._free.values()) if until is None else [until] if until.of is self else []
         self._host = self._node(self._host, *ends)
 
@@ -97,24 +97,24 @@ class Notes:
         return self.nodes[-1]
 
 
-# A clock for each stream and for the host, by a roofline. Good for orders of magnitude and for comparing two
-# designs.
+# A roofline clock for each stream and for the host. It gives orders of magnitude and comparisons of two designs.
 
-#: Host seconds of one eager operation, and of one collective.
+#: Host seconds per eager operation, and per collective.
 LAUNCH_S, COLLECTIVE_LAUNCH_S = 6e-6, 40e-6
-#: Of one graph.
+#: Host seconds per graph.
 GRAPH_LAUNCH_S = 10e-6
-#: The shortest kernel, in seconds.
+#: Minimum seconds of a kernel.
 KERNEL_S = 2.5e-6
-#: Matrix products in bf16, memory, host link (one way), network between ranks and how long its shortest message takes.
+#: Rates of bf16 matrix products, memory, host link (one direction) and network, and the latency of a message.
 FLOPS, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S, BUS_BYTES_PER_S, BUS_S = 6e14, 2.6e12, 25e9, 300e9, 25e-6
 
 
 class RooflineClock:
-    """Keeps simulated seconds. host: now. start: of what is measured.
+    """Simulated time in seconds.
 
-    free: when each stream has done what it was given. idle: of the default stream, by reason. notes: the same without
-    times, for `joint_times`; None: not kept.
+    `host` is the host's time and `start` the begin of the measurement. `free` is the time at which each stream has done
+    its work. `busy` is the working time of each stream. `idle` is the default stream's waiting time by reason. `notes`
+    is the dependency graph for `joint_times`, or None to skip it.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class RooflineClock:
         self.notes: Notes | None = None
 
     def begin(self) -> None:
-        """Measure from where all that was given before is done: the host may be ahead of it."""
+        """Start the measurement when all earlier work is done. The host may already be ahead of that."""
         self.start = self.end
         self.busy.clear()
         self.idle.clear()
@@ -138,13 +138,13 @@ class RooflineClock:
         host_s: float = LAUNCH_S,
         meets: tuple[str, tuple[int, int] | None] | None = None,
     ) -> None:
-        """Give a stream something to do.
+        """Add work to a stream.
 
         Args:
-            stream: which.
-            seconds: that it takes.
-            host_s: that the host takes to launch it.
-            meets: its group, and who sends to whom, where other ranks take part.
+            stream: number of the stream.
+            seconds: duration of the work.
+            host_s: time of the host for the launch.
+            meets: group and (sender, receiver), for joint operations with other ranks.
         """
         if self.notes is not None:
             self.notes.launch(stream, seconds, host_s, meets)
@@ -156,11 +156,11 @@ class RooflineClock:
         self.busy[stream] += seconds
 
     def moment(self, stream: int) -> Moment:
-        """Return when an event that is recorded now on `stream` comes."""
+        """Return the time of an event that is recorded on `stream` now."""
         return Moment.at(max(self.free[stream], self.host), self.notes and self.notes.moment(stream))
 
     def order(self, stream: int, moment: Moment) -> None:
-        """Let a stream go on after a moment."""
+        """Make a stream wait for a moment."""
         if self.notes is not None and moment.node is not None:
             self.notes.order(stream, moment.node, line_of() if stream == DEFAULT else "")
         if stream == DEFAULT and moment > max(self.free[stream], self.host):
@@ -168,14 +168,14 @@ class RooflineClock:
         self.free[stream] = max(self.free[stream], moment)
 
     def wait(self, moment: float) -> None:
-        """Let the host wait."""
+        """Make the host wait for a moment."""
         if self.notes is not None:
             self.notes.wait(moment.node if isinstance(moment, Moment) else None)
         self.host = max(self.host, moment)
 
     @property
     def end(self) -> float:
-        """When all is done."""
+        """The time at which all work is done."""
         return max([self.host, *self.free.values()])
 
 
@@ -188,22 +188,25 @@ def collective_s(kind: str, num_bytes: int, num_ranks: int) -> float:
     """Return the seconds of one collective.
 
     Args:
-        kind: torch's name for it.
-        num_bytes: that each rank holds at most.
-        num_ranks: that take part.
+        kind: torch's name of the collective.
+        num_bytes: maximum bytes per rank.
+        num_ranks: number of participating ranks.
     """
     passes = 2 if "allreduce" in kind else 1
     return BUS_S + passes * num_bytes * (num_ranks - 1) / num_ranks / BUS_BYTES_PER_S
 
 
-# One clock for several ranks: what they do together begins when all of them are ready, as NCCL's kernels do.
+# One clock for several ranks. A joint operation begins when all of its ranks are ready, like NCCL's kernels.
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A rank's step beside the others. idle_s: of its default stream, by what it waited for.
+    """A rank's step on the common clock.
 
-    stuck: what it still waits for in the end, if the ranks wait for each other for ever.
+    Attributes:
+        step_s: duration of the step.
+        idle_s: waiting time of the default stream by reason.
+        stuck: operations that never complete, in a deadlock of the ranks.
     """
 
     step_s: float
@@ -212,13 +215,13 @@ class Timed:
 
 
 def joint_times(ranks: Sequence[Notes]) -> list[Timed]:
-    """Return how long each rank's step takes; all begin at the same time."""
+    """Return the duration of each rank's step, if all begin at the same time."""
     ended = _ends([node for notes in ranks for node in notes.nodes], _met(ranks))
     return [_timed(notes, ended) for notes in ranks]
 
 
 def _met(ranks: Sequence[Notes]) -> dict[Node, list[Node]]:
-    """By the node that ends what several do, those at which each of them is ready."""
+    """Map the end node of each joint operation to the nodes at which its ranks are ready."""
     ready: defaultdict[Meeting, list[Node]] = defaultdict(list)
     for notes in ranks:
         for meeting, (is_ready, _) in notes.meetings.items():
@@ -227,7 +230,7 @@ def _met(ranks: Sequence[Notes]) -> dict[Node, list[Node]]:
 
 
 def _ends(nodes: Iterable[Node], met: dict[Node, list[Node]]) -> dict[Node, float]:
-    """When each node ends; those that wait for each other in a circle, and what is behind them, are left out."""
+    """Return the end time of each node, without nodes in a dependency cycle and those that depend on them."""
     missing: dict[Node, int] = {}
     behind: defaultdict[Node, list[Node]] = defaultdict(list)
     ended: dict[Node, float] = {}

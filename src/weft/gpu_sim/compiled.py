@@ -1,10 +1,9 @@
-"""compile=on on a paper device: inductor decides which kernels there are, and the device counts them.
+"""torch.compile on a simulated GPU: inductor chooses the kernels, and the device counts them.
 
-Everything of torch.compile up to the code of kernels is torch's own: dynamo, autograd's joint graph, Weft's
-partitioner, inductor's passes, its lowering and its scheduler, which joins operations to kernels. Where it would write
-Triton and call a compiler, the list of its kernels is kept instead. A call of the graph then launches them in their
-order: a joined kernel with the bytes that inductor says it reads and writes, and what inductor leaves to libraries and
-to Weft's own operators as the operation that it is.
+All stages up to code generation are torch's own: dynamo, autograd's joint graph, Weft's partitioner, and inductor's
+passes, lowering and scheduler, which fuses operations into kernels. Instead of generating Triton code and compiling it,
+the list of kernels is kept. A call of the graph launches them in order: a fused kernel with the bytes that inductor
+counts for it, and operations of libraries or Weft as themselves.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from weft.gpu_sim.counts import line_in
 from weft.gpu_sim.device import PaperDevice, leaves
 from weft.gpu_sim.mode import PaperMode
 
-#: Of torch.cuda, what dynamo keeps names of its own for.
+#: Functions of torch.cuda that dynamo stores separate references to.
 _ASKED = (
     "device", "Event", "Stream", "current_device", "set_device", "device_count", "stream", "current_stream",
     "set_stream", "synchronize", "get_device_properties", "memory_allocated", "is_bf16_supported",
 )  # fmt: skip
 
 
-#: The operator that puts a generator's state in place, and then calls another.
+#: The operator that sets a generator's state, and then calls another operator.
 _WITH_RNG_STATE: Any = rng_prims.graphsafe_run_with_rng_state
 
 
 class Use(NamedTuple):
-    """share: of a node's elements that a kernel reads and writes, by inductor's count."""
+    """A kernel's access to a node. `share` is the fraction of its elements that inductor counts."""
 
     node: fx.Node
     share: float
@@ -43,7 +42,7 @@ class Use(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One launch. name: of the operations that are joined. inner_bytes: of buffers that stand for no node."""
+    """One launch. `name` lists the fused operations. `inner_bytes` counts buffers that no node corresponds to."""
 
     name: str
     line: str
@@ -51,7 +50,12 @@ class Kernel(NamedTuple):
     inner_bytes: int
 
     def launch(self, device: PaperDevice, value: Callable[[fx.Node], Any]) -> None:
-        """value: of a node in this call, whose sizes may be others than those that were compiled for."""
+        """Launch the kernel.
+
+        Args:
+            device: the simulated GPU.
+            value: returns a node's value in this call, whose size may differ from the compiled one.
+        """
         used = [(use, x) for use in self.uses for x in leaves(value(use.node))]
         num_bytes = self.inner_bytes + sum(use.share * x.numel() * x.element_size() for use, x in used)
         reads, writes = ([x for use, x in used if use.writes == is_written] for is_written in (False, True))
@@ -59,14 +63,14 @@ class Kernel(NamedTuple):
 
 
 class GraphOperation(NamedTuple):
-    """A node of the graph that no kernel of inductor's computes."""
+    """A node of the graph that is not part of an inductor kernel."""
 
     node: fx.Node
     line: str
 
 
 class Program:
-    """A graph's kernels in their order. An operation of the graph among them runs as it is."""
+    """A graph's kernels in order. Other operations of the graph run as themselves."""
 
     def __init__(self, mode: PaperMode, graph: Any):
         self._mode, self._module = mode, graph.module
@@ -87,7 +91,7 @@ class Program:
 
 
 class _Run:
-    """One call: the nodes' values, each made when it is first asked for, and counted by nobody but `counted`."""
+    """One call of a program. Nodes are computed on first use, and only `counted` counts them."""
 
     def __init__(self, mode: PaperMode, module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[Any]):
         self._mode, self._module, self._nodes = mode, module, nodes
@@ -120,7 +124,7 @@ class _Run:
         kwargs: Any = fx.map_arg(node.kwargs, self._values.__getitem__)
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if node.target is _WITH_RNG_STATE:  # an operation that draws the same numbers in forward and in backward
+        if node.target is _WITH_RNG_STATE:  # an operation that draws the same random numbers in forward and backward
             target, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         with self._mode.quietly(quiet):
@@ -128,7 +132,7 @@ class _Run:
 
 
 def _before(node: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
-    """The node and what it needs that is not known, in an order in which they can be made."""
+    """Return the node and its missing inputs in topological order."""
     found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:
@@ -158,7 +162,7 @@ def _steps_of(graph: Any) -> list[Kernel | GraphOperation]:
 
 
 class _Buffers:
-    """From inductor's buffers to nodes of the graph that it lowered."""
+    """Maps inductor's buffers to nodes of the lowered graph."""
 
     def __init__(self, graph: Any, place: dict[fx.Node, int]):
         self._graph, self._place = graph, place
@@ -169,7 +173,7 @@ class _Buffers:
         self._ends |= dict(zip(graph.graph_input_names, given, strict=True))
 
     def node(self, name: str) -> fx.Node | None:
-        """Whose value the buffer holds; None for one that stands for no node, such as a half of a reduction."""
+        """Return the node whose value a buffer holds; None for other buffers, such as half of a reduction."""
         buffer = self._graph.name_to_buffer.get(name)
         found = None if buffer is None else buffer.get_origin_node()
         return found if found in self._place else self._ends.get(name)
@@ -200,14 +204,14 @@ class _Buffers:
 
 
 def _bytes_of(node: fx.Node) -> int:
-    """As inductor sees them: sizes that may differ in each call are those of the call that it compiled for."""
+    """Return a node's bytes as inductor counts them, with the sizes of the compiled call for dynamic shapes."""
     value = node.meta["val"]
     numel = value.numel() if isinstance(value, torch.Tensor) else 0
     return int(numel.node.hint if isinstance(numel, torch.SymInt) else numel) * getattr(value, "itemsize", 1)
 
 
 class _OnHost(TorchDispatchMode):
-    """Constants that inductor works out while it compiles: they have values."""
+    """A mode for constants that inductor evaluates while compiling, which need values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -217,7 +221,7 @@ class _OnHost(TorchDispatchMode):
 
 
 def count_compiled(mode: PaperMode) -> None:
-    """Let torch.compile's inductor make programs of this process for the device of `mode`."""
+    """Make torch.compile in this process produce programs for the device of `mode`."""
     import torch._functorch.config
     import torch._inductor.config
     import torch._inductor.scheduler
@@ -231,10 +235,10 @@ def count_compiled(mode: PaperMode) -> None:
         return SimpleNamespace(call=Program(mode, graph), runner=None)
 
     for name in _ASKED:
-        value = getattr(torch.cuda, name)  # dynamo took torch's own before
+        value = getattr(torch.cuda, name)  # dynamo stored torch's original before
         setattr(CudaInterface, name, value if isinstance(value, type) else staticmethod(value))
     learn = joint_graph.lazy_init
-    # Its patterns are traced from examples, which may be of the host: a pattern asks for no device.
+    # Patterns are traced from examples, which may be on the host, because patterns are independent of the device.
     joint_graph.lazy_init = lambda device=None: learn(torch.device("cpu"))
     folder: Any = joint_graph.UniformValueConstantFolder
     deduce = folder._deduce_value
@@ -244,7 +248,7 @@ def count_compiled(mode: PaperMode) -> None:
             return deduce(self, node)
 
     folder._deduce_value = on_host
-    # What is kept between processes is code, and there is none.
+    # The caches store generated code, which does not exist here.
     torch._inductor.config.fx_graph_cache = torch._inductor.config.fx_graph_remote_cache = False
     torch._functorch.config.enable_autograd_cache = False
     scheduler: Any = torch._inductor.scheduler

@@ -1,4 +1,4 @@
-"""What ran on the paper device, counted by line of Weft: kernels, bytes, waits of the host, copies, collectives."""
+"""Counts of a simulated GPU by line of Weft: kernels, bytes, waits of the host, copies, collectives."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _HERE = str(Path(__file__).parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 
 
-#: The local variable of `Program` that says which line a kernel of a compiled graph comes from.
+#: Name of the local variable of `Program` with the source line of a compiled graph's kernel.
 LINE_IN_GRAPH = "line_in_graph"
 _FRAME = re.compile(r'File "(/[^"]+)", line (\d+)')
 
 
 def line_in(trace: str | None) -> str:
-    """As `line_of`, of a stack trace that torch.compile kept; empty where nothing of it is known."""
+    """Like `line_of`, for a stack trace that torch.compile stored. Empty if it has no such line."""
     other = ""
     for name, number in reversed(_FRAME.findall(trace or "")):
         if name.startswith(_WEFT):
@@ -35,10 +35,10 @@ def line_in(trace: str | None) -> str:
 
 
 def line_of() -> str:
-    """The innermost line of Weft that is being carried out, as "train/step.py:120"; else of the script that runs.
+    """Return the innermost running line of Weft, such as "train/step.py:120", or else of the user's script.
 
-    On autograd's thread of a device stands no such line, unless Weft wrote the backward: "backward". Of a compiled
-    graph it is the line that its kernel comes from, which `Program` keeps in a local variable.
+    On autograd's device thread, which has no such line unless Weft wrote the backward, return "backward". In a compiled
+    graph, return the source line of the kernel, which `Program` stores in a local variable.
     """
     frame: FrameType | None = sys._getframe(1)
     other = ""
@@ -57,14 +57,20 @@ def line_of() -> str:
 
 @dataclass(slots=True)
 class OpCounts:
-    """Counted since the device was opened, or since `OpCounts` was made anew.
+    """Counts since this object was created.
 
-    kernels: by operator, a graph as one; recorded: those that graphs launched; kernel_lines, line_bytes,
-    line_seconds: by line. num_bytes: read and written by kernels. flops: of products and attention. syncs: waits of
-    the host for the device, by what and line; a copy that blocks is one of them. behind: waits for what was launched
-    before the counts were made, while the device has work. copies: between host and device, by way ("to device" or
-    "to host"), "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind; formats: their
-    tensors, by kind and number format.
+    Attributes:
+        kernels: launches by operator. A graph is one launch.
+        recorded: kernels that graphs launched.
+        kernel_lines, line_bytes, line_seconds: launches, bytes and seconds by line.
+        num_bytes: bytes that kernels read and wrote.
+        flops: FLOPs of matrix products and attention.
+        syncs: waits of the host for the device by reason and line, including blocking copies.
+        behind: waits for work that was launched before this object was created, while the device has other work.
+        copies: copies between host and device by direction ("to device" or "to host"), "blocking" or "non-blocking",
+            and line.
+        collectives: collectives of device tensors by kind.
+        formats: tensors of collectives by kind and dtype.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -81,15 +87,15 @@ class OpCounts:
     formats: Counter[str] = field(default_factory=Counter)
 
     def sync(self, what: str, is_behind: bool = False) -> None:
-        """The host waits for the device."""
+        """Count a wait of the host for the device."""
         (self.behind if is_behind else self.syncs)[f"{what} @ {line_of()}"] += 1
 
     def copy(self, way: str, blocking: bool) -> None:
-        """way: "to device" or "to host"."""
+        """Count a copy. `way` is "to device" or "to host"."""
         self.copies[f"{way}, {'blocking' if blocking else 'non-blocking'} @ {line_of()}"] += 1
 
     def kernel(self, name: str, num_bytes: int, flops: float, seconds: float) -> None:
-        """A kernel is launched."""
+        """Count a kernel launch."""
         line = line_of()
         self.flops += flops
         self.line_seconds[line] += seconds  # pyright: ignore[reportArgumentType] - a Counter adds floats as well

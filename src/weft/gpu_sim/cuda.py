@@ -1,7 +1,7 @@
-"""torch.cuda.Stream, torch.cuda.Event and torch.cuda.CUDAGraph of a paper device.
+"""torch.cuda on a simulated GPU: streams, events, graphs, and the functions of the module.
 
-While a graph is captured, kernels are put into it and not on a stream, and what a capture forbids is an error. What
-other streams do with the same memory before and after a replay is looked at as for any kernel.
+During a capture, kernels are added to the graph instead of a stream, and operations that a capture forbids raise.
+Replays take part in the race checks like any kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.gpu_sim.mode import PaperMode
 
 
 class PaperEvent:
-    """As torch.cuda.Event; `classes_of` gives the class its device."""
+    """Replacement of torch.cuda.Event. `classes_of` sets the class's device."""
 
     on: ClassVar[PaperDevice]
 
@@ -48,12 +48,12 @@ class PaperEvent:
         return True
 
     def elapsed_time(self, other: PaperEvent) -> float:
-        """Simulated milliseconds."""
+        """Return simulated milliseconds."""
         return self.moment.seconds_until(other.moment) * 1000
 
 
 class PaperStream:
-    """As torch.cuda.Stream; `classes_of` gives the class its device. number: of a stream that is there already."""
+    """Replacement of torch.cuda.Stream. `classes_of` sets the class's device. `number` selects an existing stream."""
 
     on: ClassVar[PaperDevice]
     event: ClassVar[type[PaperEvent]]
@@ -88,7 +88,7 @@ class PaperStream:
 
 
 class PaperGraph:
-    """As torch.cuda.CUDAGraph; `graph_class` gives the class its device."""
+    """Replacement of torch.cuda.CUDAGraph. `graph_class` sets the class's device."""
 
     on: ClassVar[PaperDevice]
 
@@ -107,13 +107,13 @@ class PaperGraph:
 
 
 def graph_class(device: PaperDevice) -> Any:
-    """The class of graphs of one device."""
+    """Return the graph class of a device."""
     return type("CUDAGraph", (PaperGraph,), {"on": device})
 
 
 @contextlib.contextmanager
 def capturing(graph: PaperGraph, pool: Any = None, stream: Any = None, **options: Any) -> Iterator[None]:
-    """As torch.cuda.graph: the host waits for the device once, and then the stream is captured."""
+    """Replace torch.cuda.graph: synchronize the host once, then capture the stream."""
     device = graph.on
     device.sync_all("cuda.graph")
     with contextlib.nullcontext() if stream is None else device.use(stream.stream_id):
@@ -125,24 +125,24 @@ def capturing(graph: PaperGraph, pool: Any = None, stream: Any = None, **options
 
 
 def classes_of(device: PaperDevice) -> tuple[Any, Any]:
-    """The classes of streams and of events of one device."""
+    """Return the stream class and the event class of a device."""
     event = type("Event", (PaperEvent,), {"on": device})
     return type("Stream", (PaperStream,), {"on": device, "event": event}), event
 
 
 def current_device() -> PaperDevice:
-    """The paper device of this process, for a script that runs on it."""
+    """Return the simulated GPU of this process, for a script that runs on it."""
     return torch.cuda.Stream.on  # pyright: ignore[reportAttributeAccessIssue] - ours
 
 
-# torch.cuda on paper: what programs ask of it, answered by a PaperDevice for as long as the process lives.
+# Replacements in torch.cuda for the lifetime of the process, answered by a PaperDevice.
 
-#: What the device says it is: an H100 with 80 GB.
+#: Properties that the device reports: an H100 with 80 GB.
 NAME, TOTAL_BYTES, CAPABILITY = "NVIDIA H100 80GB HBM3", 85_017_493_504, (9, 0)
 
 
 def install(device: PaperDevice, stub: ctypes.CDLL) -> None:
-    """Let torch.cuda, tensors and optimizers of this process use the paper device."""
+    """Make torch.cuda, tensors and optimizers of this process use the simulated GPU."""
     stream_class, event_class = classes_of(device)
     for name, value in (*_streams(device, stream_class, event_class).items(), *_facts(device, stub).items()):
         setattr(torch.cuda, name, value)
@@ -155,7 +155,7 @@ def install(device: PaperDevice, stub: ctypes.CDLL) -> None:
 
 def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[str, Any]:
     class StreamContext(contextlib.ExitStack):
-        """A class, as torch's is: torch.compile asks whether something is one."""
+        """A class, like torch's, because torch.compile checks for it with isinstance."""
 
         def __init__(self, stream: Any) -> None:
             super().__init__()
@@ -220,21 +220,21 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "memory_stats": lambda which=None: {},
         "get_rng_state": lambda which=None: state.clone(),
         "get_rng_state_all": lambda: [state.clone()],
-        "device": type("device", (contextlib.nullcontext,), {}),  # a class, as torch's is
+        "device": type("device", (contextlib.nullcontext,), {}),  # a class, like torch's
         "cudart": lambda: runtime,
         "nccl": SimpleNamespace(version=lambda: (2, 27, 0)),
     }
 
 
 def _generator() -> torch.Generator:
-    """A generator of the device, which draws nothing. Compiled blocks that draw again in backward ask for copies."""
-    # A class of torch's, because inductor tells generators from other inputs of a graph; its own `device` is the host.
+    """Return a device generator that draws nothing. Compiled blocks that draw again in backward copy it."""
+    # A subclass of torch's class, because inductor detects generators by it. The real `device` is the host.
     members = {"device": CUDA, "clone_state": lambda self: type(self)(), "get_offset": lambda self: 0}
     return type("PaperGenerator", (torch.Generator,), members)()
 
 
 def _answers(value: object) -> Callable[..., Any]:
-    """A function of its own for each name: dynamo has a rule for each function of torch.cuda."""
+    """Return a new function for each name, because dynamo has a rule for each function of torch.cuda."""
     return lambda *args, **kwargs: value
 
 
@@ -244,7 +244,7 @@ def _function(function: Any, arguments: list[Any]) -> Any:
 
 
 def _tensors(device: PaperDevice) -> None:
-    """Methods of tensors that never come to a dispatch mode."""
+    """Replace methods of tensors that never reach a dispatch mode."""
     plain_stream = torch.Tensor.record_stream
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -260,7 +260,7 @@ def _tensors(device: PaperDevice) -> None:
 
     torch.Tensor.record_stream = record_stream  # pyright: ignore[reportAttributeAccessIssue] - in its place
     FakeTensor.tolist = tolist
-    # Addresses are only compared, never read. They are as far apart as no tensor is large.
+    # Addresses are only compared, never read. Their distance exceeds the size of any tensor.
     torch.UntypedStorage.data_ptr = _storage_address  # pyright: ignore[reportAttributeAccessIssue] - in its place
     FakeTensor.data_ptr = lambda tensor: (  # pyright: ignore[reportAttributeAccessIssue] - in its place
         tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
@@ -275,16 +275,16 @@ def _storage_address(storage: torch.UntypedStorage) -> int:
 
 
 def _libraries() -> None:
-    """Let modules move in place, and lists of classes in torch and Weft name the device's tensors."""
+    """Make modules move in place, and add the device's tensors to lists of classes in torch and Weft."""
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 
     from weft.memory import activation_offload as activations
 
-    # torch.tensor([1], device="cuda:0") makes its tensor on the host and sends it.
+    # torch.tensor([1], device="cuda:0") creates its tensor on the host and copies it.
     torch._C._set_only_lift_cpu_tensors(True)
-    # A module that moves keeps its parameter objects, as on a real device. Fake tensors are remembered by weak
-    # references; a swap leaves those with the other one, which nobody asks for.
+    # A moved module keeps its parameter objects, as on a real device. Fake tensors are tracked by weak references,
+    # which a swap leaves at the other tensor. Nothing reads them.
     torch.__future__.set_swap_module_params_on_conversion(True)
     utils: Any = torch.utils
     utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])
@@ -293,12 +293,16 @@ def _libraries() -> None:
     activations._PLAIN = (*activations._PLAIN, FakeTensor)
 
 
-# The paper device of this process, once the library is loaded: opened, and a script run on it.
+# Opening the simulated GPU of this process after its library is loaded, and running a script on it.
 
 
 @contextmanager
 def opened(stub: ctypes.CDLL) -> Iterator[PaperDevice]:
-    """Tensors of cuda:0 can be made inside. stub: what `build.load_stub` gave. Once a process."""
+    """Enable tensors of cuda:0 during a block. Can be used once per process.
+
+    Args:
+        stub: the result of `load_stub`.
+    """
     device = PaperDevice()
     install(device, stub)
     with PaperMode(device) as mode:
@@ -307,16 +311,16 @@ def opened(stub: ctypes.CDLL) -> Iterator[PaperDevice]:
 
 
 def join_silent_ranks(num_ranks: int, rank: int) -> None:
-    """Be one of several ranks, on torch's fake process group: the others answer with what this one has."""
+    """Join as one of several ranks on torch's fake process group, in which the other ranks hold this rank's data."""
     place = env.RankEnv(
         rank, num_ranks, 0, 1, env.LOOPBACK, 29500, "torchrun"
-    )  # alone on its machine, which has one GPU
+    )  # the only rank on a machine with one GPU
     env.export_rank(place)
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=HashStore())
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a Python file as `python path arguments` would, on the open device."""
+    """Run a Python file on the open device, like `python path arguments`."""
     script = Path(path).resolve()
     sys.argv = [path, *arguments]
     sys.path[0] = str(script.parent)

@@ -1,8 +1,8 @@
-"""Train a small decoder under a plan on the open paper device: one rank of it, the others are as silent as they can be.
+"""Training of a small decoder under a plan on the open simulated GPU, with one real rank.
 
-Collectives go to torch's fake process group, which answers at once with what was there. What was counted is of one
-step: the third, because the first makes everything that is made once, and the host reads a step's numbers in the next.
-Under graphs=on it is the eighth: by then passes and the optimizer's step are recorded.
+Collectives use torch's fake process group, which returns immediately with the existing data. Counts cover one step: the
+third, because the first includes one-time work and the host reads a step's numbers in the next one. With graphs=on it
+is the eighth, when passes and the optimizer's step are recorded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """What is trained. batch: sequences of one microbatch on one rank. Large enough that activations may travel.
+    """The decoder to train. The default is large enough for activation offloading.
 
-    heads: of attention, one for each of keys and values for two; 0: each 64 wide, as in models of this size.
-    optimizer, states: as a config's `optimizer.name` and `optimizer.states`.
+    Attributes:
+        heads: attention heads, with half as many for keys and values; 0 for heads of width 64, as is usual at this
+            size.
+        batch: sequences per microbatch and rank.
+        optimizer, states: as `optimizer.name` and `optimizer.states` of a config.
     """
 
     layers: int = 4
@@ -62,7 +65,7 @@ class PaperModel:
         )  # fmt: skip
 
     def microbatches(self, number: int) -> dict[str, torch.Tensor]:
-        """A rank's part of a global batch, in pinned memory, as a loader of Weft's gives it."""
+        """Return a rank's part of a global batch in pinned memory, in the format of Weft's loaders."""
         shape = (number * self.batch, self.seq_len)
         positions = torch.arange(self.seq_len).expand(shape).contiguous()
         batch = {
@@ -77,7 +80,7 @@ class PaperModel:
 
 
 def stages_reports(text: str, device: PaperDevice, subject: PaperModel) -> list[PaperReport]:
-    """What one step of each stage's first rank did, with the times that they have when they wait for each other."""
+    """Return reports of one step of each stage's first rank, with times that include waiting for each other."""
     plan = Plan.parse(text)
     mesh_ranks = members_of(plan, 0, ("pp",))
     noted: list[Notes] = []
@@ -100,7 +103,15 @@ def stages_reports(text: str, device: PaperDevice, subject: PaperModel) -> list[
 def plan_report(
     text: str, device: PaperDevice, subject: PaperModel, rank: int = 0, noted: list[Notes] | None = None
 ) -> PaperReport:
-    """What one step of a rank did; an error ends as the report's `error`. noted: gets what happened after what."""
+    """Return the report of one step of a rank. An exception sets its `error`.
+
+    Args:
+        text: the plan.
+        device: the simulated GPU.
+        subject: the decoder to train.
+        rank: the rank to run.
+        noted: receives the dependency graph of the step.
+    """
     plan = Plan.parse(text)
     problems = check(plan, Facts(world_size=plan.world_size, model=subject.spec, seq_len=subject.seq_len))
     if problems:
@@ -135,7 +146,8 @@ def _some_steps(plan: Plan, device: PaperDevice, subject: PaperModel, noted: lis
         device.begin()
         before = ledger.mark()
         step(subject.microbatches(plan.microbatches_per_step))
-    # Asked before the model goes: what ends with it is no part of a step. Reading the ledger waits for the device.
+    # Report before the model is deleted, because work at its end is not part of a step. Reading the ledger
+    # synchronizes.
     report, after = device.report(), ledger.mark()
     if noted is not None and device.clock.notes is not None:
         noted.append(device.clock.notes)

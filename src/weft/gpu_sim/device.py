@@ -1,4 +1,4 @@
-"""Which tensors are of the paper device."""
+"""The simulated GPU: fake tensors of cuda:0, values of small tensors, streams, events, graphs, and counts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from weft.gpu_sim.counts import OpCounts, line_of
 from weft.gpu_sim.plans import PaperReport
 from weft.gpu_sim.races import DEFAULT, Races, Touched, range_of
 
-#: The only device there is.
+#: The only device.
 CUDA = torch.device("cuda", 0)
 
 
 def on_device(tensor: object) -> bool:
-    """Whether it is a tensor of the paper device."""
+    """Return True for a tensor of the simulated GPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
+    """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -48,19 +48,19 @@ def leaves(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a tensor has no values."""
+    """Return True if a tensor has no values."""
     return isinstance(value, FakeTensor)
 
 
-# Values of small tensors of the device, where they follow from what the host sent: ids, counts, positions, borders.
+# Values of small device tensors that follow from the host's data: ids, counts, positions, borders.
 
-#: Most elements of a tensor whose values are kept: of whole numbers, and of others.
+#: Maximum number of elements of tensors with tracked values: integers, and other dtypes.
 _MOST_WHOLE, _MOST_OTHER = 1 << 16, 16
 _FIELD = "_paper_value"
 
 
 class _Known:
-    """value: on the host. memory: shared by all that share memory; empty when it was overwritten by unknown values."""
+    """A tracked value on the host. `memory` is shared by views; it is empty after unknown values overwrote it."""
 
     def __init__(self, value: torch.Tensor, memory: list[bool]) -> None:
         self.value = value
@@ -68,13 +68,13 @@ class _Known:
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What the tensor holds, on the host; None where nobody knows."""
+    """Return the tensor's value on the host, or None if unknown."""
     known: _Known | None = tensor.__dict__.get(_FIELD)
     return known.value if known is not None and known.memory else None
 
 
 def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """From here on the tensor of the device holds `value`, if it is small."""
+    """Set the value of a device tensor, if it is small."""
     known: _Known | None = tensor.__dict__.get(_FIELD)
     owns_all = tensor.nbytes == tensor.untyped_storage().nbytes()
     if known is not None and (known.memory or owns_all):
@@ -88,14 +88,14 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def reserve(tensor: torch.Tensor) -> None:
-    """Nobody knows what the tensor holds; what is written through a view of it will be known to the others."""
+    """Track a tensor with an unknown value, so that a write through one view sets the value of the others."""
     if on_device(tensor) and _is_small(tensor) and not tensor.dtype.is_floating_point:
         memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         setattr(tensor, _FIELD, _Known(memory, []))
 
 
 def forget(tensors: list[torch.Tensor]) -> None:
-    """Their memory was written, nobody knows with what."""
+    """Mark the values of tensors as unknown after a write."""
     for tensor in tensors:
         known: _Known | None = tensor.__dict__.get(_FIELD)
         if known is None:
@@ -107,7 +107,7 @@ def forget(tensors: list[torch.Tensor]) -> None:
 
 
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, writes: list[torch.Tensor]) -> None:
-    """Do on values what was done on tensors of the device."""
+    """Apply an operation on device tensors to their tracked values."""
     inputs = [x for x in leaves((args, kwargs)) if on_device(x)]
     outs = [x for x in leaves(out) if on_device(x)]
     is_view = getattr(func, "is_view", False) and all(_FIELD in x.__dict__ for x in inputs)
@@ -124,7 +124,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, w
 
 
 def _follows(func: Any, inputs: list[torch.Tensor], outs: list[torch.Tensor]) -> bool:
-    """Whether the results are known where the inputs are."""
+    """Return True if the results have values that follow from the inputs."""
     values = [value_of(x) for x in inputs]
     if {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags) or not all(map(_is_small, outs)):
         return False
@@ -150,12 +150,12 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _memory_on_host(part: Any) -> Any:
-    """As `on_host`, for what only looks at memory, whether or not its values are known."""
+    """Like `on_host`, for views, which work with unknown values too."""
     return part.__dict__[_FIELD].value if isinstance(part, torch.Tensor) and on_device(part) else on_host(part)
 
 
 def on_host(part: Any) -> Any:
-    """An argument as the same operation on values takes it."""
+    """Return the host value of an argument, for the same operation on values."""
     if isinstance(part, torch.Tensor):
         if not on_device(part):
             return part
@@ -164,14 +164,14 @@ def on_host(part: Any) -> Any:
     return torch.device("cpu") if isinstance(part, torch.device) and part.type == "cuda" else part
 
 
-# The paper device: fake tensors of cuda:0, streams and events that take notes, and what is counted of them.
+# The device: fake tensors of cuda:0, streams and events, and counts.
 
-#: What the host reads where nobody knows the value.
+#: Value that the host reads for unknown values.
 UNKNOWN = 1
 
 
 class Met(NamedTuple):
-    """Who takes part in a collective or a message: their group's name and size; of a message, from and to."""
+    """Participants of a collective or a message: name and size of the group, and for a message (sender, receiver)."""
 
     group: str
     num_ranks: int
@@ -180,7 +180,7 @@ class Met(NamedTuple):
 
     @property
     def communicator(self) -> object:
-        """What carries it: messages of a group that is bound to no device go over one for each pair of ranks."""
+        """The communicator. Messages of a group that is not bound to a device use one per pair of ranks."""
         pair = None if self.ends is None or self.is_bound else tuple(sorted(self.ends))
         return self.group, pair
 
@@ -188,8 +188,8 @@ class Met(NamedTuple):
 class PaperDevice:
     """One simulated GPU.
 
-    Streams are numbers; 0 is the default one. num_streams: made so far, the default one included. said: whole numbers
-    that were sent to another rank last; the next rank that is tried, and hears of some, hears these.
+    Streams are numbers, and 0 is the default stream. `num_streams` counts them, including the default. `said` holds the
+    last integers that were sent to another rank. The next simulated rank that receives some gets these.
     """
 
     def __init__(self) -> None:
@@ -202,21 +202,21 @@ class PaperDevice:
         self.mismatch = ""
         self.said: torch.Tensor | None = None
         self._network: dict[object, int] = {}
-        #: Over which something has gone.
+        #: Communicators that have been used.
         self.communicators: set[object] = set()
-        #: The graph that is being captured, and all that were.
+        #: The graph in capture, and all captured graphs.
         self.capture: GraphCapture | None = None
         self.graphs: list[GraphCapture] = []
-        # By identity of the Work that the caller holds; both live until it is waited for.
+        # Keyed by the id of the caller's Work. Both live until it is waited for.
         self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
 
     def begin(self) -> None:
-        """Count and time anew from here; what was launched before keeps its order, and races that were found stay."""
+        """Reset counts and times. The order of earlier work and the races found so far are kept."""
         self.counts = OpCounts()
         self.clock.begin()
 
     def forget(self) -> None:
-        """Begin with nothing under way and no race known, as a process that has just started."""
+        """Reset all state, as in a new process."""
         self.counts, self.clock, self.races = OpCounts(), RooflineClock(), Races()
         for number in range(1, self.num_streams):
             self.races.order.create_stream(number)
@@ -226,7 +226,7 @@ class PaperDevice:
         self.mismatch = ""
 
     def report(self) -> PaperReport:
-        """What was counted since the last `begin`."""
+        """Return the counts since the last `begin`."""
         counts, clock = self.counts, self.clock
         return PaperReport(
             kernels=counts.kernels.total(),
@@ -248,14 +248,14 @@ class PaperDevice:
         )
 
     def empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor of the device with the shape and strides of one of the host."""
+        """Return a device tensor with the shape and strides of a host tensor."""
         with self.fake:
             made = torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=CUDA)
         self.races.made(made, self.current)
         return made
 
     def fill_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """What the host finds in its memory after a copy from the device."""
+        """Fill host memory with the result of a copy from the device."""
         known = value_of(source)
         if known is None:
             target.fill_(UNKNOWN)
@@ -272,7 +272,7 @@ class PaperDevice:
         flops: float = 0.0,
         num_bytes: int | None = None,
     ) -> None:
-        """A kernel on the current stream. num_bytes: where it is not all of what the tensors hold."""
+        """Launch a kernel on the current stream. `num_bytes` defaults to the size of all tensors."""
         reads, writes = list(reads), list(writes)
         if num_bytes is None:
             num_bytes = sum(x.numel() * x.element_size() for x in (*reads, *writes) if on_device(x))
@@ -285,7 +285,7 @@ class PaperDevice:
         self.clock.launch(self.current, seconds)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
-        """Between host and device, on the current stream. From and to memory that is not pinned the host waits."""
+        """Copy between host and device on the current stream. Without pinned memory, the host waits."""
         host = target if on_device(source) else source
         down = host is target
         blocking = not non_blocking or not host.is_pinned()
@@ -301,14 +301,14 @@ class PaperDevice:
             give(target, source)
 
     def sync(self, what: str, stream: int) -> None:
-        """The host waits for all that a stream has been given."""
+        """Make the host wait for all work of a stream."""
         self.forbid(what)
         self.counts.sync(what)
         self.races.order.all_streams_wait_for_stream(stream)
         self.clock.wait(self.clock.moment(stream))
 
     def sync_all(self, what: str) -> None:
-        """The host waits for the device."""
+        """Make the host wait for the device."""
         self.forbid(what)
         self.counts.sync(what)
         self.races.order.sync_all_streams()
@@ -327,7 +327,7 @@ class PaperDevice:
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
     ) -> None:
-        """A collective or message on a stream of its communicator, as NCCL has it. work: what to wait for."""
+        """Run a collective or message on its communicator's stream, like NCCL. Callers wait for `work`."""
         self.forbid(kind)
         self.communicators.add(met.communicator)
         stream = self._network.get(met.communicator)
@@ -347,25 +347,25 @@ class PaperDevice:
         self._works[id(work)] = (work, done, (*reads, *writes), kind)
 
     def wait_work(self, work: object) -> None:
-        """The current stream goes on after a collective."""
+        """Make the current stream wait for a collective."""
         known = self._works.pop(id(work), None)
         if known is not None:
             known[1].wait_on(self.current)
 
     def wait_unawaited(self) -> None:
-        """Note the collectives that nobody has waited for as races: their results may not be there."""
+        """Record collectives without a wait as races, because their results may not be ready."""
         for _, _, tensors, kind in self._works.values():
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             self.races.found[f"{kind} of {shapes}: nobody waits for it"] += 1
         self._works.clear()
 
     def forbid(self, what: str) -> None:
-        """Refuse what a capture does not allow, or Weft does not record."""
+        """Raise during a capture, for operations that it does not allow or that Weft does not record."""
         if self.capture is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what} @ {line_of()}")
 
     def replay(self, graph: GraphCapture) -> None:
-        """The kernels of a graph on the current stream: one launch of the host."""
+        """Run the kernels of a graph on the current stream, in one launch."""
         self.forbid("the replay of a graph")
         num_bytes, flops, seconds = graph.totals()
         self.counts.kernel("cuda graph", num_bytes, flops, seconds)
@@ -374,13 +374,13 @@ class PaperDevice:
         self.clock.launch(self.current, seconds, GRAPH_LAUNCH_S)
 
     def outlived(self) -> dict[str, int]:
-        """Memory that was made inside of captures and is still held: how much, by the line that made it."""
+        """Count storages that were allocated during captures and are still alive, by line."""
         made = [one for graph in self.graphs for one in graph.made.values()]
         return dict(Counter(line for storage, line in made if not storage.expired()))
 
     @contextlib.contextmanager
     def use(self, stream: int) -> Iterator[None]:
-        """Work goes to a stream inside."""
+        """Use a stream as the current one during a block."""
         before, self.current = self.current, stream
         try:
             yield
@@ -389,10 +389,10 @@ class PaperDevice:
 
 
 class GraphCapture:
-    """What a graph holds. kernels: bytes, FLOPs and seconds of each.
+    """Contents of a graph.
 
-    touched: ranges of memory outside and inside, by storage. made: storages that were made meanwhile, each with the
-    line that did.
+    `kernels` has the bytes, FLOPs and seconds of each kernel. `touched` has the accessed ranges by storage. `made` has
+    the storages that were allocated during the capture, each with its line.
     """
 
     def __init__(self) -> None:
@@ -401,7 +401,7 @@ class GraphCapture:
         self.made: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def totals(self) -> tuple[int, float, float]:
-        """Bytes, FLOPs and seconds of all kernels."""
+        """Return bytes, FLOPs and seconds of all kernels."""
         num_bytes, flops, seconds = 0, 0.0, 0.0
         for one in self.kernels:
             num_bytes, flops, seconds = num_bytes + one[0], flops + one[1], seconds + one[2]
@@ -411,7 +411,7 @@ class GraphCapture:
         self, num_bytes: int, flops: float, seconds: float, reads: Iterable[torch.Tensor],
         writes: Iterable[torch.Tensor],
     ) -> None:  # fmt: skip
-        """Put a kernel into it."""
+        """Add a kernel."""
         self.kernels.append((num_bytes, flops, seconds))
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
@@ -422,19 +422,19 @@ class GraphCapture:
                     self.touched[key].ranges.add((*range_of(tensor), is_write))
 
     def make(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember what is made, as long as it lives."""
+        """Record allocated tensors by weak references."""
         for tensor in filter(on_device, tensors):
             storage = tensor.untyped_storage()
             self.made.setdefault(storage._cdata, (StorageWeakRef(storage), line_of()))
 
 
 class Event:
-    """A moment in what a stream does."""
+    """A recorded point in a stream's work."""
 
     def __init__(self, device: PaperDevice) -> None:
         self._device = device
         self._moment: Moment | None = None
-        self._counts = device.counts  # of the step in which it was recorded
+        self._counts = device.counts  # counts of the step in which it was recorded
         device.races.order.create_event(id(self))
 
     def __del__(self) -> None:
@@ -445,13 +445,13 @@ class Event:
         self._moment, self._counts = self._device.clock.moment(stream), self._device.counts
 
     def wait_on(self, stream: int) -> None:
-        """Hold up a stream; an event that was never recorded holds nothing."""
+        """Make a stream wait. An event that was never recorded has no effect."""
         if self._moment is not None:
             self._device.races.order.stream_wait_for_event(stream, id(self))
             self._device.clock.order(stream, self._moment)
 
     def wait_host(self) -> None:
-        """Hold up the host; it is counted where the moment has not come yet."""
+        """Make the host wait, and count the wait if the event is not complete yet."""
         self._device.forbid("event.synchronize")
         if self._moment is not None:
             if self._moment > self._device.clock.host:

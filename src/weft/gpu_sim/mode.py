@@ -1,7 +1,7 @@
-"""Each operation of torch, sorted: the host's runs for real, the device's on fake tensors, and is counted.
+"""Dispatch of torch operations: real on the host, and on the device with fake tensors and counts.
 
-Nothing computed from weights has values. What the host reads of it is 1, true for a bool. So an operation whose result
-depends on values does as if every element were true.
+Results that depend on weights have no values. The host reads them as 1, and True for a bool. So an operation whose
+result depends on values acts as if every element were true.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from weft.gpu_sim.device import (
 _EMPTY = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
-#: What an operation changes in place it reads too, unless it is one of these.
+#: In-place operations that do not read their output. All others read it too.
 _OVERWRITES = frozenset(
     f"aten::{name}"
     for name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_", "index_copy_")
 )
-#: Of operators that name what they change: what they only write, and what they only read, although torch's schema says
-#: that it may change.
+#: Arguments of Weft's operators that are only written, and those that are only read although torch's schema declares
+#: them as mutable.
 _ONLY_WRITTEN, _ONLY_READ = frozenset({"weights"}), frozenset({"grads"})
-#: Collectives of which torch's schema does not say that their first argument is written.
+#: Collectives whose schema does not declare that their first argument is written.
 _UNSAID = frozenset(f"c10d::{name}" for name in ("_reduce_scatter_base_", "_allgather_base_", "allreduce_", "recv_"))
 _NO_KERNEL = _EMPTY | {"aten::detach", "aten::lift_fresh", "aten::set_", "aten::_reshape_alias"}
 _Call = Callable[..., Any]
@@ -55,9 +55,9 @@ _ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class PaperMode(TorchDispatchMode):
-    """While it is on, tensors of cuda:0 can be made.
+    """Dispatch mode that enables tensors of cuda:0.
 
-    It stands for a device and observes nobody, so where Weft shuts out modes that watch (`unobserved`), it stays.
+    It acts as a device and not as an observer, so `unobserved` does not disable it.
     """
 
     @classmethod
@@ -66,7 +66,7 @@ class PaperMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Off while torch.compile traces and lowers, on when what it made runs."""
+        """Disable the mode while torch.compile traces and lowers. It is enabled when the compiled code runs."""
         return True
 
     def __init__(self, device: PaperDevice) -> None:
@@ -94,7 +94,7 @@ class PaperMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor that wraps others, such as a DTensor: its own operations come here again
+            return NotImplemented  # a wrapper such as DTensor dispatches its inner operations here again
         kwargs = dict(kwargs or {})
         asked = kwargs.get("device")
         to_device = asked is not None and torch.device(asked).type == "cuda"
@@ -106,7 +106,7 @@ class PaperMode(TorchDispatchMode):
         if name.startswith("c10d::"):
             return self._collective(func, args, kwargs)
         if name.startswith("weft_"):
-            # Code that a compiled graph holds as one operator: what it does is counted, not the operator.
+            # Code that a compiled graph holds as one operator. Count its operations, not the operator.
             with self:
                 return func.redispatch(_ON_CUDA, *args, **kwargs)
         special = self._special.get(name)
@@ -114,7 +114,7 @@ class PaperMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def quietly(self, quiet: bool) -> Iterator[None]:
-        """Count no kernel of what runs inside: the shapes alone are wanted."""
+        """Count no kernels during a block that only computes shapes."""
         before, self._is_quiet = self._is_quiet, quiet
         try:
             yield
@@ -122,13 +122,13 @@ class PaperMode(TorchDispatchMode):
             self._is_quiet = before
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation of the device on fake tensors."""
+        """Run a device operation on fake tensors."""
         name = func._schema.name
         try:
             with self.device.fake:
                 out = func(*args, **kwargs)
         except RuntimeError as error:
-            # Recorded here too: the program may take the error for another one, or catch it.
+            # Record it here too, because the program may convert or catch the error.
             if re.search("two (different )?devices", str(error)) and not self.device.mismatch:
                 self.device.mismatch = f"{name}: {str(error).splitlines()[0]}"
             raise
@@ -157,7 +157,7 @@ class PaperMode(TorchDispatchMode):
         updated, kept = _updated(func, args, kwargs)
         reads, writes = [*reads, *updated], [x for x in writes if id(x) not in kept]
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        # Formulas take no format of a product's sum, which stands behind its tensors.
+        # FLOP formulas do not accept the trailing dtype of a product's sum.
         given = args[:-1] if args and isinstance(args[-1], torch.dtype) else args
         flops = float(formula(*given, **kwargs, out_val=out)) if formula is not None else 0.0
         self.device.launch(func._schema.name, reads, [*writes, *outs], flops)
@@ -202,7 +202,7 @@ class PaperMode(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _searchsorted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Sorted numbers that nobody knows, such as a router's choice, hold each of those asked for equally often."""
+        """Assume a uniform distribution if sorted numbers are unknown, such as a router's choice."""
         places = self._run(func, args, kwargs)
         if value_of(args[0]) is None and isinstance(args[1], torch.Tensor) and args[1].dim() == args[0].dim() == 1:
             ranks = torch.arange(args[1].numel()) + int(bool(kwargs.get("right")))
@@ -210,7 +210,7 @@ class PaperMode(TorchDispatchMode):
         return places
 
     def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An index of the host is copied; of a bool one the host must know how many are true."""
+        """Copy indices from the host. For a bool index, the host must wait for the number of true elements."""
         found: list[torch.Tensor | None] = []
         for index in args[1]:
             if index is not None and not is_fake(index):
@@ -230,7 +230,7 @@ class PaperMode(TorchDispatchMode):
             return self._run(func, args, kwargs)
         dtype, non_blocking = kwargs.get("dtype") or source.dtype, bool(kwargs.get("non_blocking"))
         if target.type == "cuda":
-            # The host converts before it sends, or the device after: one copy in any case.
+            # Either the host converts before the copy, or the device after it. Both are one copy.
             out = self.device.empty(_as_format(source, kwargs), dtype)
         else:
             like = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="meta")
@@ -278,9 +278,9 @@ class PaperMode(TorchDispatchMode):
     def _run_collective(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[torch.Tensor], writes: list[Any]
     ) -> None:
-        """The fake process group on values: the other ranks hold what this one does, and add nothing to whole numbers.
+        """Run a collective on values with the fake process group, in which other ranks add nothing to integers.
 
-        What they add to others is unknown: of a pipeline only the last stage has a loss and tokens.
+        Sums of floating tensors are unknown: only the last stage of a pipeline has a loss and tokens.
         """
         if func._schema.name in ("c10d::send", "c10d::recv_"):
             self._run_message(reads, writes)
@@ -296,7 +296,7 @@ class PaperMode(TorchDispatchMode):
             func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
 
     def _run_message(self, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        """What a rank is sent is unknown, but for whole numbers: it hears what was said last, as shapes of a stage."""
+        """Forget received values, except integers such as a stage's shapes, which are those that were last sent."""
         for sent in reads:
             known = value_of(sent)
             self.device.said = known.clone() if known is not None and sent.dtype == torch.int64 else self.device.said
@@ -309,7 +309,7 @@ class PaperMode(TorchDispatchMode):
 
 
 def _met(name: str, args: tuple[Any, ...], group: ProcessGroup | None) -> Met:
-    """Who takes part. Weft binds the group of all ranks to its device, and no other."""
+    """Return the participants. Weft binds only the group of all ranks to its device."""
     if group is None:
         return Met("", 2)
     ends = None
@@ -319,7 +319,7 @@ def _met(name: str, args: tuple[Any, ...], group: ProcessGroup | None) -> Met:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation changes."""
+    """Return the arguments that an operation changes."""
     found: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -328,7 +328,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
 
 
 def _updated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], frozenset[int]]:
-    """Of what an operation changes: what it reads as well, and the ids of what it leaves as it is."""
+    """Return the changed arguments that an operation also reads, and the ids of those that it does not change."""
     name = func._schema.name
     if name in _OVERWRITES or not (name.endswith("_") or name.startswith("weft::")):
         return [], frozenset()
@@ -343,7 +343,7 @@ def _updated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def _as_format(source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """A tensor without memory that has the strides which a copy of `source` gets."""
+    """Return a meta tensor with the strides of a copy of `source`."""
     return torch.empty_like(
         torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"),
         memory_format=kwargs.get("memory_format") or torch.preserve_format,

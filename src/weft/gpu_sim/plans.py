@@ -1,6 +1,6 @@
-"""Processes of their own for the paper device, which a process cannot give back, and what each says when it ends.
+"""Subprocesses for the simulated GPU, which a process cannot remove again, and their reports.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,26 @@ from weft.gpu_sim.stub_library import built_stub
 
 @dataclass(frozen=True, slots=True)
 class PaperReport:
-    """What a process on paper says when it ends, as JSON. Seconds are simulated: see `roofline.py` for the guesses.
+    """Report of a simulated process, as JSON. Seconds are simulated with the rates in `clock.py`.
 
-    kernels: that the host launched, a graph as one. recorded: those that graphs launched. outlived: of a plan with
-    graphs, memory that captures made and something still holds, by line. num_bytes: read and written by kernels.
-    products_s: what matrix products and attention take by their FLOPs alone, the least that the step can take.
-    line_s: of kernels, by line of Weft. syncs: waits of the host, by what and line; a copy that blocks is one.
-    behind: waits for what the step before launched; the device has this step's work to do meanwhile. copies,
-    collectives, races: how often, by what. formats: tensors of collectives, by kind and number format. communicators:
-    over which anything went, since the process or the plan began. mismatch: the error of a tensor on the wrong device,
-    or "". busy_s: of the default stream. idle_s: its waiting, by reason. over_s: of a plan, what of that is for other
-    ranks, by axis, as a run's ledger has it. name: of the script or the plan. error: what ended a plan early, or "".
+    Attributes:
+        kernels: launches of the host. A graph is one launch.
+        recorded: kernels that graphs launched.
+        num_bytes: bytes that kernels read and wrote.
+        products_s: time of matrix products and attention by FLOPs alone, a lower bound of the step.
+        line_s: time of kernels by line of Weft.
+        syncs: waits of the host by reason and line, including blocking copies.
+        behind: waits for the previous step's work, during which the device has work of this step.
+        copies, collectives, races: counts by description.
+        formats: tensors of collectives by kind and dtype.
+        communicators: number of communicators that were used since the process or the plan began.
+        busy_s: working time of the default stream.
+        idle_s: waiting time of the default stream by reason.
+        over_s: for a plan, waiting time for other ranks by axis, from a run's ledger.
+        outlived: for a plan with graphs, storages from captures that are still alive, by line.
+        mismatch: the error of a tensor on the wrong device, or "".
+        name: name of the script or the plan.
+        error: error that ended a plan early, or "".
     """
 
     kernels: int = 0
@@ -56,20 +65,20 @@ class PaperReport:
 
     @property
     def num_syncs(self) -> int:
-        """The number of times that the host waited for the device."""
+        """Number of times that the host waited for the device."""
         return sum(self.syncs.values())
 
     @property
     def num_blocking(self) -> int:
-        """Copies that the host waits for."""
+        """Number of copies that the host waits for."""
         return sum(number for name, number in self.copies.items() if ", blocking @" in name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return what people read of it."""
+        """Return the report as lines for users."""
         graphs = f" and {self.recorded} in graphs" if self.recorded else ""
         told = [
             f"{self.name}: {self.kernels} kernels{graphs}, {self.num_bytes / 1e9:.3f} GB; "
@@ -96,7 +105,7 @@ class PaperReport:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a process on paper ended. reports: one a script; of plans one each, in their order."""
+    """Result of a simulated process. `reports` has one entry for a script, or one per plan in order."""
 
     returncode: int
     stdout: str
@@ -107,30 +116,30 @@ class Finished:
 def script_on_paper(
     path: str | Path, *arguments: str, ranks: int = 1, rank: int = 0, cwd: Path | None = None, limit_s: float = 600.0
 ) -> Finished:
-    """Run a script in a process that finds one GPU on paper.
+    """Run a script in a process with one simulated GPU.
 
     Args:
-        path: of the script.
-        *arguments: its command line.
-        ranks: size of the world that it finds.
-        rank: its place there.
-        cwd: the process's working folder; None: this one's.
-        limit_s: seconds that it may take.
+        path: path of the script.
+        *arguments: arguments of the script.
+        ranks: world size.
+        rank: rank of the process.
+        cwd: working folder of the process; None for the current one.
+        limit_s: timeout in seconds.
 
     Raises:
-        LaunchError: where this machine cannot have one: see `why_not`.
+        LaunchError: if this machine cannot simulate a GPU; see `why_not`.
     """
     return _run(("script", f"--ranks={ranks}", f"--rank={rank}", str(path), *arguments), cwd, limit_s)
 
 
 def plans_on_paper(plans: Sequence[str], *options: str, cwd: Path | None = None, limit_s: float = 600.0) -> Finished:
-    """Train some steps under each plan, one rank of it, in one process.
+    """Train some steps of one rank under each plan, in one process.
 
     Args:
-        plans: one line each.
-        *options: as `python -m weft.gpu_sim` takes them.
-        cwd: the process's working folder; None: this one's.
-        limit_s: seconds that it may take.
+        plans: the plans, one line each.
+        *options: options of `python -m weft.gpu_sim`.
+        cwd: working folder of the process; None for the current one.
+        limit_s: timeout in seconds.
     """
     return _run(("plans", *options, *plans), cwd, limit_s)
 

@@ -1,7 +1,7 @@
-"""Accesses to the same memory from two streams that nothing orders, found while they are launched.
+"""Race detection: accesses to the same memory from two streams without an order, found at launch.
 
-Which stream has seen what is kept by torch's own CUDA sanitizer (`torch.cuda._sanitizer`). It looks at first addresses;
-here memory is compared by range, since views of flat buffers begin in one and end in another.
+The order of streams comes from torch's CUDA sanitizer (`torch.cuda._sanitizer`). The sanitizer compares first
+addresses. Here memory is compared by range, because views of flat buffers can overlap partially.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.gpu_sim.counts import line_of
 
-#: The default stream, by torch's number.
+#: Torch's number of the default stream.
 DEFAULT = 0
 
 
 class Access(NamedTuple):
-    """One kernel's use of bytes [first, last) of a storage."""
+    """One kernel's access to bytes [first, last) of a storage."""
 
     first: int
     last: int
@@ -35,7 +35,7 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """What of a storage is used: first byte, the one behind the last, and whether it is written."""
+    """Accessed ranges of a storage, each with first byte, end byte (exclusive), and True for a write."""
 
     storage: StorageWeakRef
     ranges: set[tuple[int, int, bool]]
@@ -43,7 +43,7 @@ class Touched:
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage's accesses that a later one may still collide with. home: the stream that was current at its making."""
+    """Accesses of a storage that may still race with later ones. `home` is the current stream at its allocation."""
 
     alive: StorageWeakRef
     home: int
@@ -52,18 +52,18 @@ class _Memory:
 
 
 class Races:
-    """Collects accesses and what orders them. found: descriptions, with how often."""
+    """Collects accesses and their order. `found` counts races by description."""
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
         self.order = StreamSynchronizations()
         self._number = 0
         self._memory: dict[int, _Memory] = {}
-        # Storages that other streams than their own have used: these alone can be freed too early.
+        # Storages that were used on streams other than their home. Only these can be freed too early.
         self._visited: set[int] = set()
 
     def launch(self, stream: int, kernel: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
-        """A kernel is put on a stream."""
+        """Record a kernel launch on a stream."""
         self._look_for_freed(stream)
         self._number += 1
         self.order.update_seq_num(stream, self._number)
@@ -80,7 +80,7 @@ class Races:
                 self._access(memory, Access(first, last, stream, self._number, kernel, line, writing))
 
     def launch_on(self, stream: int, kernel: str, memories: Mapping[int, Touched]) -> None:
-        """The same for a graph, whose tensors may be gone: memory that was inside of it alone is no others'."""
+        """Record a graph launch. Its tensors may be freed, and memory that only the graph used cannot race."""
         self._look_for_freed(stream)
         self._number += 1
         self.order.update_seq_num(stream, self._number)
@@ -96,19 +96,19 @@ class Races:
                 self._access(key, Access(first, last, stream, self._number, kernel, line, writing))
 
     def made(self, tensor: torch.Tensor, stream: int) -> None:
-        """Memory was taken from the allocator, which gives it to others of `stream` when the tensor is gone."""
+        """Record an allocation. The allocator reuses the memory on `stream` when the tensor is freed."""
         self._look_for_freed(stream)
         self._of(tensor, stream)
 
     def used_by(self, tensor: torch.Tensor, stream: int) -> None:
-        """`tensor.record_stream(stream)`: its memory goes to others only after what `stream` has to do."""
+        """Record `tensor.record_stream(stream)`, which delays reuse of the memory until `stream` has done its work."""
         memory = self._memory[self._of(tensor, stream)]
         memory.recorded.add(stream)
 
     def _of(self, tensor: torch.Tensor, stream: int) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        # The weak reference keeps the address from being given to another storage while this one is remembered.
+        # The weak reference prevents reuse of the address while this storage is tracked.
         memory = self._memory.get(key)
         if memory is None:
             memory = self._memory[key] = _Memory(StorageWeakRef(storage), stream)
@@ -124,7 +124,7 @@ class Races:
             ordered = self.order.is_ordered_after(new.stream, old.number, old.stream)
             if overlaps and not ordered and (old.writes or new.writes):
                 self._notify_all(new, old)
-            # What an ordered access covers whole, and says no less of, is asked in its place from here on.
+            # A new access replaces an old one that it covers, is ordered after, and conflicts at least as much as.
             covered = ordered and new.first <= old.first and old.last <= new.last and (new.writes or not old.writes)
             if not covered:
                 kept.append(old)
@@ -139,7 +139,7 @@ class Races:
         ] += 1
 
     def _look_for_freed(self, stream: int) -> None:
-        """Memory that the allocator may give to what `stream` does next, while another stream may still use it."""
+        """Find freed memory that `stream` may reuse while another stream may still use it."""
         gone = [key for key in self._visited if self._memory[key].home == stream and self._memory[key].alive.expired()]
         for key in gone:
             memory = self._memory.pop(key)
@@ -158,7 +158,7 @@ class Races:
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and the one behind the last, in its storage."""
+    """Return the first byte and the end byte (exclusive) in the tensor's storage."""
     width = tensor.element_size()
     first = int(tensor.storage_offset()) * width
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

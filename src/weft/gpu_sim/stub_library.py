@@ -1,6 +1,6 @@
-"""The C++ half of the paper device: built with g++ when it is first asked for, kept for this torch and this source.
+"""The C++ part of the simulated GPU: built with g++ on first use, and cached per torch version and source.
 
-Nothing here imports torch: the library must be loaded before torch asks how many devices there are.
+This module does not import torch, because the library must be loaded before torch queries the number of devices.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from weft import env
 from weft.errors import LaunchError
 
-#: How long (s) g++ may take; it takes about 3.
+#: Timeout of g++ in seconds. It takes about 3.
 _BUILD_LIMIT_S = 300.0
 
 
 def load_stub() -> ctypes.CDLL:
-    """Load the library into this process, which then has one CUDA device on paper until it ends.
+    """Load the library into this process, which then has one simulated CUDA device until it ends.
 
     Raises:
-        LaunchError: after `import torch`, on another system than Linux, without g++, and where it cannot be built.
+        LaunchError: after `import torch`, on systems other than Linux, without g++, or if the build fails.
     """
     if "torch" in sys.modules:
         raise LaunchError(
@@ -38,22 +38,22 @@ def load_stub() -> ctypes.CDLL:
 
 
 def why_not() -> str:
-    """Return why this machine cannot have a paper device; empty where it can."""
+    """Return why this machine cannot simulate a GPU, or "" if it can."""
     if not sys.platform.startswith("linux"):
         return f"the paper device is built for Linux, and this is {sys.platform}"
     if shutil.which("g++") is None:
         return "g++ is not on PATH; install it (Debian: apt install g++)"
     if (_torch_dir() / "lib" / "libtorch_cuda.so").exists():
-        # Its real hooks and the simulated ones cannot both be registered.
+        # The real hooks and the simulated ones cannot both be registered.
         return f"torch {version('torch')} is built for CUDA, and a simulated GPU needs torch's build for CPUs"
     return ""
 
 
 def built_stub() -> Path:
-    """Return the library for the torch that is installed, built if it is not there.
+    """Return the library for the installed torch, and build it if needed.
 
     Raises:
-        LaunchError: where it cannot be built.
+        LaunchError: if the build fails.
     """
     if why := why_not():
         raise LaunchError(f"paper device: {why}.")
@@ -75,7 +75,7 @@ def _torch_dir() -> Path:
 
 
 def _build(source: Path, torch_dir: Path, built: Path) -> None:
-    """Compile beside the place where it will lie: processes that build at once each bring a whole file there."""
+    """Compile to a temporary file next to the target and rename it, so that concurrent builds do not conflict."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=built.parent)
     os.close(handle)
     libraries = torch_dir / "lib"

@@ -1,7 +1,8 @@
-"""How the samples of a step lie on ranks and in microbatches, found by cost.
+"""Cost-based batching: assignment of a step's samples to ranks and microbatches.
 
-Every rank computes it alike from the lengths of all samples of the step, so nothing is sent. A microbatch is filled up
-to its longest sample, so it holds samples that are alike in length; all ranks get equally many microbatches.
+Every rank computes the same assignment from the lengths of all samples of the step, so no communication is needed. A
+microbatch is padded to its longest sample, so samples of similar length are grouped. All ranks get the same number of
+microbatches.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ from weft.config.run_config import RunConfig
 from weft.config.traced_model import Limit, TracedModel
 from weft.errors import DataError
 
-#: What a microbatch costs beside its samples, as a share of what it may hold: calls of many small kernels.
+#: Fixed cost of a microbatch (launches of many small kernels), as a fraction of its maximum cost.
 _CALL = 0.01
-#: Bounds of a microbatch's cost that are tried, and the runs of all ranks up to which they are.
+#: Number of cost bounds to try, and the maximum number of runs over all ranks for that search.
 _BOUNDS, _SEARCHED = 4, 32
-#: Into how many more microbatches than the plan's a step may be cut, where that leaves less to fill up.
+#: Maximum ratio of microbatches per step to those of the plan. More microbatches can reduce padding.
 _MORE = 4
-#: Places at most where runs may begin, in that search.
+#: Maximum number of positions at which runs may begin in that search.
 _PLACES = 128
-#: What sums may be above a bound by rounding.
+#: Tolerance for rounding when sums are compared with a bound.
 _NEARLY = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What samples cost, and how much a microbatch may hold.
+    """Costs of samples and limits of a microbatch.
 
-    lengths: of each sample of the training data, by its index, in tokens or what else a batch is filled up to; with a
-    second dimension, of several things that are filled up each.
-    cost_of: cost of samples of such lengths, in tokens: FLOPs, divided by those of one token alone; float64, of the
-    same shape, and never less for a longer one. most: cost of a microbatch. most_tokens: tokens of one, filled up;
-    None: any number. room: microbatches of a rank, up to which a step may be cut into more of them than it must.
-    beside: what each sample costs besides, such as encoders of its pictures: float64 (samples,); None: nothing.
+    Attributes:
+        lengths: length of each training sample by index, in tokens or another padded unit. A second dimension holds
+            several quantities that are padded separately.
+        cost_of: cost of samples of the given lengths in tokens: FLOPs divided by the FLOPs of one token alone. Returns
+            float64 of the same shape, non-decreasing in the length.
+        most: maximum cost of a microbatch.
+        most_tokens: maximum tokens of a microbatch after padding; None for no limit.
+        room: number of microbatches per rank up to which a step may be divided further than required.
+        beside: additional cost of each sample, such as image encoders: float64 (samples,); None for no cost.
     """
 
     lengths: Sequence[int] | np.ndarray
@@ -49,7 +53,7 @@ class Costs:
     beside: np.ndarray | None = None
 
     def check(self) -> None:
-        """Refuse a sample that alone costs more than a microbatch may.
+        """Refuse a sample that alone exceeds a microbatch's maximum cost.
 
         Raises:
             DataError: for such a sample, with its number.
@@ -66,14 +70,14 @@ class Costs:
             )
 
     def divide(self, indices: Sequence[int], num_ranks: int) -> list[list[tuple[int, ...]]]:
-        """Return the microbatches of each rank as numbers of samples in the step, equally many for every rank.
+        """Return the microbatches of each rank as positions of samples in the step. Every rank has the same number.
 
         Args:
-            indices: of the step's samples in the training data, in the order of the step.
-            num_ranks: that read different samples.
+            indices: indices of the step's samples in the training data, in step order.
+            num_ranks: number of ranks that read different samples.
         """
         lengths = _columns(self.lengths)[np.asarray(indices)]
-        # Ties by number: the order is the same wherever it is computed.
+        # Break ties by number, so that every rank computes the same order.
         order = np.lexsort((np.arange(len(lengths)), *-lengths.T, -lengths.sum(1)))
         beside = None if self.beside is None else self.beside[np.asarray(indices)][order]
         runs = _Runs(lengths[order], self.cost_of, self.most_tokens, beside)
@@ -83,7 +87,7 @@ class Costs:
         found = [runs.even(self.most, count) for count in sorted({counts[0], counts[-1]})]
         least = max(runs.costs_of(found[-1]))
         if counts[-1] <= _SEARCHED:
-            # Less filling than runs of equal cost have, as long as ranks still come out even.
+            # Reduce padding compared with runs of equal cost, if ranks still balance.
             for bound in np.geomspace(least, max(least, self.most), _BOUNDS):
                 found += runs.least_filled(float(bound), counts)
         best = min(found, key=lambda cut: self._time(runs.costs_of(cut), num_ranks))
@@ -96,15 +100,17 @@ class Costs:
         ]
 
     def _time(self, costs: list[float], num_ranks: int) -> float:
-        """What a step takes: the most costly microbatch of each round, and the calls. In tokens."""
+        """Return the cost of a step in tokens: the most expensive microbatch of each round plus the fixed costs."""
         rounds = sorted(costs, reverse=True)[::num_ranks]
         return sum(rounds) + _CALL * self.most * len(rounds)
 
 
 class _Runs:
-    """Samples from the longest to the shortest, cut into runs. most_tokens: of a run, filled up.
+    """Samples in order of decreasing length, divided into consecutive runs.
 
-    beside: what each costs besides.
+    Args:
+        most_tokens: maximum tokens of a run after padding.
+        beside: additional cost of each sample.
     """
 
     def __init__(
@@ -115,18 +121,18 @@ class _Runs:
         beside: np.ndarray | None = None,
     ):
         self._lengths, self._cost_of, self._most_tokens = lengths, cost_of, most_tokens
-        #: What all samples before each place cost besides.
+        #: Prefix sums of the additional costs.
         self._incompatible_setting = np.zeros(len(lengths) + 1)
         if beside is not None:
             np.cumsum(beside, out=self._incompatible_setting[1:])
-        #: Of each power of two: the longest of so many samples from each place on.
+        #: Entry k holds, for each position, the maximum length of the 2**k samples from there.
         self._longest = [lengths]
         while 2 ** len(self._longest) <= len(lengths):
             known, apart = self._longest[-1], 2 ** (len(self._longest) - 1)
             self._longest.append(np.maximum(known[:-apart], known[apart:]))
 
     def cut(self, bound: float) -> list[range]:
-        """Fill runs up to a cost, one after another; a run holds at least one sample."""
+        """Fill runs up to a cost one after another. Each run has at least one sample."""
         sizes = self._sizes(bound).tolist()
         found, start = list[range](), 0
         while start < len(sizes):
@@ -135,9 +141,10 @@ class _Runs:
         return found
 
     def _sizes(self, bound: float) -> np.ndarray:
-        """How many samples from each place on keep within a bound: the more, the more they cost.
+        """Return, for each position, how many samples from there fit within a cost bound.
 
-        All places at once, by powers of two from the largest on: the work grows as n log n, whatever the runs.
+        Searches all positions together by decreasing powers of two, in O(n log n). Cost grows with the number of
+        samples.
         """
         sizes, filled = np.zeros(len(self._lengths), np.int64), np.zeros_like(self._lengths)
         for power in reversed(range(len(self._longest))):
@@ -153,7 +160,7 @@ class _Runs:
         return sizes
 
     def even(self, most: float, number: int) -> list[range]:
-        """Return at most `number` runs, the most costly of which costs least, and no more than `most`."""
+        """Return at most `number` runs with the lowest maximum cost. No run costs more than `most`."""
         low, high = 0.0, most
         while high - low > 2e-3 * high:
             middle = (low + high) / 2
@@ -161,9 +168,10 @@ class _Runs:
         return self.cut(high)
 
     def least_filled(self, bound: float, numbers: Sequence[int]) -> list[list[range]]:
-        """Return for each number at most so many runs within a bound of cost, whose costs add up to the least.
+        """Return, for each entry of `numbers`, at most that many runs with the lowest total cost.
 
-        Where there are none, none is returned. Dynamic programming over the places between samples.
+        No run exceeds the cost bound. Entries without a solution are left out. Uses dynamic programming over the
+        borders between samples.
         """
         step = -(-len(self._lengths) // _PLACES)
         places = [*range(0, len(self._lengths), step), len(self._lengths)]
@@ -192,7 +200,7 @@ class _Runs:
         return found
 
     def costs_of(self, cut: list[range]) -> list[float]:
-        """Cost of each run, filled up to its longest sample."""
+        """Return the cost of each run, padded to its longest sample."""
         filled = np.array([self._lengths[run.start : run.stop].max(0).sum() for run in cut], np.int64)
         besides = [float(self._incompatible_setting[run.stop] - self._incompatible_setting[run.start]) for run in cut]
         costs = self._cost_of(filled)
@@ -200,10 +208,11 @@ class _Runs:
 
 
 def _dealt(costs: list[float], num_ranks: int) -> list[list[int]]:
-    """Deal runs to ranks, the most costly first: in every round one for each rank, the largest to who has least.
+    """Assign runs to ranks in rounds of decreasing cost. The rank with the lowest sum gets the largest run of a round.
 
-    Where every layer waits for all ranks (zero=3), the microbatches of a round are alike; where only steps wait, the
-    sums are.
+    The microbatches of a round have similar costs, which matters if every layer synchronizes ranks (zero=3). The sums
+    per
+    rank are similar, which matters if only steps synchronize.
     """
     found: list[list[int]] = [[] for _ in range(num_ranks)]
     sums = [0.0] * num_ranks
@@ -217,13 +226,13 @@ def _dealt(costs: list[float], num_ranks: int) -> list[list[int]]:
 
 
 def _columns(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Lengths, int64 (samples, columns that are filled up)."""
+    """Return lengths as int64 (samples, padded columns)."""
     found = np.asarray(lengths, np.int64)
     return found[:, None] if found.ndim == 1 else found
 
 
 class CostTask(Protocol):
-    """What is asked of a task."""
+    """Interface of a task that provides costs."""
 
     config: RunConfig
     fills_seq_len: bool
@@ -234,15 +243,15 @@ class CostTask(Protocol):
 
 
 def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
-    """Return what a task's samples cost, as its config asks; None of fixed batches.
+    """Return the costs of a task's samples, or None for fixed batches.
 
     Args:
-        task: opened, or prepared.
-        rows: samples of one of the plan's microbatches.
-        num_microbatches: of the plan, for each rank.
+        task: an opened or prepared task.
+        rows: samples in one of the plan's microbatches.
+        num_microbatches: the plan's microbatches per rank.
 
     Raises:
-        DataError: where a sample costs more than a microbatch may.
+        DataError: if a sample costs more than the maximum of a microbatch.
     """
     data = task.config.data
     if data.batching == "fixed":
@@ -262,14 +271,14 @@ def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
 
 
 def own_costs(task: CostTask) -> np.ndarray:
-    """Return what each training sample of a task costs alone, by its own length, in tokens: float64 (samples,)."""
+    """Return the cost of each training sample of a task without padding, in tokens: float64 (samples,)."""
     lengths, table = _lengths_and_table(task)
     found, beside = table[_columns(lengths).sum(1)], task.costs_beside()
     return found if beside is None else found + beside
 
 
 def _lengths_and_table(task: CostTask) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of a task's samples, and what a sample of each length costs, up to the longest that there may be."""
+    """Return the lengths of a task's samples and a table of costs by length, up to the maximum length."""
     given = task.lengths()
     lengths = np.asarray(() if given is None else given, np.int64)
     least = task.config.train.seq_len if task.fills_seq_len else 1
@@ -278,7 +287,7 @@ def _lengths_and_table(task: CostTask) -> tuple[np.ndarray, np.ndarray]:
 
 
 def traced_costs(traced: TracedModel | None, lengths: np.ndarray) -> np.ndarray:
-    """Return the FLOPs of samples of some lengths by the trace of a model, divided by those of one token alone."""
+    """Return a model's traced FLOPs for samples of the given lengths, divided by the FLOPs of one token."""
     if traced is None or not traced.reads_sequence:
         return np.asarray(lengths, np.float64)
     asked = np.asarray(lengths, np.float64)
@@ -286,7 +295,7 @@ def traced_costs(traced: TracedModel | None, lengths: np.ndarray) -> np.ndarray:
 
 
 def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
-    """Return which fields of a plan batches by cost narrow."""
+    """Return the limits of plan fields under cost-based batching."""
     if config.data.batching == "fixed":
         return {}
     return {
@@ -294,40 +303,40 @@ def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
     }
 
 
-# Which places of the endless row of training samples each step takes: equally many, or as many as a cost allows.
+# Positions that each step reads in the sequence of training samples over all epochs: a fixed number, or by cost.
 
-#: What a sum may be above a bound by rounding.
+#: Tolerance for rounding when a sum is compared with a bound.
 
 
 class StepBorders:
-    """Borders of steps, as a pure function of the step. Places count from 0 and over all epochs, as steps do."""
+    """Borders of steps, as a pure function of the step. Positions count from 0 over all epochs, as steps do."""
 
     def first(self, step: int) -> int:
-        """Return the first place of a step: the samples of all steps before."""
+        """Return the first position of a step, which is the number of samples in all earlier steps."""
         raise NotImplementedError
 
     def step_at(self, place: int) -> int:
-        """Return the step that takes a place."""
+        """Return the step that contains a position."""
         raise NotImplementedError
 
     def steps(self, num_samples: int) -> float:
-        """Return how many steps the first samples take: the last one in part where it takes more."""
+        """Return the number of steps that `num_samples` samples fill. A partial last step counts as a fraction."""
         step = self.step_at(num_samples)
         first = self.first(step)
         return step + (num_samples - first) / (self.first(step + 1) - first)
 
     @staticmethod
     def of(batches: object, global_batch: int) -> StepBorders:
-        """Return which samples the steps of some batches take: what these say, or global_batch each."""
+        """Return the step borders that `batches` defines, or else steps of `global_batch` samples."""
         return getattr(batches, "places", None) or EvenBorders(global_batch)
 
     @staticmethod
     def of_task(task: CostTask, order: Callable[[int, int], np.ndarray]) -> StepBorders:
-        """Return which samples the steps of a task take: train.global_batch, or what train.global_cost allows.
+        """Return the step borders of a task: steps of train.global_batch samples, or of train.global_cost if it is set.
 
         Args:
-            task: prepared, or opened.
-            order: gives the indices of so many samples in the order of an epoch, int64 (samples,).
+            task: a prepared or opened task.
+            order: returns the sample indices of an epoch in order, int64 (samples,), from their number and the epoch.
         """
         most = task.config.train.global_cost
         if most is None:
@@ -350,21 +359,21 @@ class EvenBorders(StepBorders):
 
 
 class CostBorders(StepBorders):
-    """Steps that take samples in their order while these cost no more than `most` together.
+    """Steps of consecutive samples whose total cost is at most `most`.
 
-    A sample that alone costs more is a step of its own, and no step is empty. Steps go on over the end of an epoch.
+    A sample that alone costs more than `most` forms a step. No step is empty. Steps may span the end of an epoch.
 
     Args:
-        costs_in_order: what the samples of an epoch cost, in the order of that epoch: float64 (samples,).
-        num_samples: of an epoch.
-        most: cost of a step.
+        costs_in_order: returns the costs of an epoch's samples in that epoch's order: float64 (samples,).
+        num_samples: samples per epoch.
+        most: maximum cost of a step.
     """
 
     def __init__(self, costs_in_order: Callable[[int], np.ndarray], num_samples: int, most: float):
         if not num_samples:
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._costs, self._num_samples, self._most = costs_in_order, num_samples, most * _NEARLY
-        #: First places of the steps so far, the last of which is still open, and what that one costs yet.
+        #: First positions of the steps so far, the last of which is incomplete, and the cost of that step so far.
         self._firsts, self._used = [0], 0.0
         self._epochs = 0
 
@@ -379,16 +388,16 @@ class CostBorders(StepBorders):
         return int(np.searchsorted(self._firsts, place, side="right")) - 1
 
     def _add_epoch(self) -> None:
-        """Cut one more epoch: a search for each step, not for each sample."""
+        """Add the borders of one more epoch with one binary search per step."""
         before = self._epochs * self._num_samples
         sums = np.concatenate(([0.0], np.cumsum(self._costs(self._epochs))))
         start = 0
         while start < self._num_samples:
             stop = int(np.searchsorted(sums, sums[start] + self._most - self._used, side="right")) - 1
-            stop = max(stop, start)  # a step that is open from the epoch before may have no room
-            if before + stop == self._firsts[-1]:  # the first sample alone is too much
+            stop = max(stop, start)  # an incomplete step of the previous epoch may be full
+            if before + stop == self._firsts[-1]:  # the first sample alone exceeds the maximum
                 stop = start + 1
-            if stop == self._num_samples:  # there may be room for samples of the next epoch
+            if stop == self._num_samples:  # samples of the next epoch may still fit
                 self._used += float(sums[stop] - sums[start])
                 break
             self._firsts.append(before + stop)

@@ -1,4 +1,4 @@
-"""A save behind training: a thread that writes, tries again what failed, and is asked how it ended."""
+"""Saving and resuming a run: background saves with retries, and one checkpointer per run."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from weft.train.reporting import rate_change, rate_state
 from weft.train.state_io import DigestsBehind
 from weft.units import counted
 
-#: Seconds before a failed save is tried again, at first and at most.
+#: Seconds before a failed save is retried: the first pause, and the maximum.
 _PAUSE_S = (1.0, 30.0)
-#: How long (s) a rank that fails waits for the save under way; where others are gone, it may just be about to end.
+#: Seconds that a failing rank waits for a running save, normally and if another rank is gone.
 _LAST_WAIT_S, _LAST_WAIT_ALONE_S = 30.0, 0.5
 
 
 class Save:
-    """One save of one rank. Errors are those of all ranks alike, so that all try again together.
+    """One save on one rank. All ranks raise the same errors, so all retry together.
 
     Args:
         step: optimizer steps done.
-        act: writes and commits it with all ranks, and returns its path.
-        retries: how often a CheckpointError is tried again.
-        holds: whether it is tried on after that, while training waits.
-        is_copy: it goes to memory, and training goes on without it where it fails.
+        act: writes and commits the checkpoint with all ranks, and returns its path.
+        retries: number of retries after a CheckpointError.
+        holds: keep retrying after that, while training waits.
+        is_copy: the save goes to memory. Training continues without it if it fails.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Save:
         self._given_up = threading.Event()
         self._path: Location | None = None
         self._durable_s = 0.0
-        #: How long training waited for it (s).
+        #: Seconds that training waited for this save.
         self.stall_s = 0.0
-        #: What each failed try said.
+        #: Error messages of the failed tries.
         self.failures: list[str] = []
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Write it in this thread; what goes wrong is kept for `end`."""
+        """Write the checkpoint in this thread. `end` raises a failure later."""
         try:
             self._path = self._tried()
         except Exception as error:
@@ -73,36 +73,36 @@ class Save:
             self._over.set()
 
     def start(self) -> None:
-        """Write it in a thread of its own, which dies with the process: what has no COMMIT then never counted."""
+        """Write the checkpoint in a daemon thread. A save that ends without COMMIT is never valid."""
         threading.Thread(target=self.run, name="weft-save", daemon=True).start()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if the save has ended, with or without success."""
         return self._over.is_set()
 
     @property
     def is_held(self) -> bool:
-        """Whether training waits until it works."""
+        """True if training waits until the save succeeds."""
         return self._holds and not self.is_over and len(self.failures) > self._retries
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until it is over; what training waits is its stall."""
+        """Wait until the save has ended. The wait counts as its stall."""
         began = time.perf_counter()
         self._over.wait(seconds)
         self.stall_s += time.perf_counter() - began
 
     def leave(self, error: BaseException) -> None:
-        """Wait for it once more after an error that ends this rank: it may be the last one, but needs all ranks to end.
+        """Wait for the save a last time after an error that ends this rank, because committing needs all ranks.
 
-        It gets little time where another rank is gone or silent.
+        The wait is short if another rank is gone or silent.
         """
         self._given_up.set()
         is_alone = isinstance(error, CommError) and not error.peer_ends
         self.wait(_LAST_WAIT_ALONE_S if is_alone else _LAST_WAIT_S)
 
     def end(self) -> SaveEnd:
-        """Return how it ended, or raise what it failed on."""
+        """Return the outcome of the save, or raise its error."""
         if self.error is not None and self.is_copy:
             return SaveEnd(self.step, note=f"step {self.step} is not copied to memory: {self.error}")
         if isinstance(self.error, UnfitError):
@@ -127,24 +127,24 @@ class Save:
                 pause = min(2 * pause, _PAUSE_S[1])
 
 
-# A run's checkpoints: which one it goes on from, which weights may be saved, which of them stay.
+# Checkpoints of a run: resuming, validation of weights, retention.
 
-#: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
+#: Larger weights are unusable, because their squares overflow fp32 in norms.
 _LARGEST_WEIGHT = 1e18
-#: Skipped checkpoints that are named in the log.
+#: Maximum number of skipped checkpoints in the log.
 _MOST_SHOWN = 8
 
 
 class Keeper:
-    """Saves and resumes one run, on all ranks together: one save at a time, behind training where that is wished.
+    """Saves and resumes one run on all ranks together. At most one save is in flight, in the background if configured.
 
     Args:
-        folder: of the run.
-        config: of the run.
-        engine: what is saved.
-        home: what keeps copies in the memory of this host.
-        elsewhere: returns the checkpoint that the run goes on from in the place of its own newest one, whose step it
-            takes; None: from its own. All ranks call it.
+        folder: the run's folder.
+        config: the run's config.
+        engine: the engine whose state is saved.
+        home: storage for copies in this host's memory.
+        elsewhere: returns the checkpoint to resume from instead of the run's newest one, or None for the run's own. Its
+            argument is the step of the newest one. All ranks call it.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Keeper:
         self._folder, self._config, self._engine = folder, config, engine
         self._background, self._talk = config.checkpoint.background, engine.store_channel()
         self._save: Save | None = None
-        self._ends = deque[SaveEnd]()  # the thread of a save adds to it
+        self._ends = deque[SaveEnd]()  # the thread of a save appends to it
         self._num_told = 0
         self._joint_parts = RankGroup(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
         self._resumed = 0
@@ -171,10 +171,12 @@ class Keeper:
             self._copies, self._notes = Copies.open(home, self._joint_parts, every, engine.checkpoint_bytes)
 
     def resume(self) -> tuple[Progress, list[str]]:
-        """Load the newest valid checkpoint, or that of `resume.step`: the first rank looks, the others follow.
+        """Load the newest valid checkpoint, or the one of `resume.step`. Rank 0 searches and the others use its result.
 
-        Returns its progress, and lines that say what was found. Raises CheckpointError where there is nothing to
-        resume from although there should be.
+        Returns the progress and lines for the log.
+
+        Raises:
+            CheckpointError: if a required checkpoint is missing.
         """
         path, notes = self._copied()
         if from_disk := path is None:
@@ -197,14 +199,14 @@ class Keeper:
         return Progress(**checkpoint.state["progress"]), notes
 
     def moved(self, before: int, step: int) -> None:
-        """Hear that training goes on from `step`: what was saved of later ones is set aside; all ranks."""
+        """Set checkpoints after `step` aside if training continues from an earlier step. All ranks call it."""
         if step < before:
             self._finish()
             self._good_step = min(self._good_step, step)
             self._engine.on_first(lambda: bool(set_aside(self._folder.checkpoints, lambda one: one.step > step)))
 
     def _copied(self) -> tuple[Location | None, list[str]]:
-        """The copy in memory to resume from, or None, and what is to be told; all ranks."""
+        """Return the in-memory copy to resume from, or None, and lines for the log. All ranks call it."""
         if self._copies is None:
             return None, [*self._notes]
         if self._config.resume.step:
@@ -214,10 +216,13 @@ class Keeper:
         return self._copies.newest(saved)
 
     def _find(self) -> tuple[int | None, list[str]]:
-        """The step to resume from, or None, and what was found on the way; all ranks, each verifies its share."""
+        """Return the step to resume from, or None, and lines for the log.
+
+        All ranks call it, and each verifies its share.
+        """
         notes = self._engine.on_first(lambda: _unfinished_message(set_unfinished_aside(self._folder.checkpoints)))
         if step := self._config.resume.step:
-            # What is wrong with it the first rank says, before newer ones are set aside.
+            # Rank 0 reports problems before newer checkpoints are set aside.
             self._engine.on_first(lambda: _check_saved(self._folder, step))
             problems = verify_checkpoint(self._folder.checkpoint(step), together=self._joint_parts)
             notes += self._engine.on_first(lambda: go_back(self._folder, step, problems))
@@ -237,11 +242,18 @@ class Keeper:
         return found.step, [*notes, *self._engine.on_first(lambda: _set_skipped_aside(self._folder, newest))]
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
-        """Begin to write a checkpoint, each rank its part; `ended` tells what becomes of it.
+        """Begin to write a checkpoint. Each rank writes its part, and `ended` returns the outcome.
 
-        is_good: these weights gave a finite loss in an evaluation. last: no other step is going to follow. Waits for
-        the save before, or returns why it is left out, the same on all ranks. What is dropped once it is written is
-        never the newest one that is known to be good. Raises CheckpointError where the save before failed.
+        Waits for the previous save, or returns why this one is skipped, with the same result on all ranks. Retention
+        never deletes the newest checkpoint that is known to be good.
+
+        Args:
+            progress: progress to save.
+            is_good: an evaluation of these weights gave a finite loss.
+            last: no other step follows.
+
+        Raises:
+            CheckpointError: if the previous save failed.
         """
         if not last and self._config.checkpoint.busy == "skip" and self._engine.on_first(lambda: self._is_busy()):
             return "the checkpoint before it is still being written (checkpoint.busy=skip)"
@@ -264,7 +276,7 @@ class Keeper:
         return None
 
     def copy(self, progress: Progress) -> bool:
-        """Begin to copy the state into memory; `ended` tells what becomes of it. False where a save is under way."""
+        """Begin to copy the state into memory, and return False if a save is running. `ended` returns the outcome."""
         copies = self._copies
         if copies is None:
             return True
@@ -293,9 +305,9 @@ class Keeper:
         save.stall_s = time.perf_counter() - began
 
     def ended(self, wait: bool = False) -> list[SaveEnd]:
-        """What became of saves since the last call. wait: also of the one under way.
+        """Return the outcomes of saves since the last call. With `wait`, wait for the running one too.
 
-        A save that failed for good asks all ranks to stop, and raises its CheckpointError once it is waited for.
+        If a save failed for good, all ranks are asked to stop. Its CheckpointError is raised once it is waited for.
         """
         save = self._save
         if save is not None and not wait:
@@ -311,25 +323,25 @@ class Keeper:
         return [self._ends.popleft() for _ in range(len(self._ends))]
 
     def drop_copies(self) -> None:
-        """Forget the copies in memory, so that the next start goes on from the disk; all ranks."""
+        """Delete the copies in memory, so that the next start resumes from disk. All ranks call it."""
         if self._copies is not None:
             self._engine.on_first(self._copies.clear)
 
     def leave(self, error: Exception) -> None:
-        """Part from the save under way after an error: it may be the last one, but needs all ranks to end."""
+        """Wait briefly for the running save after an error, because committing needs all ranks."""
         if self._save is not None:
             self._save.leave(error)
 
     def _stop(self, step: int, problems: list[str]) -> None:
-        """In a thread of one rank: what the run went on from is damaged, so that nothing of it may be saved."""
+        """Request a stop because the resumed checkpoint is damaged. Runs in a thread of one rank."""
         self._ends += [SaveEnd(step, note=f"step {step}, which the run went on from: {one}")
                        for one in problems]  # fmt: skip
         self._engine.wants_stop = True
 
     def _prove_start(self) -> None:
-        """Before the first save: what the run went on from is whole; else CheckpointError on all ranks.
+        """Verify the resumed checkpoint before the first save. All ranks raise CheckpointError if it is damaged.
 
-        It is set aside then, and nothing was saved of what came from it.
+        The damaged checkpoint is then set aside. Nothing derived from it was saved.
         """
         digests, self._digests = self._digests, None
         if digests is None:
@@ -354,7 +366,7 @@ class Keeper:
         return self._save is not None and not self._save.is_over
 
     def _finish(self) -> None:
-        """Wait for the save under way, and keep what it says."""
+        """Wait for the running save and record its outcome."""
         save, self._save = self._save, None
         if save is not None:
             with self._engine.pulse.doing("writes a checkpoint"):
@@ -362,7 +374,7 @@ class Keeper:
             self._ends.append(save.end())
 
     def _pieces(self) -> list[SavedSlice]:
-        """What this rank writes, as a copy where training goes on meanwhile."""
+        """Return the slices that this rank writes, as copies if training continues meanwhile."""
         if self._background:
             try:
                 return list(self._engine.save(aside=True))
@@ -372,21 +384,21 @@ class Keeper:
         return list(self._engine.save())
 
     def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
-        """All but arrays."""
+        """Return the checkpoint's state except arrays."""
         position = StepBorders.of(self._engine.batches, self._config.train.global_batch).first(progress.step)
         return {
             "progress": asdict(progress),
             "plan": str(self._engine.plan),
             **self._engine.state(),
             "data": {"next_sample": position, "sources": self._engine.batches.state_at(position)},
-            # Random numbers of a step are drawn from seeds derived from these: there is no other state.
+            # Random numbers of a step derive from these seeds, so there is no other state.
             "rng": {"seed": self._config.seed, "next_step": progress.step},
             "rate": rate_state(self._config),
             "evaluated": is_good,
         }
 
     def _drop_old(self, step: int, best: int | None) -> None:
-        """On the first rank, after the save of `step`: what is not wanted goes; what cannot go now may go later."""
+        """Delete checkpoints that retention does not keep, on rank 0 after a save. Failures are only logged."""
         kept = self._config.checkpoint
         good = self._last_good(step)
         spared = set() if good is None else {good}
@@ -398,20 +410,21 @@ class Keeper:
             self._ends.append(SaveEnd(step, note=str(error)))
 
     def _last_good(self, newest: int) -> int | None:
-        """The newest saved step whose weights gave a finite loss; else the newest before the last."""
+        """Return the newest saved step whose weights gave a finite loss, or else the second newest."""
         limit = max(self._good_step, self._resumed)
         steps = [step for step in saved_steps(self._folder) if step <= newest]
         return max((step for step in steps if step <= limit), default=max(steps[:-1], default=None))
 
     def confirm(self, step: int) -> None:
-        """The weights after `step` steps gave a finite loss."""
+        """Record that the weights after `step` steps gave a finite loss."""
         self._good_step = max(self._good_step, step)
 
     def halted(self, first_bad: int) -> str:
-        """Where the same command resumes after a stop whose first bad step was `first_bad`, in words; all ranks.
+        """Describe the checkpoint from which the same command resumes after a stop at `first_bad`. All ranks call it.
 
-        The checkpoint of the step just before may hold what spoilt it: where there is an older one it is set aside,
-        unless an evaluation gave a finite loss.
+        The checkpoint just before the first bad step may already be damaged. It is set aside if an older one exists and
+        no
+        evaluation of it gave a finite loss.
         """
         return self._engine.on_first(lambda: self._halt_message(first_bad))
 
@@ -445,12 +458,12 @@ class Keeper:
 
 
 def saved_steps(folder: RunFolder) -> list[int]:
-    """Steps of the committed checkpoints, in rising order."""
+    """Return the steps of the committed checkpoints in ascending order."""
     return [step for path in list_checkpoints(folder.checkpoints) if (step := step_in_name(path.name)) is not None]
 
 
 def _check_saved(folder: RunFolder, step: int) -> None:
-    """CheckpointError where there is no checkpoint of that step."""
+    """Raise CheckpointError if no checkpoint of that step exists."""
     saved = saved_steps(folder)
     if step not in saved:
         known = ", ".join(map(str, saved)) or "none"
@@ -458,7 +471,11 @@ def _check_saved(folder: RunFolder, step: int) -> None:
 
 
 def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
-    """Set all checkpoints after `step` aside; lines that say so. CheckpointError where that step has problems."""
+    """Set all checkpoints after `step` aside and return lines for the log.
+
+    Raises:
+        CheckpointError: if `problems` is not empty.
+    """
     if problems:
         others = ", ".join(str(one) for one in saved_steps(folder) if one != step) or "none"
         raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")
@@ -473,7 +490,7 @@ def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
 
 
 def _set_skipped_aside(folder: RunFolder, found: Found) -> list[str]:
-    """Set damaged checkpoints aside, so that they do not count for `checkpoint.keep`, and return lines for the log."""
+    """Set damaged checkpoints aside, so that `checkpoint.keep` does not count them, and return lines for the log."""
     skipped = found.passed_over
     paths = {one.path for one in skipped}
     moved = set_aside(folder.checkpoints, lambda one: one.committed and one.path in paths) if paths else []
@@ -499,7 +516,7 @@ def _unfinished_message(moved: list[Location]) -> list[str]:
 
 
 def refuse_unfit(group: str, values: RawArray) -> None:
-    """UnfitError where some of the values make a checkpoint useless to train on."""
+    """Raise UnfitError if values make a checkpoint useless for training."""
     if group not in GROUPS:
         return
     largest = values.largest()

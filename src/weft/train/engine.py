@@ -1,4 +1,4 @@
-"""What an engine gives of a step and of an evaluation."""
+"""The interface between the training loop and what computes: `Engine`, its inputs and its results."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ from weft.train.tasks.data_share import Batches
 if TYPE_CHECKING:
     from weft.private_torch import Store
 
-#: Which of a step's numbers is not as it should be: not finite, or far above what is usual.
+#: The value of a step that is wrong: not finite, or far above its usual range.
 TraceKind = Literal["loss", "gradient", "spike"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did, equal on all ranks.
+    """Outcome of one step, equal on all ranks.
 
-    loss: mean over the `count` that the task counts, before the update. grad_norm: before clipping. skipped: why the
-    weights were left as they were, or None. wants_stop: some rank asked to stop. update_ratio: norm of the update over
-    the norm of the weights, where it was measured. share: of the global batch that is counted here. goes_to: steps done
-    from which training goes on, where replicas that this one met were elsewhere. is_over: other replicas have ended.
+    Attributes:
+        loss: mean before the update over the `count` units that the task counts.
+        grad_norm: gradient norm before clipping.
+        skipped: reason why the weights were not updated, or None.
+        wants_stop: a rank requested a stop.
+        update_ratio: norm of the update divided by the norm of the weights, if it was measured.
+        share: fraction of the global batch that `count` covers.
+        goes_to: steps done from which training continues, if other replicas had reached another step.
+        is_over: the other replicas have ended.
     """
 
     loss: float
@@ -52,7 +57,7 @@ class StepResult:
 class LateResult:
     """A result whose numbers are still on the device.
 
-    The loop reads it when the next step is launched, so that the device always has work. All ranks read it there.
+    The loop reads it after launching the next step, so that the device is never idle. All ranks read it at that point.
 
     Args:
         read: waits for the numbers.
@@ -64,14 +69,19 @@ class LateResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """loss: mean over the `count` that the task counts. metrics: the task's own by name; None: unknown."""
+    """Result of an evaluation.
+
+    Attributes:
+        loss: mean over the `count` units that the task counts.
+        metrics: the task's metrics by name; None if a value is unknown.
+    """
 
     loss: float
     count: int
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
-# What an engine lets the thread of figures read, and where that thread reports.
+# Measurements of an engine for the monitoring thread, and the channel for its reports.
 
 
 def _nothing() -> Mapping[str, float]:
@@ -80,11 +90,13 @@ def _nothing() -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Figures of one rank that its engine alone knows.
+    """Measurements of one rank that only its engine can provide.
 
-    board: where the ranks leave their reports. traffic: bytes that this rank sent since it started, by series; read by
-    another thread than training's. memory: bytes of its device by series, asked once, between two steps. gpu: the
-    UUID of its GPU, None on other devices.
+    Attributes:
+        board: channel for the ranks' reports.
+        traffic: bytes that this rank sent since it started, by series. The monitoring thread calls it.
+        memory: device memory in bytes by series, read once between two steps.
+        gpu: UUID of the rank's GPU; None on other devices.
     """
 
     board: ReportChannel = field(default_factory=LocalReports)
@@ -93,14 +105,17 @@ class Measures:
     gpu: str | None = None
 
 
-# What an engine is made for, and the seeds that it draws from.
+# Inputs of an engine, and its seeds.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWorld:
-    """One replica of several, each a world of its own.
+    """One of several replicas with separate worlds.
 
-    replica: which one. meet_at: HOST:PORT where they leave word. key: that the place there must have.
+    Attributes:
+        replica: index of the replica.
+        meet_at: HOST:PORT of the rendezvous server.
+        key: secret of that server.
     """
 
     replica: int
@@ -110,12 +125,16 @@ class ReplicaWorld:
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """What an engine is made for.
+    """Inputs of an engine.
 
-    place: this process among the ranks; None is a single rank. store: where the ranks have met already. tell: shows
-    people a line, of a rank that waits for another one. on_hang: takes an event of it, where this rank may write one.
-    world: which replica of the plan's these ranks are, where each is a world of its own. store_key: hex digits of the
-    secret that signs the ranks' messages in their store; "": they agree on one when they have joined.
+    Attributes:
+        place: rank of this process; None for a single rank.
+        tell: shows a line to users when a rank waits for another one.
+        store: store at which the ranks have already met.
+        on_hang: receives the event of a hang on ranks that may write events.
+        world: replica of these ranks, if each replica is a separate world.
+        store_key: hex digits of the secret that signs the ranks' messages in the store. If empty, the ranks agree on
+            one after joining.
     """
 
     folder: RunFolder
@@ -131,47 +150,47 @@ class EngineJob:
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 63-bit seed from whole numbers, the same on every machine."""
+    """Return a 63-bit seed derived from integers, the same on every machine."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-# The seam for what computes: an engine holds the model of one rank, and trains, evaluates, saves and loads it.
+# The engine interface: an engine holds the model of one rank, and trains, evaluates, saves and loads it.
 
-#: Arrays of a checkpoint have names that begin with one of these and a slash.
+#: First components of the array names in a checkpoint.
 GROUPS = ("model", "optimizer")
 
 
 class Engine(Protocol):
-    """One rank's model and optimizer. Making one from an `EngineJob` joins the ranks; `build` makes the model.
+    """Model and optimizer of one rank. Constructing one from an `EngineJob` joins the ranks; `build` makes the model.
 
-    All ranks call every method, and each finds the same answer unless it says otherwise.
+    All ranks call every method and get the same result unless documented otherwise.
     """
 
     rank: int
     plan: Plan
     #: Kind and number of the device, as torch writes it: "cpu", "cuda:0".
     device: str
-    #: Where this rank stands, for those who wait for it.
+    #: Reports the current activity of this rank to ranks that wait for it.
     pulse: Heartbeat
     meter: Meter
-    #: Set: the ranks stop together after the next step, whose result says so.
+    #: If set, all ranks stop after the next step. Its result has `wants_stop`.
     wants_stop: bool
-    #: Set: all ranks look together, after the next step, what the first one is asked for.
+    #: If set, all ranks read the requests of rank 0 after the next step.
     asks: bool
 
     def build(self) -> None:
         """Make model and optimizer.
 
         Raises:
-            WeftError: for what cannot be laid out so.
+            WeftError: if the plan cannot be applied to the model.
         """
         ...
 
     def rejoin(self, step: int) -> int | None:
-        """Meet, before the first step, ranks of other worlds that are waited for, where there are any.
+        """Join replicas of other worlds that wait for this one, before the first step.
 
-        Returns the step to go on from; None where this rank was asked to stop meanwhile.
+        Returns the step to continue from, or None if a stop was requested meanwhile.
 
         Args:
             step: steps done.
@@ -180,11 +199,11 @@ class Engine(Protocol):
 
     @property
     def over(self) -> Mapping[str, Any] | None:
-        """Where other worlds have ended without this one: `where` their model is, its `step` and `token`."""
+        """The end of other worlds that finished without this one: `where` (path), `step` and `token`; else None."""
         ...
 
     def end(self) -> None:
-        """Tell other worlds, where there are any, that this one has come to its last step, which is saved."""
+        """Send other worlds the message that this one has saved its last step. Do nothing without other worlds."""
         ...
 
     @property
@@ -195,27 +214,27 @@ class Engine(Protocol):
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
-        A `LateResult` is read after the next step was called, or before anything else is asked of the engine.
+        A `LateResult` must be read after the next call of `step`, or before any other call of the engine.
 
         Args:
-            batches: the microbatches, in their order.
-            number: steps done before, from which all chance is derived.
-            lr_factor: of each peak learning rate.
+            batches: the microbatches in order.
+            number: steps done before. All random seeds derive from it.
+            lr_factor: factor on each peak learning rate.
         """
         ...
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
-        """Return an event that says where a step went wrong: module, rank and samples; None where nothing is known.
+        """Return an event with the module, rank and samples at which a step went wrong, or None if they are unknown.
 
         Args:
-            kind: which of its numbers is not as it should be.
-            number: of the step, from 1: the last one, or where results are late the one before it.
+            kind: the value that is wrong.
+            number: number of the step from 1: the last one, or the one before it if results are late.
         """
         ...
 
     @property
     def evaluates(self) -> bool:
-        """Whether the task has an evaluation set."""
+        """True if the task has an evaluation set."""
         ...
 
     def evaluate(self) -> Evaluation:
@@ -223,65 +242,67 @@ class Engine(Protocol):
         ...
 
     def save(self, *, aside: bool = False) -> Iterable[SavedSlice]:
-        """Return what this rank writes of weights and optimizer states, to be written before the next step.
+        """Return this rank's slices of weights and optimizer states, to be written before the next step.
 
-        aside: as copies in host memory, which last until the next such call.
-        Paths are "model/<name>" and "optimizer/<name>"; pieces of all ranks together are all of it, each element once.
+        Paths are "model/<name>" and "optimizer/<name>". The slices of all ranks together hold each element once.
+
+        Args:
+            aside: return copies in host memory, valid until the next such call.
 
         Raises:
-            CheckpointError: where copies do not fit.
+            CheckpointError: if the copies do not fit.
         """
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return what a checkpoint keeps beside the arrays: JSON values by name."""
+        """Return the part of a checkpoint that is not arrays, as JSON values by name."""
         ...
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
-        """Take what `save` and `state` gave under any plan: this rank reads of the checkpoint what it holds.
+        """Load a checkpoint that was saved under any plan. This rank reads only the elements that it stores.
 
-        Returns lines that say what is left out, since it fits another plan only.
+        Returns lines about parts that are left out because they fit only another plan.
         """
         ...
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """Return the JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
+        """Run `act` on rank 0 and return its JSON value on all ranks. All ranks raise its error."""
         ...
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return the bytes of every rank in their order, on the first rank; others may get none."""
+        """Return the bytes of every rank in rank order on rank 0. Other ranks may get an empty list."""
         ...
 
     def store_channel(self) -> RankGroup:
-        """Return the ranks as a thread beside training asks them, which leaves the collectives of training alone."""
+        """Return a rank group for background threads, which does not use the collectives of training."""
         ...
 
     def measures(self) -> Measures:
-        """Return what a thread beside training may read of this rank, and where it reports."""
+        """Return the measurements of this rank for the monitoring thread, and the channel for its reports."""
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the other ranks. failed: after an error, when they may never come."""
+        """Leave the other ranks. With `failed`, do not wait for them after an error."""
         ...
 
-    # --- what people are told ---
+    # --- reports for users ---
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of the libraries that compute, by name."""
+        """Return the versions of the engine's libraries by name."""
         ...
 
     def lines(self) -> Sequence[str]:
-        """Return how the model is laid out and what that costs, for the opening of a run."""
+        """Return the layout of the model and its costs, for the opening of a run."""
         ...
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of all ranks' pieces that `save` will give, optimizer states included."""
+        """Return the size of a checkpoint of all ranks in bytes, including optimizer states."""
         ...
 
     def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of this rank's device at the plan's number format; None where it is not known."""
+        """Return the peak FLOP/s of this rank's device in the plan's number format, or None if unknown."""
         ...
 
     def report(self, book: TimeBook, start_step: int) -> Sequence[str]:
-        """Return the lines that say where the time went, for the end of a run."""
+        """Return the time report for the end of a run."""
         ...

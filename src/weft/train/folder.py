@@ -1,15 +1,15 @@
-"""The run folder: everything one run needs and leaves behind.
+"""The run folder: all files of one run.
 
 runs/<name>/
   config.toml      the resolved config        plan.txt    the resolved plan, one line
   events.jsonl     one line per step, evaluation, checkpoint
   logs/rank_N.log  output of each rank        loss.png
-  checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir names another place
-  .lock            held by the command that trains here (run/folder_lock.py)
-  replica_K/       the same of replica K from 1 on, where each is a world of its own; replica 0 has the run's folder
+  checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir is set
+  .lock            held by the command that trains here
+  replica_K/       the same for replica K >= 1, if each replica is a separate world; replica 0 uses the run's folder
 
-and what the task keeps there. The decoder on text keeps:
-  model.json       its shape                  data.json   where the tokenised data lies
+and the files of the task. The decoder on text writes:
+  model.json       its shape                  data.json   path of the tokenised data
   tokenizer/       a copy, so that the folder can be moved
   samples/         step_N.txt
 """
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 class RunFolder:
     """Paths and contents of one run's folder.
 
-    texts: contents of config.toml, plan.txt and the task's files as `prepare_run` settled them. A rank gets them by
-    value: what happens to the files afterwards does not reach a run under way. Empty: the files are read.
+    Attributes:
+        path: the folder.
+        texts: contents of config.toml, plan.txt and the task's files as `prepare_run` resolved them. Ranks get them by
+            value, so that later edits of the files do not affect a running run. If empty, the files are read.
     """
 
     path: Path
@@ -49,7 +51,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Location:
-        """Where the run's checkpoints are: in its folder, or below `checkpoint.dir`."""
+        """The location of the run's checkpoints, in its folder or below `checkpoint.dir`."""
         from weft.checkpoint.object_store import located
 
         if "config.toml" in self.texts or (self.path / "config.toml").is_file():
@@ -63,11 +65,11 @@ class RunFolder:
         return config.run.name != self.path.name and re.fullmatch(r"replica_[1-9]\d*", self.path.name) is not None
 
     def with_replicas(self) -> list[RunFolder]:
-        """Return this folder, and of a run whose replicas are worlds of their own those of the others."""
+        """Return this folder, followed by the folders of other replicas if it is the run's main folder."""
         return [self] if self._is_of_replica(self.config()) else [self, *self.other_replicas()]
 
     def other_replicas(self) -> list[RunFolder]:
-        """Return the folders of the run's other replicas, as far as they are there: replica 0's first."""
+        """Return the existing folders of the run's other replicas, replica 0 first."""
         run = self.path.parent if self._is_of_replica(self.config()) else self.path
         named = [(int(one.name.partition("_")[2]), one) for one in run.glob("replica_[1-9]*") if one.is_dir()]
         paths = [run, *(path for _, path in sorted(named))]
@@ -77,7 +79,7 @@ class RunFolder:
         """Return the checkpoint of one step.
 
         Raises:
-            CheckpointError: names the steps that were saved.
+            CheckpointError: if it does not exist, with the steps that were saved.
         """
         from weft.checkpoint.load import list_checkpoints
 
@@ -96,12 +98,12 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """The file of events, one JSON value a line."""
+        """The event log, one JSON value per line."""
         return self.path / "events.jsonl"
 
     @property
     def loss_plot(self) -> Path:
-        """The picture of the losses."""
+        """The plot of the losses."""
         return self.path / "loss.png"
 
     def config(self) -> RunConfig:
@@ -118,7 +120,7 @@ class RunFolder:
         """Return the contents of one of the files that `prepare_run` wrote.
 
         Raises:
-            ConfigError: where it is missing.
+            ConfigError: if it is missing.
         """
         return self.texts[name] if name in self.texts else self._needed(name).read_text(errors="replace")
 
@@ -136,8 +138,8 @@ def run_folder(config: RunConfig, replica: int | None = None) -> RunFolder:
     """Return the folder of the config's run, which need not exist.
 
     Args:
-        config: of the run.
-        replica: which one is meant, where each is a world of its own; None: as `launch.replica` says.
+        config: the run's config.
+        replica: index of the replica, if each is a separate world; None for `launch.replica`.
     """
     path = Path(config.run.dir) / config.run.name
     number = config.launch.replica if replica is None else replica
@@ -145,27 +147,28 @@ def run_folder(config: RunConfig, replica: int | None = None) -> RunFolder:
 
 
 def free_name(folder: RunFolder) -> str:
-    """A setting that makes a new run, to be pasted on a command line."""
+    """Return a setting that makes a new run, for pasting on a command line."""
     base, number = folder.path.name, 2
     while (folder.path.parent / f"{base}-{number}").exists():
         number += 1
     return f"run.name={base}-{number}"
 
 
-# The right to write into a run's folder: one command has it at a time, from before its first write until its end.
+# The lock of a run's folder: one command holds it, from before its first write until its end.
 
 _NAME = ".lock"
-#: How often a folder that others take away at the same moment is made anew.
+#: Number of attempts to create a folder that other processes remove at the same time.
 _TRIES = 100
-#: Rights of a new run folder by `run.mode`, before the umask.
+#: Permissions of a new run folder by `run.mode`, before the umask.
 _RIGHTS = {"private": 0o700, "group": 0o750, "umask": 0o777}
 _REPLICA = re.compile(r"replica_[1-9]\d*")
 
 
 def restrict_new_files(folder: Path) -> int:
-    """Give the files that this process creates from now on no more rights than a folder has, and return the old umask.
+    """Give new files of this process no more permissions than a run folder has, and return the old umask.
 
-    folder: an existing run folder.
+    Args:
+        folder: an existing run folder.
     """
     rights = stat.S_IMODE(folder.stat().st_mode)
     before = os.umask(0o077)
@@ -175,7 +178,7 @@ def restrict_new_files(folder: Path) -> int:
 
 @contextmanager
 def new_files_like(folder: Path) -> Generator[None]:
-    """Give the files that this process creates in the block no more rights than a folder has."""
+    """Give files that this process creates in a block no more permissions than a folder has."""
     before = restrict_new_files(folder)
     try:
         yield
@@ -185,17 +188,17 @@ def new_files_like(folder: Path) -> Generator[None]:
 
 @contextmanager
 def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
-    """Hold a run folder and return the descriptor of its lock, which child processes may inherit.
+    """Hold a run folder and yield the descriptor of its lock, which child processes may inherit.
 
     If an error ends the block before anything was written, a folder that was created here is removed again.
 
     Args:
-        folder: of the run; created if it is missing.
-        mode: `run.mode`, the rights of a new folder.
+        folder: the run's folder; created if it is missing.
+        mode: `run.mode`, the permissions of a new folder.
 
     Raises:
         LaunchError: if another command holds the folder.
-        ConfigError: where it cannot be written to.
+        ConfigError: if the folder is not writable.
     """
     try:
         descriptor, made = _acquire(folder, _RIGHTS[mode])
@@ -209,7 +212,7 @@ def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
         _take_away(folder, made)
         raise
     finally:
-        # No LOCK_UN: that would open the folder for others while ranks that share the lock still write.
+        # No LOCK_UN, which would release the folder while ranks that share the lock still write.
         os.close(descriptor)
 
 
@@ -223,7 +226,7 @@ def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
             folder.mkdir(rights, parents=True, exist_ok=True)
             descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, rights & 0o666)
         except (FileExistsError, FileNotFoundError):
-            # Its last holder took the folder away just now: before our open, or while mkdir looked at what is there.
+            # The previous holder just removed the folder, before our open or during mkdir.
             if tries_left == 0 or folder.is_file():
                 raise
             continue
@@ -236,7 +239,7 @@ def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
         except BaseException:
             os.close(descriptor)
             raise
-        # Taken away between our open and our lock.
+        # Removed between our open and our lock.
         os.close(descriptor)
     raise FileNotFoundError(errno.ENOENT, "other processes keep taking the lock", str(folder))
 
@@ -258,8 +261,8 @@ def _exists(descriptor: int, path: Path) -> bool:
 
 
 def _take_away(folder: Path, made: list[Path]) -> None:
-    """Remove the folder and its new parents where they hold nothing but the lock."""
-    with suppress(OSError):  # someone has put something there in the meantime
+    """Remove the folder and its new parents if they contain only the lock."""
+    with suppress(OSError):  # another process has written a file there
         if folder in made and os.listdir(folder) == [_NAME]:
             (folder / _NAME).unlink()
             for path in made:

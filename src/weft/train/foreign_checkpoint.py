@@ -1,4 +1,4 @@
-"""Which of another trainer's tensors are weights, which are states of the optimizer, and of what. Pure."""
+"""Import of another trainer's checkpoint: sorting tensors into weights and optimizer states, and committing them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ from weft.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-#: Where in the saved tables something stands: ("optimizer", "state", "embed.weight", "exp_avg").
+#: Path of a tensor in the saved tables: ("optimizer", "state", "embed.weight", "exp_avg").
 Place = tuple[str | int, ...]
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
 class SortedNames:
-    """weights: name -> place. states: "weight/state" -> place. left_out: places of what is neither."""
+    """Saved names by role.
+
+    Attributes:
+        weights: weight name -> path.
+        states: "weight/state" -> path.
+        left_out: paths of all other tensors.
+    """
 
     weights: Mapping[str, Place]
     states: Mapping[str, Place]
@@ -37,7 +43,11 @@ class SortedNames:
 
 
 def sorted_names(places: Iterable[Place], model_key: str | None = None) -> SortedNames:
-    """Tell weights and states apart. CheckpointError where that cannot be told, with what to type."""
+    """Sort saved paths into weights and optimizer states.
+
+    Raises:
+        CheckpointError: if the two cannot be distinguished, with the option to set.
+    """
     places = list(places)
     weights_at: dict[Place, list[Place]] = defaultdict(list)
     state_places = [place for place in places if _state_at(place) is not None]
@@ -52,7 +62,7 @@ def sorted_names(places: Iterable[Place], model_key: str | None = None) -> Sorte
 
 
 def _state_at(place: Place) -> int | None:
-    """At which element the states of an optimizer begin: "state", or "state.name..." where names were joined."""
+    """Return the path element at which optimizer states begin: "state", or "state.name..." for joined names."""
     for number, part in enumerate(place):
         if (part == "state" and len(place) - number == 3) or (isinstance(part, str) and part.startswith("state.")):
             return number
@@ -60,7 +70,7 @@ def _state_at(place: Place) -> int | None:
 
 
 def _model_of(weights_at: Mapping[Place, list[Place]], states: list[Place], key: str | None) -> Place:
-    """The table that holds the weights."""
+    """Return the table that holds the weights."""
     if key is not None:
         found = [place for place in weights_at if ".".join(map(str, place)) == key]
         if not found:
@@ -81,7 +91,7 @@ def _tables(weights_at: Mapping[Place, list[Place]]) -> str:
 
 
 def _unwrapped(weights: dict[str, Place]) -> dict[str, Place]:
-    """Names without what wrappers put before all of them."""
+    """Return names without the prefix that wrappers add to all of them."""
     for wrapper in _WRAPPERS:
         if weights and all(name.startswith(wrapper) for name in weights):
             return _unwrapped({name.removeprefix(wrapper): place for name, place in weights.items()})
@@ -109,7 +119,7 @@ def _states(places: list[Place], weights: Mapping[str, Place]) -> Iterable[tuple
 
 
 def _split(joined: str, name: str) -> tuple[str, str] | None:
-    """A joined name as that of its weight and its own: ("b.w", "exp_avg") of "module.b.w.exp_avg"."""
+    """Split a joined name into weight and state: "module.b.w.exp_avg" becomes ("b.w", "exp_avg")."""
     start, found, state = joined.rpartition(f"{name}.")
     while start and (wrapper := next((one for one in _WRAPPERS if start.endswith(one)), None)):
         start = start.removesuffix(wrapper)
@@ -125,7 +135,7 @@ def _owner(name: str, weights: Mapping[str, Place]) -> str | None:
     return name
 
 
-# Make a checkpoint of another trainer into one of Weft's.
+# Conversion of another trainer's checkpoint to Weft's format.
 
 _KINDS = {"dcp": "torch.distributed.checkpoint", "zero": "DeepSpeed ZeRO"}
 TABLE = "taken.json"
@@ -133,7 +143,7 @@ TABLE = "taken.json"
 
 @dataclass(frozen=True, slots=True)
 class BroughtIn:
-    """What was imported. left_out: what of the source has no place in a checkpoint of Weft."""
+    """Result of an import. `left_out` names the parts of the source that a Weft checkpoint cannot hold."""
 
     path: Location
     step: int
@@ -155,17 +165,17 @@ def bring_in(
 ) -> BroughtIn:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
 
-    The disk of `root` holds everything twice for a moment. For an object store, the temporary folder holds it once.
+    The disk of `root` temporarily holds everything twice. With an object store, the temporary folder holds it once.
 
     Args:
         source: the foreign folder.
-        root: the folder of the steps' folders, or a prefix of an object store.
-        step: optimizer steps done; None: as the source says.
-        model_key: the table of weights, where the source has several.
-        limit_s: how long (s) reading may take.
+        root: the parent of the step folders, or a prefix of an object store.
+        step: optimizer steps done; None to use the source's value.
+        model_key: the table of weights, if the source has several.
+        limit_s: maximum time for reading in seconds.
 
     Raises:
-        CheckpointError: for what cannot be read, or holds anything but weights and plain values.
+        CheckpointError: if the source cannot be read, or holds anything except weights and plain values.
     """
     kind = _kind_of(source)
     try:
@@ -195,17 +205,17 @@ def _kind_of(source: Path) -> str:
 def run_confined(
     kind: str, source: Path, work: Path, limit_s: float, remedy: str = "Import a checkpoint that you saved yourself."
 ) -> None:
-    """Let the confined process read.
+    """Run the confined reader process.
 
     Args:
-        kind: of the files: "dcp", "zero" or "pickled".
+        kind: kind of the files: "dcp", "zero" or "pickled".
         source: their folder.
-        work: empty folder for what it hands over.
-        limit_s: how long (s) reading may take.
-        remedy: what to do about refused files.
+        work: empty folder for the output of the process.
+        limit_s: maximum time for reading in seconds.
+        remedy: advice for refused files, for the error.
 
     Raises:
-        CheckpointError: with the reason.
+        CheckpointError: if reading fails, with the reason.
     """
     command = [sys.executable, "-P", "-m", "weft.train.foreign_reader", kind, str(source.resolve()), str(work)]
     try:
@@ -266,7 +276,7 @@ def _commit(
 
 
 def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch.Tensor]:
-    """States that were saved as plain numbers, such as Adam's step."""
+    """Return states that were saved as plain numbers, such as Adam's step."""
     import torch
 
     places = [place for place, value in values.items() if type(value) in (int, float)]
@@ -279,7 +289,7 @@ def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch
 def _second_names(
     weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor], said: Mapping[str, str]
 ) -> dict[str, str]:
-    """Names of a tensor that has another one, as a tied head has: no state is theirs, and the bytes are the same."""
+    """Return names of tensors with another name, such as a tied head: no states, and the same bytes."""
     import torch
 
     shared = {name: first for name, first in said.items() if name in weights and first in weights}
@@ -303,7 +313,7 @@ def _second_names(
 
 
 def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
-    """Optimizer steps done, as the source says, or as the optimizer counted."""
+    """Return the optimizer steps done, from the source or from the optimizer's counter."""
     for place in (("global_steps",), ("step",), ("global_step",)):
         value = found.values.get(place)
         if type(value) is int and value >= 0:
@@ -322,19 +332,19 @@ def _fresh_loss_scale() -> dict[str, Any]:
     return dict(LossScale().state())
 
 
-# Weights of a Hugging Face folder in pickles, handed over by the confined process as plain tensors.
+# Pickled weights of a Hugging Face folder, which the confined process converts to plain tensors.
 
 
 def pickled_weights(source: Path, work: Path, limit_s: float) -> tuple[Iterator[tuple[str, RawArray]], list[str]]:
-    """Return (name, tensor) of each weight, one at a time in memory, and the names of what is left out.
+    """Return an iterator over (name, tensor) with one tensor in memory at a time, and the names that are left out.
 
     Args:
         source: folder with pytorch_model.bin, its index, or other pickles of weights.
-        work: an empty folder on a disk that holds the weights once more, for as long as they are read.
-        limit_s: how long (s) reading may take.
+        work: an empty folder on a disk with space for a second copy of the weights.
+        limit_s: maximum time for reading in seconds.
 
     Raises:
-        CheckpointError: for what cannot be read, or holds anything but weights.
+        CheckpointError: if the files cannot be read, or hold anything except weights.
     """
     if not source.is_dir():
         raise CheckpointError(f"SOURCE={source}: there is no such folder. Give the folder of a Hugging Face model.")

@@ -1,4 +1,4 @@
-"""What the child process hands over: safetensors files, and a table that says which tensor stands where."""
+"""Output files of the confined reader process: safetensors files and a table that maps tensors to files."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-#: Bytes of tensors in memory before a file is written.
+#: Maximum bytes of tensors in memory before a file is written.
 _SHARD_BYTES = 2**30
 TABLE = "taken.json"
-#: What may be handed over, in bytes of the source: a tensor may have several names, and be stored once.
+#: Maximum output relative to the source's bytes: a tensor may have several names but be stored once.
 _MOST_TIMES, _MOST_MORE = 8, 2**28
-#: How files of torch.save begin since torch 1.6: they are zip archives.
+#: First bytes of torch.save files since torch 1.6, which are zip archives.
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(r"(?:GLOBAL|global|class|type)[: ]+`?([A-Za-z_][\w.]*\.[\w.]+)`?")
 
 
 class NotTaken(Exception):
-    """The files cannot be taken: a sentence."""
+    """The files are refused, with a one-sentence reason."""
 
 
 def most_bytes(source_bytes: int) -> int:
-    """Return how many bytes of tensors a source of so many bytes may give."""
+    """Return the maximum bytes of tensors that a source of `source_bytes` may contain."""
     return _MOST_TIMES * source_bytes + _MOST_MORE
 
 
 class Taken:
-    """Collects tensors by their place in the saved tables, such as ("model", "embed.weight").
+    """Collects tensors by their path in the saved tables, such as ("model", "embed.weight").
 
     Args:
         out: folder for the files.
-        max_bytes: of all tensors. A tensor with strides of 0 takes a few bytes in a file, and many when it is copied.
+        max_bytes: limit for all tensors together. A tensor with strides of 0 is small in a file but large when it is
+            copied.
     """
 
     def __init__(self, out: Path, max_bytes: int):
@@ -56,24 +57,24 @@ class Taken:
         """Refuse a tensor that is far larger than the source's files.
 
         Args:
-            name: for the message.
-            num_bytes: of the tensor.
+            name: name for the error message.
+            num_bytes: size of the tensor.
 
         Raises:
-            NotTaken: if the tensors together would have more bytes than the source accounts for.
+            NotTaken: if the tensors together exceed the limit.
         """
         if num_bytes > self._bytes_left:
             raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files hold")
 
     def tensor(self, place: Sequence[Any], tensor: torch.Tensor) -> None:
-        """Add one full tensor. NotTaken if it is far larger than the source's files."""
+        """Add one full tensor. Raise NotTaken if it is far larger than the source's files."""
         if tensor.is_quantized or tensor.layout != torch.strided or tensor.dtype == torch.complex128:
             self._left_out.append(f"{'.'.join(map(str, place))} ({tensor.dtype}, {tensor.layout})")
             return
         num_bytes = tensor.numel() * tensor.element_size()
         self.reserve(".".join(map(str, place)), num_bytes)
         self._bytes_left -= num_bytes
-        # Names in the files are numbers: those of the checkpoint are nobody's business there.
+        # Tensors have numbers as names in these files, because names from the checkpoint are untrusted.
         number = f"t{self._num_tensors}"
         self._num_tensors += 1
         self._tensors[number] = tensor.detach().contiguous().clone()
@@ -83,7 +84,7 @@ class Taken:
             self._write()
 
     def value(self, place: Sequence[Any], value: Any) -> None:
-        """Add one plain value. What JSON cannot hold is left out."""
+        """Add one plain value. Leave it out if JSON cannot hold it."""
         try:
             plain = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
@@ -92,7 +93,7 @@ class Taken:
             self._values.append([[*place], plain])
 
     def close(self) -> None:
-        """Write what is left, and the table."""
+        """Write the remaining tensors and the table."""
         self._write()
         said = {"tensors": self._table, "values": self._values, "left_out": self._left_out}
         (self._out / TABLE).write_text(json.dumps(said))
@@ -104,15 +105,15 @@ class Taken:
 
 
 def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> Any:
-    """Load weights and plain values, nothing else, from a file of torch.save.
+    """Load only weights and plain values from a file of torch.save.
 
     Args:
         source: the file, or its bytes.
-        name: for messages.
+        name: name for error messages.
         mapped: map the file instead of reading it.
 
     Raises:
-        NotTaken: for damaged files, other formats and anything else in the file, which is named.
+        NotTaken: for damaged files, other formats, and any other content, which it names.
     """
     if _first_bytes(source) != _ZIP:
         raise NotTaken(
@@ -122,7 +123,7 @@ def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> An
     try:
         stream: Any = io.BytesIO(source) if isinstance(source, bytes) else str(source)
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever a damaged or hostile file brings about
+    except Exception as error:  # a damaged or hostile file may raise anything
         raise NotTaken(f"{name}: {reason_of(error)}") from error
 
 
@@ -134,7 +135,7 @@ def _first_bytes(source: Path | bytes) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file cannot be read, in one clause."""
+    """Return why a file cannot be read, in one clause."""
     found = _GLOBAL.search(str(error))
     if found:
         return f"it holds {found[1]}, which is not a weight; Weft ran and loaded nothing from it"
@@ -145,7 +146,11 @@ def reason_of(error: Exception) -> str:
 
 
 def within(folder: Path, name: Any) -> Path:
-    """A plain file of a folder. Raises NotTaken for a name that leads elsewhere, a link, and what is not there."""
+    """Return a plain file of a folder.
+
+    Raises:
+        NotTaken: if the name leads outside of the folder, is a link, or does not exist.
+    """
     if not isinstance(name, str) or not name or name != Path(name).name or name in (".", ".."):
         raise NotTaken(f"{str(name)[:80]!r} names a file outside of the checkpoint's folder")
     path = folder / name
@@ -155,7 +160,7 @@ def within(folder: Path, name: Any) -> Path:
 
 
 def numel(shape: Sequence[int]) -> int:
-    """Elements of a shape."""
+    """Return the number of elements of a shape."""
     return math.prod(shape)
 
 
@@ -166,7 +171,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
 class _Plain:
-    """Stands for DeepSpeed's own classes: it keeps what it is given, and does nothing."""
+    """A stand-in for DeepSpeed's classes that only stores its arguments."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -182,14 +187,18 @@ _DEEPSPEED = (
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """One kind of number (weights, exp_avg, ...) of every rank: ranks -> groups -> a flat tensor."""
+    """One kind of values (weights, exp_avg, ...) of every rank: ranks -> groups -> a flat tensor."""
 
     stage: int
     groups: list[list[torch.Tensor]]
 
 
 def read_zero(source: Path, taken: Taken) -> None:
-    """Hand over weights and moments, whole, and the counters. Raises NotTaken."""
+    """Output full weights and moments, and the counters.
+
+    Raises:
+        NotTaken: if the files are damaged or of another format.
+    """
     torch.serialization.add_safe_globals([argparse.Namespace, *((_Plain, name) for name in _DEEPSPEED)])
     folder = _tag_folder(source)
     ranks = [_load(path) for path in _files(folder, _STATES)]
@@ -212,7 +221,7 @@ def read_zero(source: Path, taken: Taken) -> None:
 
 
 def _tag_folder(source: Path) -> Path:
-    """The folder of one step: `latest` beside it says its name."""
+    """Return the folder of one step, which the file `latest` names."""
     if not (source / "latest").is_file():
         return source
     tag = within(source, "latest").read_text(errors="replace").strip()
@@ -223,7 +232,7 @@ def _tag_folder(source: Path) -> Path:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files of a kind by rank."""
+    """Return the files of a kind by rank."""
     found: dict[int, Path] = {}
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
@@ -268,7 +277,7 @@ def _world_size(states: dict[str, Any]) -> int:
 
 
 def _shapes(found: Any) -> list[dict[str, tuple[int, ...]]]:
-    """Groups of parameters: name -> shape, in order."""
+    """Return groups of parameters: name -> shape, in order."""
     groups = found if isinstance(found, list) else [found]
     if not groups or not all(isinstance(group, dict) for group in groups):
         raise NotTaken("param_shapes is not a list of tables")
@@ -285,7 +294,7 @@ def _flat(states: dict[str, Any], stage: int) -> list[torch.Tensor]:
 def _tensors(
     lines: _Lines, shapes: Sequence[dict[str, tuple[int, ...]]], paddings: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors by name."""
+    """Return full tensors by name."""
     if lines.stage == 3:
         yield from _equal_chunks(lines, {name: shape for group in shapes for name, shape in group.items()})
         return
@@ -321,7 +330,10 @@ def _split_part(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...
 def _moments(
     states: list[dict[str, Any]], stage: int, shapes: list[dict[str, tuple[int, ...]]], paddings: Any, taken: Taken
 ) -> None:
-    """States of the optimizer: flat ones lie as weights do, the others hold for each parameter of their group."""
+    """Collect optimizer states.
+
+    Flat states have the weights' layout. The others have one value per parameter of a group.
+    """
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     base = [one.get(key) for one in states]
     if not all(isinstance(one, dict) and isinstance(one.get("state"), dict) for one in base):
@@ -344,7 +356,7 @@ def _moments(
 
 
 def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]]], stage: int, taken: Taken) -> None:
-    """Buffers, frozen weights, and which names stand for a tensor that has another one."""
+    """Collect buffers, frozen weights and aliases of shared tensors."""
     first = models[0]
     module = _table(first, "module")
     trained = {name for group in shapes for name in group}
@@ -359,14 +371,14 @@ def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]
     taken.value(("shared",), {str(a): str(b) for a, b in dict(first.get("shared_params") or {}).items()})
 
 
-# Folders of torch.distributed.checkpoint: `.metadata`, a pickle of tables, and .distcp files that it points into.
+# Folders of torch.distributed.checkpoint: `.metadata`, a pickle of tables, and the .distcp files that it refers to.
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MOST_DIMS = 32
 
 
 class _Record:
-    """Stands for each class of torch in `.metadata`: it keeps what it is given, and does nothing."""
+    """A stand-in for torch's classes in `.metadata` that only stores its arguments."""
 
     def __init__(self, *arguments: Any):
         self.state: Any = arguments
@@ -375,7 +387,7 @@ class _Record:
         self.state = state
 
     def get(self, name: str, position: int = -1) -> Any:
-        """A field; of a tuple, the one at that position."""
+        """Return a field. For a tuple, return the element at that position."""
         if isinstance(self.state, Mapping):
             return self.state.get(name)
         return self.state[position] if isinstance(self.state, tuple) and 0 <= position < len(self.state) else None
@@ -398,7 +410,7 @@ def _size(values: Any = ()) -> tuple[int, ...]:
 
 
 def _nothing(*_: Any) -> None:
-    """Stands for layouts and encodings of memory formats."""
+    """Replace layouts and encodings of memory formats."""
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -420,10 +432,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Allows the classes above and torch's dtypes, no other names."""
+    """Unpickler that allows only the classes above and torch's dtypes."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """A stand-in, a dtype, or UnpicklingError."""
+        """Return a substitute class or a dtype, or raise UnpicklingError."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
@@ -433,11 +445,15 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_dcp(source: Path, taken: Taken) -> None:
-    """Hand over every tensor, whole, and every plain value. Raises NotTaken."""
+    """Output every full tensor and every plain value.
+
+    Raises:
+        NotTaken: if the files are damaged or of another format.
+    """
     with within(source, ".metadata").open("rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # whatever a damaged or hostile file brings about
+        except Exception as error:  # a damaged or hostile file may raise anything
             raise NotTaken(f".metadata: {reason_of(error)}") from error
     if not isinstance(metadata, _Record) or not isinstance(metadata.get("state_dict_metadata"), dict):
         raise NotTaken(".metadata does not describe a checkpoint")
@@ -499,7 +515,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _bytes(source: Path, info: _Stored) -> bytes:
-    """The saved bytes of one piece."""
+    """Return the saved bytes of one tensor chunk."""
     if info.get("transform_descriptors"):
         raise NotTaken("its files are compressed. Load it and save it again without compression")
     offset, length = info.get("offset"), info.get("length")
@@ -513,18 +529,22 @@ def _bytes(source: Path, info: _Stored) -> bytes:
         return file.read(length)
 
 
-# Pickled weights of a Hugging Face folder, as the confined process reads them: one file, or several with an index.
+# Pickled weights of a Hugging Face folder: one file, or several with an index.
 
 _SINGLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-#: What trainers leave beside the weights.
+#: Files that trainers write next to the weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
-#: Where trainers put the weights in a table of more.
+#: Keys under which trainers store the weights in a larger table.
 _TABLES = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_pickled(source: Path, taken: Taken) -> None:
-    """Hand over each tensor by its name. Raises NotTaken for files without weights, or with anything else."""
+    """Output each tensor by its name.
+
+    Raises:
+        NotTaken: for files without weights, or with any other content.
+    """
     seen: set[str] = set()
     for name in _pickle_files(source):
         table = load_weights(within(source, name), name, mapped=True)

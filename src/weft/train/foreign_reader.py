@@ -1,9 +1,9 @@
 """The child process that reads pickles: `python -P -m weft.train.foreign_reader KIND SOURCE OUT`.
 
-It has no secrets in its environment, no network if the kernel allows that, limits of memory and disk that follow from
-the size of the source, and a hook that ends it at the first attempt to start a program, to connect, or to write outside
-of OUT. What is unpickled is limited to weights and plain values before that: the hook is the second wall. It ends with
-its parent. Exit code 3 and a line of JSON on stdout: the files were refused.
+Its environment has no secrets, and it has no network if the kernel allows that. Its memory and disk limits follow from
+the size of the source. An audit hook ends it at the first attempt to start a program, to connect, or to write outside
+of OUT. Unpickling is limited to weights and plain values, so the hook is a second line of defense. The process ends
+with its parent. Exit code 3 and a line of JSON on stdout mean that the files were refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFUSED = 3
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 #: Option of prctl: the signal that the process gets when its parent ends.
 _PARENT_DEATH_SIGNAL = 1
-#: Memory beyond that of torch and of what is read.
+#: Memory allowance on top of torch and the data.
 _SPARE_BYTES = 2 * 2**30
 _FORBIDDEN = (
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.kill", "os.remove", "os.rename",
@@ -33,10 +33,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def main() -> int:
-    """Read, write, and say what was found."""
+    """Read the source, write the output files and print a summary."""
     kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     _give_up_rights()
-    # Before the wall stands: loading torch maps libraries.
+    # Load torch before confinement begins, because that maps libraries.
     import torch  # noqa: F401
 
     from weft.train.foreign_files import NotTaken, Taken, most_bytes, read_dcp, read_pickled, read_zero, reason_of
@@ -50,7 +50,7 @@ def main() -> int:
         taken.close()
     except NotTaken as error:
         return _refused(str(error))
-    except Exception as error:  # whatever a damaged or hostile file brings about
+    except Exception as error:  # a damaged or hostile file may raise anything
         return _refused(reason_of(error))
     return 0
 
@@ -61,22 +61,22 @@ def _refused(reason: str) -> int:
 
 
 def _source_bytes(source: Path) -> int:
-    """Bytes of the regular files in a folder and the folders in it."""
+    """Return the bytes of the regular files in a folder and its subfolders."""
     return sum(file.lstat().st_size for file in (*source.glob("*"), *source.glob("*/*")) if file.is_file())
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit address space and the size of files. On Linux alone: elsewhere the first is unknown or not kept."""
+    """Limit the address space and the size of files. Only on Linux: other systems lack or ignore the first limit."""
     most = num_bytes + _SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     with suppress(OSError, ValueError):
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        # Files are mapped, parts are put together, and a shard is written from memory.
+        # Files are mapped, tensors are joined, and a shard is written from memory.
         resource.setrlimit(resource.RLIMIT_AS, (in_use + most, in_use + most))
 
 
 def _give_up_rights() -> None:
-    """Give up core dumps, which would hold weights, and the network if the kernel allows it. End with the parent."""
+    """Disable core dumps, which would hold weights, and the network if the kernel allows it. Die with the parent."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)

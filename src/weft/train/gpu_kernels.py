@@ -1,8 +1,7 @@
-"""Which kernels torch takes for attention and convolutions on a GPU, as `[kernels]` of the config says.
+"""Selection of torch's attention and convolution kernels on a GPU, from `[kernels]` of the config.
 
-Torch's flags are the process's: they hold from here on for Weft's own models and for others, in compiled blocks, whose
-kernels are chosen as they are traced, and for what backward recomputes. When the engine closes, torch gets back what it
-was told before.
+Torch's flags are global to the process. They affect Weft's and other models, compiled blocks (whose kernels are chosen
+during tracing), and recomputation in backward. Closing the engine restores the previous flags.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from weft.errors import ConfigError
 from weft.private_torch import tree_leaves
 
 _FLASH, _EFFICIENT, _MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-#: What attention tries, in this order. Where cuDNN is not named it is left out: torch's first call on Hopper puts it
-#: before all others.
+#: Attention kernels in order of preference. cuDNN is left out unless it is named, because torch's first call on Hopper
+#: would prefer it to all others.
 _ORDERS = {
     "flash": [_FLASH, _EFFICIENT, _MATH],
     "efficient": [_EFFICIENT, _MATH],
     "cudnn": [SDPBackend.CUDNN_ATTENTION, _FLASH, _EFFICIENT, _MATH],
 }
-#: Packages with kernels that take flash's place, and the major compute capabilities that they are made for.
+#: Packages with kernels that replace flash, and the major compute capabilities that they support.
 _PACKAGES = {
     "fa3": ("FlashAttention 3", "flash_attn_interface", (9,)),
     "fa4": ("FlashAttention 4", "flash_attn.cute", (9, 10)),
@@ -37,20 +36,20 @@ _PACKAGES = {
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 )  # fmt: skip
-#: Of so many shapes of batches cuDNN measures its algorithms: each costs a slow step.
+#: Maximum number of batch shapes for which cuDNN benchmarks its algorithms. Each one costs a slow step.
 MOST_SHAPES = 8
 
 
 class GpuKernels:
-    """The settings of torch in this process, until it is closed.
+    """Torch's kernel flags in this process, until it is closed.
 
     Args:
-        config: of the run.
-        plan: of the run.
-        device: of this rank.
+        config: the run's config.
+        plan: the run's plan.
+        device: this rank's device.
 
     Raises:
-        ConfigError: for kernels that the device, the installation or the plan cannot use.
+        ConfigError: if the device, the installation or the plan cannot use the configured kernels.
     """
 
     def __init__(self, config: RunConfig, plan: Plan, device: torch.device):
@@ -82,7 +81,7 @@ class GpuKernels:
             self._separate_compile_cache()
 
     def _separate_compile_cache(self) -> None:
-        """Keep code apart that was compiled with other kernels: torch's caches, here and on disk, do not know which."""
+        """Use a separate compile cache per kernel choice, because torch's cache keys do not include the flags."""
         known = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()
         torch.compiler.reset()
@@ -90,7 +89,7 @@ class GpuKernels:
         self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
     def follow(self, model: nn.Module) -> None:
-        """Decide how cuDNN chooses its algorithms for this model's convolutions. It is called before the first step."""
+        """Choose cuDNN's algorithm selection for this model's convolutions. Call it before the first step."""
         if self._device.type != "cuda":
             return
         cudnn = torch.backends.cudnn
@@ -112,7 +111,7 @@ class GpuKernels:
         cudnn.benchmark = False
 
     def before(self, batches: Sequence[Any]) -> None:
-        """Have cuDNN measure in this step if it has seen no other shapes, or few."""
+        """Enable cuDNN benchmarking for this step unless too many shapes have occurred."""
         if not self._measures:
             return
         found = {tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)) for one in batches}
@@ -121,23 +120,23 @@ class GpuKernels:
         torch.backends.cudnn.benchmark = found <= self._shapes
 
     def before_evaluation(self) -> None:
-        """Have cuDNN guess while other batches are evaluated: those may have any shape."""
+        """Make cuDNN use heuristics during evaluation, whose batches may have any shape."""
         if self._measures:
             torch.backends.cudnn.benchmark = False
 
     def lines(self) -> list[str]:
-        """Return what holds, for the opening of a run; nothing where torch's own choices do."""
+        """Return the active settings for the opening of a run. Empty if torch's defaults apply."""
         chosen = [] if self._attention == "auto" else [f"attention by {self._attention} where it can"]
         chosen += [f"convolutions {self._chosen}"] if self._chosen else []
         return [f"kernels {'; '.join(chosen)}"] if chosen else []
 
     def close(self) -> None:
-        """Tell torch what it was told before."""
+        """Restore torch's previous flags."""
         self._before.close()
 
 
 def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
-    """Refuse kernels that could take no call of this run. Raises ConfigError."""
+    """Raise ConfigError for kernels that cannot run any call of this run."""
     if device.type != "cuda":
         raise _refused(name, f"it is a kernel of GPUs, and this run computes on the {device.type}")
     if name != "efficient" and plan.precision not in ("bf16", "fp16", "fp8"):
@@ -160,7 +159,7 @@ def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
 
 
 def _check_measured(plan: Plan, device: torch.device) -> None:
-    """Refuse to measure where there is no cuDNN, or where ranks must choose alike. Raises ConfigError."""
+    """Raise ConfigError for benchmarking without cuDNN, or if ranks must choose the same algorithms."""
     if device.type != "cuda":
         raise ConfigError(
             f"kernels.convolutions=measured: cuDNN runs on GPUs, and this run computes on the {device.type}. "

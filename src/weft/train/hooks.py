@@ -1,4 +1,4 @@
-"""Hooks observe a run. They may ask the loop to stop; they never change a step."""
+"""Hooks observe a run. They may request a stop, but never change a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from weft.train.folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class SaveEnd:
-    """What became of a save. path: where it is durable. why: why it was not committed. note: what else is to be told.
+    """Outcome of a save.
 
-    is_copy: it is one in memory. stall_s: how long training waited for it. durable_s: from when it was due until it
-    was committed.
+    Attributes:
+        path: location of the durable checkpoint.
+        why: reason why it was not committed.
+        note: another message for the log.
+        stall_s: seconds that training waited.
+        durable_s: seconds from the start of the save until it was committed.
+        is_copy: the save is an in-memory copy.
     """
 
     step: int
@@ -34,47 +39,48 @@ class SaveEnd:
 
 
 class Hook:
-    """Base of all observers: override what you want to see. Called on every rank unless the loop is told otherwise.
+    """Base class of observers. Override the methods of interest. Called on every rank unless documented otherwise.
 
-    `on_step` and `on_evaluation` may return a reason to stop; the loop then saves and ends at the next step's border
-    on all ranks.
+    `on_step` and `on_evaluation` may return a reason to stop. The loop then saves and ends after the next step on all
+    ranks.
     """
 
     def on_start(self, start_step: int) -> None:
-        """Hear that training begins at `start_step` (0, or the step resumed from)."""
+        """Note that training begins at `start_step`: 0, or the step to resume from."""
 
     def on_phase(self, name: str) -> None:
-        """Hear that the loop turns to something besides training, and when it trains again.
+        """Note that the loop begins another activity, or continues training.
 
-        name: "compiling", "first step", "evaluating", "tracing" or "saving"; "" when it trains again.
+        Args:
+            name: "compiling", "first step", "evaluating", "tracing" or "saving"; "" when training continues.
         """
 
     def on_step(self, record: StepRecord) -> str | None:
-        """Hear that a step is done. Return a reason to stop, or None."""
+        """Note that a step is done. Return a reason to stop, or None."""
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
-        """Hear that an evaluation is done. Return a reason to stop, or None."""
+        """Note that an evaluation is done. Return a reason to stop, or None."""
 
     def on_warning(self, step: int, text: str) -> None:
-        """Hear what a person should know, in one line: a step that was not saved, a jump of the loss."""
+        """Note a one-line warning for users, such as a step that was not saved or a jump of the loss."""
 
     def on_trace(self, event: Mapping[str, object]) -> None:
-        """Hear where a step went wrong: an event of kind "trace"."""
+        """Note an event of kind "trace", which locates a step that went wrong."""
 
     def on_action(self, step: int, wish: RunRequest) -> None:
-        """Hear that the ranks do what the run was asked for, after `step` steps."""
+        """Note that the ranks act on a request after `step` steps."""
 
     def on_moved(self, before: int, step: int) -> None:
-        """Hear that training goes on from `step`, not from `before`: replicas that were met are there."""
+        """Note that training continues from `step` instead of `before`, because the other replicas are at that step."""
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
-        """Hear that a checkpoint is complete, on disk or in memory; later steps than its own may be done already."""
+        """Note that a checkpoint is complete, on disk or in memory. Later steps may already be done."""
 
     def on_end(self, step: int, reason: str) -> None:
-        """Hear that the loop ended after `step` steps. reason: "finished", or why it stopped before."""
+        """Note that the loop ended after `step` steps. `reason` is "finished", or why it stopped early."""
 
 
-# Steps whose data a run passes over: the order of all other data stays, and so does every step's learning rate.
+# Steps whose data a run skips. The order of other data and the learning rate of every step are unchanged.
 
 #: The file of a run folder that lists them.
 LEFT_OUT = "left_out.json"
@@ -98,7 +104,7 @@ def steps_left_out(folder: RunFolder) -> frozenset[int]:
 
 
 def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
-    """Add steps, counted from 1, to those that the run passes over from its next start on."""
+    """Add steps, counted from 1, to those that the run skips from its next start."""
     path = folder.path / LEFT_OUT
     known = steps_left_out(RunFolder(folder.path))
     draft = path.with_suffix(f".{os.getpid()}")
@@ -107,14 +113,14 @@ def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
 
 
 def stretches(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Yield (steps done before, steps done after) of each stretch without a gap.
+    """Yield (steps done before, steps done after) for each range of consecutive steps.
 
-    A last stretch whose steps are all left out is empty, so that a run always reaches its end.
+    If the last steps are all left out, the last range is empty, so that a run always reaches its end.
 
     Args:
-        start: steps done before the first stretch.
-        end: steps done after the last one.
-        left_out: steps to pass over, counted from 1.
+        start: steps done before the first range.
+        end: steps done after the last range.
+        left_out: steps to skip, counted from 1.
     """
     first = start
     for step in sorted(one for one in left_out if start < one <= end):
@@ -124,7 +130,7 @@ def stretches(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple
     yield first, end
 
 
-# How far a run is: what a resumed run must know of its past, besides weights and optimizer.
+# Progress of a run: the state that a resumed run needs in addition to weights and optimizer.
 
 
 @dataclass(slots=True)
@@ -133,24 +139,24 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     best_loss: float | None = None
-    best_step: int | None = None  # of the best evaluation, by the metric `best_by`
+    best_step: int | None = None  # step and value of the best evaluation by `best_by`
     best_value: float | None = None
     best_by: str = "loss"
     evaluations_without_gain: int = 0
-    lr_factor: float = 1.0  # on the schedule's rate: below 1 once an alert or a person lowered it
+    lr_factor: float = 1.0  # factor on the schedule's rate, below 1 after a lower_lr request
 
     def __post_init__(self) -> None:
-        if self.best_by == "loss" and self.best_value is None:  # of a checkpoint that knew no other metric
+        if self.best_by == "loss" and self.best_value is None:  # from checkpoints without other metrics
             self.best_value = self.best_loss
 
     def note_best(self, step: int, by: str, value: float | None, *, highest: bool = False) -> bool:
-        """Note one evaluation's value, and return True when it is the best so far.
+        """Note one evaluation's value, and return True if it is the best so far.
 
         Args:
-            step: after which it was made.
+            step: step of the evaluation.
             by: the metric, or "loss".
-            value: None, nan and inf are never the best.
-            highest: whether the highest value is the best.
+            value: the value. None, nan and inf are never the best.
+            highest: True if higher values are better.
         """
         if by != self.best_by:
             self.best_by, self.best_value, self.best_step = by, None, None
@@ -162,7 +168,7 @@ class Progress:
         return True
 
     def note_evaluation(self, loss: float, min_delta: float) -> bool:
-        """Note one evaluation's loss, and return True when it is at least `min_delta` below the best."""
+        """Note one evaluation's loss, and return True if it is at least `min_delta` below the best."""
         if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss - min_delta):
             self.evaluations_without_gain += 1
             return False

@@ -1,6 +1,6 @@
-"""A fault that `weft drill` asked for, done once to this rank at a step. Outside of drills nothing here runs.
+"""A fault that `weft drill` requested, injected once into this rank at a step. Inactive outside of drills.
 
-The mark is a file that is made when the fault happens: a rank that was started again finds it, and stays sound.
+A marker file is created when the fault happens, so that a restarted rank does not repeat it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,19 @@ from weft.units import parse_seconds
 
 _SLOW_STEPS, _SLOW_S = 3, 0.7
 _JUMP_S = 3600.0
-#: A folder is read-only for so many tries to write into it: fewer than a save makes.
+#: Number of failed writes of a read-only folder, below the tries of a save.
 _REFUSALS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """kind: a name in ACTS. step: after which it happens, counted from 1. world_size: of the run that was started."""
+    """A fault to inject.
+
+    Attributes:
+        kind: a name in ACTS.
+        step: step after which it happens, counted from 1.
+        world_size: world size of the run that was started.
+    """
 
     kind: str
     step: int
@@ -52,16 +58,16 @@ class Fault:
         return Path(self.mark).exists()
 
     def happens(self, step: int) -> None:
-        """Leave the mark, with the time and the step."""
+        """Write the marker file with the time and the step."""
         draft = Path(f"{self.mark}.{os.getpid()}")
         draft.write_text(json.dumps({"step": step, "time": time.time()}))
         os.replace(draft, self.mark)
 
 
 def asked_fault(rank: int, plan: Plan) -> Fault | None:
-    """The fault that this rank is to suffer; None outside of drills, and once it has happened.
+    """Return the fault of this rank, or None outside of drills and once it has happened.
 
-    A loss is spoilt on whichever stage of the fault's pipeline computes it.
+    A corrupted loss affects whichever stage of the fault's pipeline computes it.
     """
     text = env.get("WEFT_DRILL")
     if not text:
@@ -73,7 +79,7 @@ def asked_fault(rank: int, plan: Plan) -> Fault | None:
 
 
 class FaultHook(Hook):
-    """Makes the fault happen at its step."""
+    """Injects the fault at its step."""
 
     def __init__(self, fault: Fault, task: Task, folder: RunFolder):
         self.fault, self.folder, self.engine = fault, folder, None
@@ -82,7 +88,7 @@ class FaultHook(Hook):
             setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
-        """Take the engine, once it is built."""
+        """Store the engine, once it is built."""
         self.engine = engine
         if self.fault.kind == "loader":
             iterate: Callable[..., Any] = engine.batches.iterate
@@ -104,7 +110,7 @@ class FaultHook(Hook):
         act = ACTS.get(self.fault.kind)
         if act is not None and self._due(record.step):
             if self.fault.kind in DAMAGES and len(list_checkpoints(self.folder.checkpoints)) < 2:
-                return None  # there must be an older one to go back to
+                return None  # an older one must exist to return to
             self.fault.happens(record.step)
             act(self)
         return None
@@ -116,7 +122,7 @@ class FaultHook(Hook):
         return self.engine is not None and self.engine.plan.world_size == self.fault.world_size
 
     def _spoiling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(loss)  # and its mark: whether it takes the loss that a cut head has found
+        @functools.wraps(loss)  # also copies the mark for losses from a sharded head
         def spoilt(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             return self._spoilt(loss(*args, **kwargs))
 
@@ -146,7 +152,7 @@ class FaultHook(Hook):
 
 def _kill(hook: FaultHook, signum: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), signum)
-    time.sleep(5.0)  # a signal that is handled comes between two instructions
+    time.sleep(5.0)  # handled signals arrive between two instructions
 
 
 def _to_launcher(hook: FaultHook, signum: int) -> None:
@@ -163,12 +169,12 @@ def _spoil_weight(hook: FaultHook) -> None:
     for parameter in getattr(hook.engine, "model").parameters():  # noqa: B009 - an engine of torch has one
         held = getattr(parameter, "to_local", lambda own=parameter: own)().detach()
         if held.numel():
-            held.fill_(math.nan)  # one element may be of a row that no token uses
+            held.fill_(math.nan)  # a single element may be in a row that no token uses
             return
 
 
 def _full_disk(hook: FaultHook) -> None:
-    """Every file that this process writes is as long as it may be: what a full disk does, without being root."""
+    """Limit the size of all files of this process, which acts like a full disk without root rights."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -190,7 +196,7 @@ def _jump(hook: FaultHook, seconds: float) -> None:
 
 
 def _split_part(hook: FaultHook) -> None:
-    """Shut every TCP connection of this process, as a network that breaks does."""
+    """Shut down every TCP connection of this process, like a broken network."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6):
@@ -198,14 +204,14 @@ def _split_part(hook: FaultHook) -> None:
 
 
 def _wait_for_second(hook: FaultHook) -> None:
-    """Until the drill says that the second command is over, but not as long as the other ranks wait for this one."""
+    """Wait until the drill reports the end of the second command, for less than the ranks' timeout."""
     end = time.monotonic() + 0.8 * parse_seconds(hook.folder.config().launch.timeout)
     while not Path(f"{hook.fault.mark}.over").exists() and time.monotonic() < end:
         time.sleep(0.02)
 
 
 def _damage(hook: FaultHook, how: Callable[[Path], None]) -> None:
-    """Damage the newest checkpoint, then die: the next start finds it."""
+    """Damage the newest checkpoint for the next start, then die."""
     how(Path(str(list_checkpoints(hook.folder.checkpoints)[-1])))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -230,7 +236,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "lose_commit": lambda path: (path / "COMMIT").unlink(),
 }
 
-#: What happens after a step, by kind; the others wait for their moment.
+#: Actions after a step by kind of fault. Other kinds act at other times.
 ACTS: dict[str, Callable[[FaultHook], None]] = {
     "kill_rank": _kill,
     "segfault": lambda hook: _kill(hook, signal.SIGSEGV),

@@ -1,10 +1,10 @@
 """A loss that compares each sample with all others of the global batch, equal under every plan and accumulation.
 
-Every rank needs the features of all samples, and a sample's gradient has terms from all ranks. So features are gathered
-over ranks and microbatches, without their graphs; the loss of a rank's own samples gives gradients of all features,
-which are added up over the ranks; and backward starts from a feature's gradient in place of a loss. With several
-microbatches a first pass without graphs finds the features (GradCache: Gao et al. 2021, arXiv 2101.06983), so that only
-one microbatch's activations are held at a time.
+Every rank needs the features of all samples, and a sample's gradient has terms from all ranks. Features are gathered
+over ranks and microbatches without their graphs. The loss of a rank's own samples gives gradients of all features,
+which are summed over the ranks. Backward then starts from a feature's gradient instead of a loss. With several
+microbatches, a first pass without graphs computes the features, so that only one microbatch's activations are in memory
+at a time (GradCache: Gao et al. 2021, arXiv 2101.06983).
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from weft.parallel.pipeline.runtime import CountedLoss
 from weft.parallel.random.streams import SampleNumbers
 from weft.train.microbatches import LABELS
 
-#: Tensors with a row for each sample: what a forward gives such a loss.
+#: Tensors with one row per sample: the output of forward for such a loss.
 Features = Sequence[torch.Tensor]
-#: (features of some samples, features of all, places of those among these) -> (sum of losses, their number).
+#: (features of some samples, features of all, positions of the former in the latter) -> (sum of losses, count).
 Compare = Callable[[Features, Features, torch.Tensor], tuple[torch.Tensor, torch.Tensor | int]]
 Score = Callable[[Features, Features, torch.Tensor], Mapping[str, torch.Tensor]]
 
 
 class GlobalBatchLoss:
-    """A loss of features, which `TrainStep` gives those of the whole global batch. As a function: of one batch alone.
+    """A loss on the features of the global batch, which `TrainStep` gathers. A direct call uses one batch alone.
 
     Args:
-        compare: sums the losses of some samples, compared with all of a batch.
-        score: what an evaluation adds up over its samples, each compared with all of the evaluation set; None: nothing.
+        compare: returns the sum of the losses of some samples, each compared with the whole batch.
+        score: returns sums for evaluation over some samples, each compared with the whole evaluation set; None for
+            none.
     """
 
     def __init__(self, compare: Compare, score: Score | None = None):
         self.compare, self.score = compare, score
 
     def __call__(self, output: Features, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return the sum of the losses and their number, of a batch that is all there is."""
+        """Return the sum of the losses and their count for a batch that is the whole global batch."""
         del batch
         return self.compare(output, output, torch.arange(len(output[0]), device=output[0].device))
 
     def compared(self, mesh: Mesh, counts: Sequence[bool], features: Callable[[int], Features]) -> CountedLoss:
-        """Return the loss of a microbatch as a part of that of the global batch.
+        """Return the loss function of a microbatch as a part of the global batch.
 
         Args:
-            mesh: of the ranks.
-            counts: of each microbatch whether it has samples, and is no stand-in.
-            features: runs forward of one, for a first pass that finds all features.
+            mesh: the mesh of the ranks.
+            counts: for each microbatch, True if it has real samples, False for a stand-in.
+            features: runs forward on one microbatch, for a first pass that computes all features.
         """
         batch = BatchGradient(self, mesh, len(counts))
         for index in range(len(counts)) if batch.needs_first_pass else ():
@@ -72,7 +73,7 @@ def expect_global_batch(plan: Plan) -> None:
     """Refuse plans under which no rank has the features of whole samples before backward.
 
     Raises:
-        PlanError: for a pipeline, and for cut sequences.
+        PlanError: for a pipeline, and for sharded sequences.
     """
     if plan.pp > 1:
         raise PlanError(
@@ -101,11 +102,11 @@ class GatheredFeatures:
 
     @torch.no_grad()
     def add(self, features: Features, *, counts: bool = True) -> None:
-        """Take one microbatch of each rank. A collective.
+        """Add one microbatch of each rank. A collective.
 
         Args:
-            features: of this rank's samples.
-            counts: whether they are samples, and no stand-in.
+            features: features of this rank's samples.
+            counts: False if the samples are a stand-in.
         """
         sizes = torch.tensor([len(features[0]) if counts else 0], device=features[0].device)
         rows: list[int] = all_gather(sizes, self._axis).tolist() if self._axis.size > 1 else sizes.tolist()
@@ -124,7 +125,7 @@ class GatheredFeatures:
         return torch.cat([every[rank, :count] for rank, count in enumerate(rows)])
 
     def take(self, other: GatheredFeatures) -> None:
-        """Take the last microbatch of others that were gathered over the same ranks. No collective."""
+        """Add the last microbatch of `other`, which was gathered over the same ranks. No collective."""
         own, number = other._own[-1], len(other._every[-1][0])
         moved = self._num_rows - (other._num_rows - number)
         self._own.append(range(own.start + moved, own.stop + moved))
@@ -137,7 +138,7 @@ class GatheredFeatures:
         return len(self._own)
 
     def compared(self, act: Callable[[Features, Features, torch.Tensor], Any]) -> Any:
-        """Return what a function of own features, all features and own places gives."""
+        """Return the result of `act` on own features, all features and own positions."""
         every, places = [_wide(one) for one in self.every], self.own_positions()
         return act([one[places] for one in every], every, places)
 
@@ -147,22 +148,22 @@ class GatheredFeatures:
         return [torch.cat(parts) for parts in zip(*self._every, strict=True)]
 
     def places(self, index: int) -> torch.Tensor:
-        """Return where this rank's samples of a microbatch stand among all, int64."""
+        """Return the positions of this rank's samples of a microbatch among all samples, int64."""
         own = self._own[index]
         return torch.arange(own.start, own.stop, device=self._every[0][0].device)
 
     def own_positions(self) -> torch.Tensor:
-        """Return where all of this rank's samples stand, int64."""
+        """Return the positions of all of this rank's samples, int64."""
         return torch.cat([self.places(index) for index in range(len(self._own))])
 
 
 class BatchGradient:
-    """The loss of a global batch as each microbatch's backward needs it: gradients of its features.
+    """The loss of a global batch in the form that each microbatch's backward needs: gradients of its features.
 
     Args:
         loss: compares samples.
-        mesh: of the ranks.
-        num_microbatches: of a step; with one, `of` gathers what it is given.
+        mesh: the mesh of the ranks.
+        num_microbatches: microbatches per step. If 1, `of` gathers its features.
     """
 
     def __init__(self, loss: GlobalBatchLoss, mesh: Mesh, num_microbatches: int):
@@ -175,25 +176,25 @@ class BatchGradient:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether all microbatches' features are wanted, through `add`, before the first `of`."""
+        """True if the features of all microbatches must be passed to `add` before the first `of`."""
         return not self._is_single
 
     def add(self, features: Features, *, counts: bool) -> None:
-        """Take the features of the next microbatch. A collective.
+        """Add the features of the next microbatch. A collective.
 
         Args:
-            features: of this rank's samples.
-            counts: whether they are samples, and no stand-in.
+            features: features of this rank's samples.
+            counts: False if the samples are a stand-in.
         """
         self._features.add(features, counts=counts)
 
     def of(self, features: Features, index: int, *, counts: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return a sum to go backward from, and a count. The sums of all microbatches are this rank's losses.
+        """Return a sum to start backward from, and a count. The sums of all microbatches add up to this rank's losses.
 
         Args:
-            features: of the microbatch, with their graph.
-            index: of the microbatch.
-            counts: whether they are samples, and no stand-in.
+            features: features of the microbatch with their graph.
+            index: index of the microbatch.
+            counts: False if the samples are a stand-in.
         """
         if self._is_single:
             self._features.add(features, counts=counts)
@@ -211,7 +212,7 @@ class BatchGradient:
         return pulled - pulled.detach() + value, self._count if is_first else 0
 
     def _finalize(self) -> None:
-        """This rank's losses, and the gradients of all features from all ranks' losses."""
+        """Compute this rank's losses, and the gradients of all features from all ranks' losses."""
         every = [_wide(one).requires_grad_(one.is_floating_point()) for one in self._features.every]
         places = self._features.own_positions()
         with torch.enable_grad():
@@ -226,24 +227,26 @@ class BatchGradient:
 
 
 def _wide(features: torch.Tensor) -> torch.Tensor:
-    """Features in a format that losses are computed in, as a leaf."""
+    """Return features in a dtype for computing losses, as a leaf."""
     narrow = features.is_floating_point() and features.itemsize < 4
     return features.float() if narrow else features.detach().clone()
 
 
-# A loss that compares the samples of fixed groups with each other, equal under every plan that keeps groups
-# together.
+# A loss that compares the samples of fixed groups with each other, equal under every plan that keeps groups together.
 
-#: (sum of losses, their number).
+#: (sum of losses, count).
 Summed = tuple[torch.Tensor, torch.Tensor | int]
 
 
 class GroupLoss:
-    """A loss of features, (N, ...) each, which a train step gives those of whole groups. As a function: of one batch.
+    """A loss on features, (N, ...) each, of whole groups, from a train step. A direct call uses one batch.
 
     Args:
-        size: samples of a group; the last of a batch may be smaller.
-        compare: sums the losses of some samples, compared with all of a group.
+        size: samples per group. The last group of a batch may be smaller.
+        compare: returns the sum of the losses of some samples, each compared with its whole group.
+
+    Raises:
+        ModelError: if `size` is less than 2.
     """
 
     def __init__(self, size: int, compare: Compare):
@@ -253,10 +256,10 @@ class GroupLoss:
         self._groups: SampleGroups | None = None
 
     def over(self, mesh: Mesh) -> GroupLoss:
-        """Return the same for the ranks of a mesh.
+        """Return the same loss for the ranks of a mesh.
 
         Raises:
-            PlanError: for cut sequences, of which no rank has whole samples.
+            PlanError: for sharded sequences, because no rank has whole samples.
         """
         if mesh.plan.cp > 1:
             raise PlanError(
@@ -268,13 +271,13 @@ class GroupLoss:
         return found
 
     def __call__(self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0) -> Summed:
-        """Return the sum of the losses of this rank's samples, and their number.
+        """Return the sum of the losses of this rank's samples, and their count.
 
         Args:
             output: features, or a tuple of them.
-            batch: as a loss function gets it; it is not looked at.
-            samples: of the global batch; None: the batch is all there is.
-            index: of the microbatch in the step. A collective where groups span ranks.
+            batch: the batch as for any loss function; unused.
+            samples: sample numbers in the global batch; None if the batch is the whole global batch.
+            index: index of the microbatch in the step. A collective if groups span ranks.
         """
         del batch
         features: Features = [output] if isinstance(output, torch.Tensor) else list(output)
@@ -299,7 +302,7 @@ class GroupLoss:
         return self._compared(features, every, own, range(start, start + sum(counts)))
 
     def _compared(self, own: Features, every: Features, mine: range, there: range) -> Summed:
-        """Each group's losses. mine: numbers of this rank's samples; there: of those of `every`."""
+        """Sum the losses of each group. `mine` are the numbers of this rank's samples, `there` those in `every`."""
         total: torch.Tensor | None = None
         number: torch.Tensor | int = 0
         for first in range(mine.start // self.size * self.size, mine.stop, self.size):
@@ -317,20 +320,20 @@ class GroupLoss:
 
 
 def group_loss(size: int) -> Callable[[Compare], GroupLoss]:
-    """Make a loss function of one that compares samples, each with those of its group of the global batch.
+    """Make a loss function from one that compares samples with their group in the global batch.
 
-    The function gets the features of some samples, those of their whole group, and where the former stand among these;
-    it returns the sum of the former's losses, and their number. What the model returns are the features, with a row for
-    each sample.
+    The function gets the features of some samples, the features of their whole group, and the positions of the former
+    in the latter. It returns the sum of the former's losses and their count. The features are the model's output, with
+    one row per sample.
 
     Args:
-        size: samples of a group, which must not be divided over microbatches.
+        size: samples per group. A group must not be divided over microbatches.
     """
     return lambda compare: GroupLoss(size, compare)
 
 
 def _gathered(own: torch.Tensor, counts: list[int], axis: Any) -> torch.Tensor:
-    """Rows of all ranks, in order; each rank's gradients are sums over what all ranks made of its rows."""
+    """Gather the rows of all ranks in order. The gradient of each rank's rows is the sum over all ranks."""
     most = max(counts)
     missing = most - len(own)
     filled = torch.cat([own, own.new_zeros((missing, *own.shape[1:]))]) if missing else own
@@ -340,8 +343,7 @@ def _gathered(own: torch.Tensor, counts: list[int], axis: Any) -> torch.Tensor:
     return torch.cat([every[rank * most : rank * most + count] for rank, count in enumerate(counts)])
 
 
-# A user's loss function: outputs in float32 for it, and checks of its results, so that mistakes end in one
-# sentence.
+# Conversion of outputs to float32 for a user's loss function, and checks of its results with one-sentence errors.
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
@@ -354,7 +356,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def in_float32(output: Any) -> Any:
     """Return a model's output with its bfloat16 and float16 tensors in float32.
 
-    Tuples, lists, mappings, dataclasses and Hugging Face's outputs are searched; other objects stay as they are.
+    Searches tuples, lists, mappings, dataclasses and Hugging Face outputs. Other objects stay as they are.
     """
     if any(one.dtype in _HALVES for one in tensors_in(output)):
         return map_tensors(lambda one: one.float() if one.dtype in _HALVES else one, output)
@@ -362,10 +364,10 @@ def in_float32(output: Any) -> Any:
 
 
 def needs_float32(loss_fn: Any, plan: Plan) -> bool:
-    """Return whether a loss function gets converted outputs: under a half precision, and if it is not Weft's own."""
+    """Return True if a loss function gets converted outputs: under a half precision, if it is not Weft's own."""
     if plan.precision not in ("bf16", "fp16", "fp8"):
         return False
-    compared = getattr(loss_fn, "compare", None)  # the function in a loss over groups
+    compared = getattr(loss_fn, "compare", None)  # the function inside a loss over groups
     found = loss_fn if compared is None else compared
     while isinstance(found, functools.partial):
         found = found.func
@@ -374,7 +376,7 @@ def needs_float32(loss_fn: Any, plan: Plan) -> bool:
 
 
 def give_float32(model: nn.Module) -> None:
-    """Let a model that computes in half precision return float32, for losses in a loop that calls no train step."""
+    """Make a model that computes in half precision return float32, for losses in a loop without a train step."""
     model.register_forward_hook(_convert_output)
 
 
@@ -384,10 +386,13 @@ def _convert_output(model: nn.Module, args: Any, output: Any) -> Any:
 
 
 class CheckedLoss:
-    """A loss function of (output, batch), with what it returns looked at: the sum of the losses, and their number.
+    """A loss function of (output, batch) whose results, the sum of the losses and their count, are checked.
 
-    mesh: of the ranks; None: the batch is all there is. warns_of_means: several ranks or microbatches read samples in a
-    step, and this rank is to say what that changes.
+    Args:
+        loss_fn: the function to check.
+        mesh: the mesh of the ranks; None if the batch is the whole global batch.
+        warns_of_means: warn if the function returns a mean. Set on one rank if several ranks or microbatches read
+            samples.
     """
 
     def __init__(self, loss_fn: LossFn, mesh: Mesh | None = None, *, warns_of_means: bool):
@@ -398,10 +403,10 @@ class CheckedLoss:
     def __call__(
         self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return both for a microbatch, of whose samples only a loss over groups is told.
+        """Return the sum and the count for a microbatch. Only a loss over groups gets `samples` and `index`.
 
         Raises:
-            ModelError: for anything but a 0-d tensor with a gradient and a count.
+            ModelError: for anything except a 0-d tensor with a gradient and a count.
         """
         if self._widens:
             output = in_float32(output)
@@ -428,13 +433,13 @@ class CheckedLoss:
         return loss_sum, number
 
     def _warn_of_mean(self, output: Any) -> None:
-        self._warns = False  # once is enough
+        self._warns = False  # warn once
         warnings.warn(
             "loss_fn: it returns output.loss, a mean over the tokens of one rank's microbatch, and Weft expects "
             "their sum. The result equals one device's only if all microbatches have the same number of tokens. "
             f"Write\n{sum_of_hugging_face(output)}",
             WeftWarning,
-            stacklevel=6,  # the line that calls the step
+            stacklevel=6,  # the caller of the step
         )
 
 

@@ -1,9 +1,9 @@
-"""How a model is called when nobody says: what of a batch are its inputs.
+"""Default model calls: selection of the inputs from a batch.
 
-A batch is inputs and then targets. Tensors in a row (what torch's DataLoader makes of samples `(x, y)`): the model gets
-as many as its forward must have, and at least the first. Names: it gets those that its forward knows, and never
-`labels`, of which the loss is computed outside of the model, once for all ranks. Where that leaves a doubt, the user
-says: `forward=`.
+A batch is inputs followed by targets. From a sequence of tensors (torch's DataLoader on samples `(x, y)`), the model
+gets as many as its forward requires, and at least the first. From a dict, it gets the names in its forward's signature,
+and never `labels`: the loss is computed outside of the model, once for all ranks. If the inputs are ambiguous, the user
+must pass `forward=`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.parallel.random.streams import SampleNumbers
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-#: The name of what only the loss function gets.
+#: The key that only the loss function gets.
 LABELS = "labels"
 
 
@@ -34,7 +34,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     """Return the model's output: model(x) for x, (x, y) and [x, y]; by keyword, without labels, for a dict.
 
     Raises:
-        ModelError: where the batch does not say what the inputs are.
+        ModelError: if the inputs are ambiguous.
     """
     if isinstance(batch, torch.Tensor):
         return model(*_first_inputs(model, (batch,)))
@@ -63,7 +63,7 @@ def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
         param.kind in _POSITIONAL and param.default is not param.empty for param in params
     )
     number = max(len(needed), 1)
-    # One left over is the target. With more, and a forward that could take them, they may be either.
+    # One remaining entry is the target. Several may be inputs or targets if forward accepts more inputs.
     if len(batch) < number or (takes_more and len(batch) > number + 1):
         _refuse_row(model, params, batch)
     inputs = batch[:number]
@@ -86,7 +86,7 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     missing = sorted(needed - given.keys())
     if any(param.kind is param.VAR_KEYWORD for param in params) and not missing:
         return given
-    # What forward does not know is a target, but for names that were probably meant as one of its own.
+    # A name that forward does not have is a target, except one that is probably a typo of a parameter.
     free = known.keys() - given.keys() - {LABELS}
     if missing or any(nearest_name(name, free) for name in given.keys() - known.keys()):
         names = ", ".join(name for name in known if name != LABELS or name in needed)
@@ -95,7 +95,7 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
-    """Of the model's forward; None where Python cannot tell."""
+    """Return the parameters of the model's forward, or None if Python cannot inspect it."""
     try:
         return list(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values())
     except (TypeError, ValueError):
@@ -121,17 +121,17 @@ def _refuse(model: nn.Module, names: str, found: str, inputs: str) -> NoReturn:
 
 
 def _keywords(known: Iterable[str], batch: Mapping[str, Any]) -> str:
-    """Arguments to paste: each name of the batch under the name that forward has for it, as far as one is near."""
+    """Return keyword arguments to paste: each name of the batch with the most similar parameter of forward, if any."""
     names = [str(name) for name in batch if name != LABELS]
     pairs = [(name if name in known else nearest_name(name, known), name) for name in names]
     return ", ".join(f'{ours}=batch["{name}"]' for ours, name in pairs if ours) or f'batch["{(names or [LABELS])[0]}"]'
 
 
-# A batch and its microbatches: cut by samples and collated after, or, where each row is a sample, along dim 0.
+# A batch and its microbatches: split by samples and then collated, or, if each row is a sample, split along dim 0.
 
 
 class DataRank(Protocol):
-    """A rank among those that read different samples: number `rank` of `size`, as an axis or a mesh's reader says."""
+    """A rank among those that read different samples: number `rank` of `size`."""
 
     @property
     def rank(self) -> int: ...
@@ -141,21 +141,21 @@ class DataRank(Protocol):
 
 
 class Microbatches:
-    """A batch that is cut already: `step(Microbatches([first, second]))`, as many as the plan accumulates.
+    """A batch that is already split: `step(Microbatches([first, second]))`, as many as the plan accumulates.
 
-    A plain list is one batch, because that is what torch's DataLoader gives.
+    A plain list is one batch, because that is what torch's DataLoader returns.
 
     Args:
-        batches: the microbatches, each as the model takes it.
-        samples: for each microbatch, the numbers that its samples have in the global batch, counted from 0 over all
-            ranks; random numbers follow them. None: ranks and microbatches are taken to be equally large. An empty list
-            of numbers: the microbatch runs, so that ranks stay together, and counts for nothing.
-        rows: how many rows each sample has in tensors whose rows are no samples; None where there are no such tensors.
-        total: how many samples the global batch has.
-        any_number: the ranks agreed on how many there are, whatever the plan says.
+        batches: the microbatches, each in the model's format.
+        samples: for each microbatch, the numbers of its samples in the global batch, counted from 0 over all ranks.
+            Random numbers derive from them. None means that ranks and microbatches have equal sizes. A microbatch with
+            an empty list runs to keep ranks together, but counts for nothing.
+        rows: rows of each sample in tensors whose rows are not samples; None without such tensors.
+        total: samples in the global batch.
+        any_number: accept any number of microbatches, because the ranks agreed on it.
 
     Raises:
-        ModelError: where there are not as many of each.
+        ModelError: if `batches` and `samples` differ in length.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class Microbatches:
         """Return a rank's microbatches, each made of its samples.
 
         Args:
-            sample_at: gives a sample by its number in the global batch.
+            sample_at: returns a sample by its number in the global batch.
             own: sample numbers of each microbatch, from `weft.config.partitioning.microbatch_samples`. Empty
                 microbatches come last.
-            collate: makes a batch of a list of samples.
-            total: how many samples the global batch has.
+            collate: makes a batch from a list of samples.
+            total: samples in the global batch.
         """
         parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
         return cls([collate(part) for part in parts], own, [rows_of(part) for part in parts], total)
@@ -205,11 +205,11 @@ class Microbatches:
 
         Args:
             batch: tensors of shape (samples, ...), nested in dicts, lists and tuples.
-            plan: says how many microbatches a rank has, and how many ranks share the batch.
-            dp_rank: this rank's place on the data-parallel axes.
+            plan: defines the number of microbatches per rank and of ranks that share the batch.
+            dp_rank: this rank's index on the data-parallel axes.
 
         Raises:
-            ModelError: where rows are not samples.
+            ModelError: if rows are not samples.
         """
         count = samples_in(batch)
         own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
@@ -218,7 +218,7 @@ class Microbatches:
 
     @property
     def samples(self) -> tuple[SampleNumbers, ...] | None:
-        """Of each microbatch; None where nobody said."""
+        """The sample numbers of each microbatch, or None if unknown."""
         return self._samples
 
     def to(self, device: torch.device) -> Microbatches:
@@ -226,18 +226,18 @@ class Microbatches:
         return self.map(lambda batch: move_batch(batch, device))
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
-        """Return the same samples, in changed batches."""
+        """Return the same samples in changed batches."""
         changed = Microbatches(map(change, self._batches), any_number=self.any_number)
         changed._samples = self._samples
         return changed
 
     def marked(self) -> list[Any]:
-        """Return the microbatches in a list, each marked so that a step knows its samples."""
+        """Return the microbatches as a list, each marked with its sample numbers for the step."""
         return [batch if samples is None else mark(batch, samples)
                 for batch, samples in zip(self._batches, self._samples or [None] * len(self), strict=True)]  # fmt: skip
 
     def counted(self) -> Iterator[tuple[Any, bool]]:
-        """Yield each microbatch, and whether it counts: those that stand in for none do not."""
+        """Yield each microbatch, and True if it counts. Stand-ins for empty microbatches do not."""
         for index, batch in enumerate(self._batches):
             yield batch, self._samples is None or not self._samples[index].is_empty
 
@@ -263,7 +263,7 @@ class Microbatches:
 
 
 def _stand_in(own: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The sample that a rank runs where it has none: its first, or the first of the batch."""
+    """Return the sample that a rank runs for an empty microbatch: its first, or the first of the batch."""
     return own[0][:1] or range(1)
 
 
@@ -275,14 +275,14 @@ def from_loader(
     is_plain: bool,
     total: int,
 ) -> Any:
-    """Return what `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of.
+    """Return the result of `run.shard`: `Microbatches`, or a plain batch that is marked with its sample numbers.
 
     Args:
-        batches: one for each microbatch.
-        numbers: of the samples in each, in the global batch.
-        rows: of each sample, in tensors whose rows are no samples.
-        is_plain: there is one microbatch, and it is given as it is.
-        total: samples of the global batch.
+        batches: one batch per microbatch.
+        numbers: for each batch, the numbers of its samples in the global batch.
+        rows: rows of each sample in tensors whose rows are not samples.
+        is_plain: return the only microbatch as a plain batch.
+        total: samples in the global batch.
     """
     if not is_plain:
         return Microbatches(batches, numbers, rows, total)
@@ -290,20 +290,20 @@ def from_loader(
 
 
 def mark(batch: Any, samples: SampleNumbers) -> Any:
-    """The same batch, whose samples a step then knows."""
+    """Mark the tensors of a batch with its sample numbers, and return the batch."""
     for tensor in tensors_in(batch):
         setattr(tensor, MARK, samples)
     return batch
 
 
 def stands_in(batch: Any) -> bool:
-    """Return whether a marked batch stands in for a microbatch without samples, and so counts for nothing."""
+    """Return True if a marked batch is a stand-in for a microbatch without samples, and so counts for nothing."""
     found = marked_samples(batch)
     return found is not None and found.is_empty
 
 
 def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
-    """The samples of batches that are all marked, and parts of one global batch: no sample is in two of them."""
+    """Return the sample numbers of batches, or None unless all are marked and no sample is in two of them."""
     marks = [marked_samples(batch) for batch in batches]
     known = tuple(found for found in marks if found is not None)
     numbers = [number for found in known for number in found.numbers]
@@ -311,10 +311,10 @@ def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
 
 
 def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
-    """Return what a step passes through the model one by one.
+    """Return the batches that a step passes through the model one by one.
 
     Raises:
-        ModelError: where that is not what the plan says.
+        ModelError: if their number is not the plan's.
     """
     expected = plan.microbatches_per_step
     if not isinstance(batch, Microbatches):
@@ -328,13 +328,13 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
 
 
 def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[SampleNumbers]:
-    """Return which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
+    """Return the sample numbers of each microbatch of a step's input, before it is moved to the device.
 
-    A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large.
+    A plain batch is this rank's range of the global batch. Unmarked `Microbatches` are assumed to have equal sizes.
 
     Args:
-        batch: as the step was given it.
-        num_microbatches: into how many a plain batch is cut.
+        batch: the input of the step.
+        num_microbatches: number of microbatches that a plain batch is split into.
         data: this rank among those that read different samples.
     """
     if isinstance(batch, Microbatches):
@@ -354,10 +354,13 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
 
 
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
-    """Cut a batch into equal parts along dim 0 of its tensors, each of which has a row for each sample.
+    """Split a batch into equal parts along dim 0 of its tensors, each of which has one row per sample.
 
-    A list without tensors that has an entry for each sample is cut too. Numbers, text and None go to every part.
-    Raises ModelError where rows are not samples, or the parts would not be equal. plan: names the field in errors.
+    A list without tensors that has one entry per sample is split too. Every part gets numbers, text and None. `plan`
+    names the field for errors.
+
+    Raises:
+        ModelError: if rows are not samples, or the parts would not be equal.
     """
     if num_parts == 1:
         return [batch]
@@ -373,19 +376,19 @@ def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[An
 
 
 def samples_in(batch: Any) -> int:
-    """Count the samples of a batch: dim 0 of its first tensor that has one."""
+    """Count the samples of a batch: dim 0 of its first tensor with rows."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def values_in(batch: Any) -> int:
-    """Count the values in the first tensor of a batch, about as many as it has tokens."""
+    """Count the values in a batch's first tensor, which approximates its tokens."""
     return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
     """Return the samples of a step's first microbatch, and the values in its first tensor.
 
-    Both are 0 where the batch has no tensor with rows.
+    Both are 0 if the batch has no tensor with rows.
     """
     is_cut = isinstance(batch, Microbatches)
     first = next((tensor for tensor in tensors_in(batch[0] if is_cut else batch) if tensor.ndim), None)
@@ -396,22 +399,28 @@ def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
 
 
 def split_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
-    """Return a batch's parts by samples, which are its rows. runs: the samples of each part, from 0.
+    """Return a batch's parts by samples, which are its rows. `runs` are the samples of each part, from 0.
 
     Raises:
-        ModelError: where rows are not samples.
+        ModelError: if rows are not samples.
     """
     return _Splitting(runs, samples_in(batch), "batch").split(batch, "batch")
 
 
 class _Splitting:
-    """How one batch of `num_samples` is cut. runs: the samples of each part. field: what asks for it, for errors."""
+    """Splits one batch of `num_samples` samples.
+
+    Args:
+        runs: the samples of each part.
+        num_samples: samples in the batch.
+        field: setting that requires the split, for errors.
+    """
 
     def __init__(self, runs: Sequence[range], num_samples: int, field: str):
         self._runs, self._num_samples, self._field = runs, num_samples, field
 
     def split(self, batch: Any, name: str) -> list[Any]:
-        """The parts of a batch, or of what it holds under that name."""
+        """Return the parts of a batch, or of its nested value with that name."""
         if isinstance(batch, torch.Tensor):
             return self._split_tensor(batch, name)
         parts = parts_of(batch)
@@ -442,7 +451,7 @@ class _Splitting:
 
 
 def _names_in(batch: Any, name: str) -> list[str]:
-    """How a user would write what a container holds."""
+    """Return the contents of a container with the names that a user would write."""
     if isinstance(batch, Mapping):
         return [f"{name}[{key!r}]" for key in batch]
     if is_dataclass(batch):

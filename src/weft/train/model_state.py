@@ -1,8 +1,8 @@
-"""What checkpoints of an adapter hold in place of its base: what was adapted, and digests of the base's weights.
+"""Checkpoint contents of an adapter in place of its base: the adapted layers, and digests of the base's weights.
 
-The digest of a weight is a sum over elements of hashes of (place, value), so that every rank digests what it holds and
-the plan does not show. At most `SAMPLES` elements of a weight count, spread evenly, and of each its bfloat16 value:
-frozen weights are held rounded under precision=bf16, and a base is the same base there.
+The digest of a weight is a sum over elements of hashes of (position, value), so every rank digests its own elements and
+the result is independent of the plan. At most `SAMPLES` evenly spaced elements of a weight count, each as its bfloat16
+value: precision=bf16 rounds frozen weights, and the digest must not change.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from weft.parallel.state.materialize import allow_sharded_state
 from weft.parallel.zero.states import load_carried, local_wire_state
 from weft.train.state_io import SavedReplicas, local_counts, replica_slices, resume_replicas
 
-#: Elements of one weight that its digest looks at.
+#: Maximum number of elements of one weight in its digest.
 SAMPLES = 2**14
-#: Odd constants of the hash; those above 2^63 as the negative numbers that torch takes for them.
+#: Odd constants of the hash. Those above 2^63 are written as the negative int64 values that torch needs.
 _PLACE, _VALUE, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def names_left_out(model: nn.Module) -> frozenset[str]:
-    """Return the names of the tensors that a checkpoint of the model leaves out: those of an adapter's frozen base."""
+    """Return the names of the tensors that a checkpoint leaves out: the frozen base of an adapter."""
     if adapted(model) is None:
         return frozenset()
     if is_attached(model):
@@ -51,24 +51,24 @@ def names_left_out(model: nn.Module) -> frozenset[str]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Any] | None:
-    """Return what a checkpoint says of the model's adapter and its base, as JSON; None where it has no adapter.
+    """Return the checkpoint record of the model's adapter and its base as JSON, or None without an adapter.
 
-    All ranks call it where the model is parallelized.
+    All ranks call it if the model is parallelized.
     """
     record = adapted(model)
     return None if record is None else {**record.said(), "base": _digests(model)}
 
 
 def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) -> None:
-    """Refuse a checkpoint of another base or adapter than the model's. All ranks call it.
+    """Refuse a checkpoint whose base or adapter differs from the model's. All ranks call it.
 
     Args:
-        model: with an adapter or not.
-        saved: what `adapter_state` gave when the checkpoint was saved.
-        path: of the checkpoint, for the error.
+        model: a model with or without an adapter.
+        saved: the result of `adapter_state` when the checkpoint was saved.
+        path: path of the checkpoint, for the error.
 
     Raises:
-        CheckpointError: with the first thing that differs.
+        CheckpointError: for the first difference.
     """
     record = adapted(model)
     if record is None or saved is None:
@@ -91,16 +91,16 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
 
 
 def expect_same_base(name: str, tensor: torch.Tensor, base: Mapping[str, str], path: object) -> None:
-    """Refuse a weight, whole, that is not the one beside which an adapter was trained.
+    """Refuse a full weight that differs from the base on which an adapter was trained.
 
     Args:
-        name: of the weight.
-        tensor: its values, in their own order.
-        base: the digests that `adapter_state` gives.
-        path: of the checkpoint, for the error.
+        name: name of the weight.
+        tensor: its values in their original order.
+        base: the digests from `adapter_state`.
+        path: path of the checkpoint, for the error.
 
     Raises:
-        CheckpointError: for a weight with other values, or one that was not there.
+        CheckpointError: if the weight has other values, or was not in the base.
     """
     digest = digest_of(tensor.detach().contiguous().view(-1), Part(tuple(tensor.shape)))
     _expect_equal(name, _as_text(digest), base, path)
@@ -133,7 +133,7 @@ def _refuse_single(record: Adapted | None, saved: Mapping[str, Any] | None, path
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    """Of each weight of the base, by name, in the order of the plain model."""
+    """Return the digest of each weight of the base by name."""
     if not is_attached(model):
         params = dict(model.named_parameters())
         sums = {name: digest_of(params[name].detach().contiguous().view(-1), Part(tuple(params[name].shape)))
@@ -152,15 +152,15 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 
 def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
-    """Return what a run of a part's line adds to the digest of its tensor, int64, 0-d.
+    """Return the contribution of a run of elements to the digest of its tensor, int64, 0-d.
 
     Args:
-        flat: the run's elements, 1-D.
-        part: which elements of the whole tensor the line holds.
-        start: the run's first element, as a place in the line.
+        flat: elements of the run, 1-D.
+        part: the elements of the full tensor that the flattened part holds.
+        start: position of the run's first element in the flattened part.
     """
     numel = torch.Size(part.shape).numel()
-    step = max(1, -(-numel // SAMPLES)) | 1  # odd: else some columns would never be looked at
+    step = max(1, -(-numel // SAMPLES)) | 1  # odd, because an even step could skip some columns
     places = torch.arange(0, numel, step, device=flat.device)
     line, here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
     rest = places
@@ -179,7 +179,7 @@ def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
 
 
 def _in_rows(index: torch.Tensor, rows: Iterable[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in joined ranges of rows, and whether a row is in one of them."""
+    """Return positions in joined ranges of rows, and a mask of the rows that are in one of them."""
     found, here, before = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
     for low, high in rows:
         inside = (index >= low) & (index < high)
@@ -187,33 +187,35 @@ def _in_rows(index: torch.Tensor, rows: Iterable[tuple[int, int]]) -> tuple[torc
     return found, here
 
 
-# What a checkpoint holds of model and optimizer: tensors by name, independent of the plan; each rank its part of
-# them.
+# Checkpoint contents of model and optimizer: tensors by name, independent of the plan. Each rank writes its part.
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a parallelized model, whole. All ranks call it: what is sharded is gathered.
+    """Return the full parameters and buffers of a parallelized model. Sharded tensors are gathered.
 
-    keep: whether this rank wants them; the others get nothing back and hold no more than one tensor at a time. They may
-    be the live ones: use them before the next step.
+    All ranks call it. The result may contain the live tensors, so use it before the next step.
+
+    Args:
+        model: the parallelized model.
+        keep: True if this rank needs the result. The other ranks return nothing and hold one full tensor at a time.
     """
     engine = data_parallel(model)
     weights = held(chain(engine.weights(), engine.frozen()), keep)
-    # On all ranks: under zero=3 looking at a module lets its gathered weights go.
+    # Call it on all ranks: under zero=3, accessing a module frees its gathered weights.
     own = model_tensors(model)
     if not keep:
         return {}
-    # What is trained or divided comes from the engine; the rest is whole on every rank.
+    # Trained or sharded tensors come from the engine. Every rank holds the others in full.
     return {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name} | weights
 
 
 def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Return the bytes of a checkpoint of a model that is trained; optimizer states exist only after a step.
+    """Return the size in bytes of a training checkpoint. Optimizer states exist only after a step.
 
     Args:
-        model: on the meta device; what the optimizer leaves alone is frozen in it.
-        optimizer: the section of the config.
-        master: the format in which weights and states are kept.
+        model: the model on the meta device, in which parameters without an optimizer are frozen.
+        optimizer: the optimizer section of the config.
+        master: dtype of stored weights and states.
     """
     freeze(model, optimizer)
     left_out = names_left_out(model)
@@ -224,38 +226,38 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
 
 
 def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float:
-    """Values of the masters' size that an optimizer keeps for each of a group's weights, a foreign class as AdamW."""
+    """Return the optimizer values of the masters' size per weight of a group. A foreign class counts as AdamW."""
     if optimizer.name == "sgd":
         return int(group["momentum"] > 0)
     return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
 
 
 def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
-    """Iterate to the end, as a collective wants it, and keep the tensors on the host where `keep`."""
+    """Iterate to the end, as a collective requires, and return the tensors on the host if `keep`."""
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
         if keep:
-            kept[name] = tensor.detach().cpu()  # a device has no room for what is sharded because it did not fit
+            kept[name] = tensor.detach().cpu()  # a sharded tensor may not fit on the device in full
     return kept
 
 
 def pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedSlice]:
-    """Yield what this rank writes of a checkpoint: its share of weights and states, no collective.
+    """Yield this rank's slices of a checkpoint, weights and states. No collective.
 
     Args:
-        model: what `parallelize` returned.
-        optimizer: adopted by a step.
-        copies: takes the tensors as they are now; None: tensors are in their own memory, to be written before the next
-            step.
+        model: the result of `parallelize`.
+        optimizer: an optimizer that a step has adopted.
+        copies: receives copies of the tensors. If None, slices share the live memory and must be written before the
+            next step.
     """
     found = _pieces(model, optimizer)
     return found if copies is None else iter(copied(list(found), copies))
 
 
 def copied(found: Sequence[SavedSlice], copies: HostCopies) -> list[SavedSlice]:
-    """Copy the tensors of pieces as they are now. CheckpointError where the host has no room for it."""
+    """Copy the tensors of slices. Raise CheckpointError if host memory is insufficient."""
     taken = copies.take([cast(torch.Tensor, one.data) for one in found])
     return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
 
@@ -278,19 +280,19 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
 
 
 def written(group: str, stretches: Iterable[FlatSlice], engine: DataParallel) -> Iterator[SavedSlice]:
-    """Yield what of the stretches this rank writes, as pieces of a group.
+    """Yield the flat slices that this rank writes, as slices of a checkpoint group.
 
     Args:
-        group: such as "model".
-        stretches: what this rank holds.
-        engine: of the model.
+        group: name of the group, such as "model".
+        stretches: flat slices that this rank stores.
+        engine: the model's engine.
     """
     for one in stretches:
         mine = one.mine(engine.axes.mesh.rank)
         if mine is None:
             continue
         part, (start, data) = one.part, mine
-        if data.numel() == part.numel:  # all of a part lies in its own shape, row-major
+        if data.numel() == part.numel:  # complete parts are stored in their own shape, row-major
             order = part.order or tuple(range(len(part.shape)))
             local = data.view([part.local_shape[dim] for dim in order])
             data = local.permute([order.index(dim) for dim in range(len(order))]).contiguous()
@@ -299,12 +301,12 @@ def written(group: str, stretches: Iterable[FlatSlice], engine: DataParallel) ->
 
 
 class GroupSource:
-    """A group of a checkpoint, of which each rank reads what it holds.
+    """A group of a checkpoint, from which each rank reads the elements that it stores.
 
     Args:
-        checkpoint: open.
-        group: such as "model".
-        start: of the names that are meant, which are given without it.
+        checkpoint: an open checkpoint.
+        group: name of the group, such as "model".
+        start: prefix of the selected names, which callers omit.
     """
 
     def __init__(self, checkpoint: Checkpoint, group: str, start: str = ""):
@@ -313,41 +315,41 @@ class GroupSource:
         self._checkpoint, self._group, self._start = checkpoint, group, start
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line.
+        """Fill `out` with elements of a flattened part.
 
         Args:
-            name: of the tensor.
-            part: which elements of the whole tensor.
-            start: place in its line where reading begins, in elements.
-            out: filled to its end, in the saved dtype.
+            name: name of the tensor.
+            part: the elements of the full tensor.
+            start: position in the flattened part at which reading begins, in elements.
+            out: output buffer in the saved dtype, filled completely.
         """
         self._checkpoint.read(self._group, f"{self._start}{name}", part, start, out)
 
 
 class Averages(Protocol):
-    """Averages of weights that are kept beside them."""
+    """Interface of averages that are stored in addition to the weights."""
 
     def restore(self, source: GroupSource, num_updates: int) -> None:
-        """Take what a checkpoint has of them."""
+        """Restore the averages from a checkpoint."""
         ...
 
 
 def resume(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, ema: Averages | None = None
 ) -> list[str]:
-    """Give a parallelized model and its optimizer what `pieces` gave under any plan. All ranks call it.
+    """Load the result of `pieces` under any plan into a parallelized model and its optimizer. All ranks call it.
 
-    Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
-    only.
+    Each rank reads only the elements that it stores. Returns lines about parts that are left out because they fit only
+    another plan.
 
     Args:
-        model: what `parallelize` returned.
-        optimizer: adopted by a step.
-        checkpoint: open.
-        ema: averages of the weights, to be restored too.
+        model: the result of `parallelize`.
+        optimizer: an optimizer that a step has adopted.
+        checkpoint: an open checkpoint.
+        ema: averages of the weights to restore too.
 
     Raises:
-        CheckpointError: for a checkpoint of another model.
+        CheckpointError: if the checkpoint is of another model.
     """
     if ema is not None:
         ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))
@@ -356,7 +358,7 @@ def resume(
     own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
     shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
-    # A stage of a pipeline takes its own tensors only.
+    # A pipeline stage loads only its own tensors.
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
     if left_out:
         for one in engine.stretches():
@@ -373,12 +375,12 @@ def resume(
     return [*told, *engine.error_feedback.take(GroupSource(checkpoint, "owed"))]
 
 
-#: Formats of moments that only the rounded AdamW takes.
+#: Dtypes of moments that only AdamW with rounded states supports.
 _ROUNDED = (torch.bfloat16, torch.int8, torch.uint8)
 
 
 def _match_formats(optimizer: torch.optim.Optimizer) -> None:
-    """torch's AdamW and Adam want moments of the parameters' format: a run with rounded ones may have saved them."""
+    """Convert moments to the parameters' dtype for torch's AdamW and Adam, if a run with rounded moments saved them."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return
     for param, state in optimizer.state.items():
@@ -388,10 +390,10 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy weights and buffers of a checkpoint into a plain model; those of an adapter alone where it has one.
+    """Copy weights and buffers of a checkpoint into a plain model. With an adapter, copy only the adapter's.
 
     Raises:
-        CheckpointError: names what is missing, left over or misshapen, or what of an adapter's base differs.
+        CheckpointError: if tensors are missing, left over or of another shape, or if an adapter's base differs.
     """
     check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
     left_out, tensors = names_left_out(model), checkpoint.tensors("model")
@@ -425,27 +427,27 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in names.items() if first[id(tensor)] == name}
 
 
-# Weights of a folder as the bytes that a model keeps of them: read in slices, packed, and let go.
+# Weights of a folder in a model's packed format, read and packed in chunks.
 
-#: Blocks of one read: 8 million weights.
+#: Blocks per read, which are 8 million weights.
 _AT_ONCE = 2**17
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What a packed weight is, as an entry of a source."""
+    """Description of a packed weight, as an entry of a source."""
 
     shape: tuple[int, ...]
     dtype: str = "U8"
 
 
 class PackedSource:
-    """A source some of whose matrices are packed as they are read.
+    """A source that packs some matrices as they are read.
 
     Args:
-        source: of the weights as they are stored.
-        names: of the matrices.
-        kept: how they are packed.
+        source: source of the stored weights.
+        names: names of the matrices.
+        kept: packed format of each matrix.
     """
 
     def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
@@ -455,26 +457,26 @@ class PackedSource:
 
     @property
     def entries(self) -> Mapping[str, SavedTensor]:
-        """What there is, by name."""
+        """The tensors of the source by name."""
         return {**self._source.entries, **self._packed}
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line: bytes, where the tensor is packed.
+        """Fill `out` with elements of a flattened part, as bytes if the tensor is packed.
 
         Args:
-            name: of the tensor.
-            part: which elements of the whole tensor, as it is kept.
-            start: place in its line where reading begins.
-            out: filled to its end.
+            name: name of the tensor.
+            part: the elements of the full tensor in its packed form.
+            start: position in the flattened part at which reading begins.
+            out: output buffer, filled completely.
         """
         if name not in self._packed:
             self._source.read(name, part, start, out)
             return
         rows, width = self._source.entries[name].shape
-        line = part.local_shape[1]  # bytes of a row here
+        line = part.local_shape[1]  # bytes per row of the part
         at, end, per = start, start + len(out), self._kept.block_bytes
         numbers = self._numbers(part, rows, width)
-        # Whole rows, cut at both ends: stretches of a rank begin at rows but for the last ones.
+        # Read whole rows and trim both ends. A rank's flat slices begin at rows, except the last ones.
         step = max(1, _AT_ONCE * per // line)
         while at < end:
             first = at // line
@@ -485,7 +487,7 @@ class PackedSource:
             at += high - low
 
     def _numbers(self, part: Part, rows: int, width: int) -> Part:
-        """The part of the weight that a part of its bytes stands for."""
+        """Return the part of the weight that a part of its bytes encodes."""
         if part.rows is None or part.dim == 0:
             return Part((rows, width), part.dim, part.rows)
         per = self._kept.block_bytes
@@ -500,11 +502,11 @@ class PackedSource:
 
 
 def packed_source(model: nn.Module, source: StateSource) -> StateSource:
-    """Return where a model with an adapter reads its base from: packed, where the adapter's base is.
+    """Return the source from which a model with an adapter reads its base, packed if the adapter's base is.
 
     Args:
-        model: whole, with an adapter or not.
-        source: its weights as they are stored.
+        model: the full model, with or without an adapter.
+        source: its stored weights.
     """
     record = adapted(model)
     if record is None or not record.packed:

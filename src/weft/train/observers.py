@@ -1,4 +1,4 @@
-"""Every rank's observer: hands a step's numbers to the thread of figures, which reports them."""
+"""Observers of a run: monitoring of each rank, rollback, requests from users, and the event log."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from weft.train.hooks import Hook, SaveEnd, leave_out
 from weft.train.reporting import sample_digests
 from weft.train.tasks.base import Task
 
-#: The class of a rank's memory that is its peak, and what of the peak no other class has.
+#: The memory series for a rank's peak, and for the part of it that no other series covers.
 _PEAK, _REST = series("memory.bytes", "peak"), series("memory.bytes", "rest")
 
 
 class FigureHook(Hook):
-    """Starts a rank's `Collector` with what its engine, its machine and its GPU tell.
+    """Starts a rank's `Collector` with sources for its engine, machine and GPU.
 
     Args:
-        engine: of this rank.
-        place: of this process among the ranks; None: a single rank.
-        folder: of the run.
+        engine: this rank's engine.
+        place: rank of this process; None for a single rank.
+        folder: the run's folder.
         every_s: seconds between reports.
-        publish: on the first rank, takes the event of all ranks; None on the others.
-        on_slow: on the first rank, takes an event of a rank that became slow, or is no longer.
+        publish: on rank 0, receives the event of all ranks; None on the others.
+        on_slow: on rank 0, receives an event when a rank becomes slow or recovers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FigureHook(Hook):
             of_host=[host.of_machine],
             totals=measures.traffic,
             publish=publish,
-            # Stages of a pipeline do different work, and cannot be compared. Only the first rank compares.
+            # Pipeline stages do different work and cannot be compared. Only rank 0 compares.
             groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if publish else 0)],
             on_slow=on_slow,
         )
@@ -81,7 +81,8 @@ class FigureHook(Hook):
         self._num_steps += 1
         self._peak = record.memory_bytes
         if self._num_steps == 2:
-            # The first step has made what there is to hold. Asked here: between two steps nothing of it changes.
+            # After the first step all tensors exist. Read the memory here, because it does not change between two
+            # steps.
             self._memory = dict(self._measures.memory())
         self.collector.put(
             StepFigures(record.step, record.seconds, record.exposed, record.busy_s, record.data_s, record.own)
@@ -92,33 +93,33 @@ class FigureHook(Hook):
         self.collector.close()
 
     def _memory_now(self) -> Mapping[str, float]:
-        """Bytes by class; what is left of a GPU's peak are activations and buffers."""
+        """Return bytes by series. The rest of a GPU's peak counts as activations and buffers."""
         found, peak = self._memory, float(self._peak)
         if not peak:
             return found
-        # On a CPU the peak is the whole process, libraries included, and a rest would say nothing.
+        # On a CPU the peak covers the whole process, including libraries, so the rest would be meaningless.
         rest = {_REST: max(0.0, peak - sum(found.values()))} if found and self._on_gpu else {}
         return {**found, **rest, _PEAK: peak}
 
 
-# Going back to a checkpoint from before the trouble, and not for ever.
+# Returning to a checkpoint from before a problem, a limited number of times.
 
-#: How often a run went back to which step.
+#: File with the number of returns to each step.
 _COUNTS = "rolled_back.json"
-#: The same steps give the same numbers: without other data one return is enough, with other data three are.
+#: Maximum number of returns to a step. The same data gives the same result, so one suffices without skipping data.
 _MOST = {"roll_back": 1, "skip_data": 3}
 
 
 def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
-    """Set checkpoints since the trouble aside, and for skip_data leave its data out. On the first rank, after saves.
+    """Set checkpoints since the problem aside, and for skip_data exclude its data. Runs on rank 0 after saves.
 
-    Returns the step that the next start goes on from; None where there is no older checkpoint, or the run went back to
-    it too often already: then nothing has changed.
+    Returns the step from which the next start resumes. Returns None and changes nothing if there is no older
+    checkpoint, or if the run has returned to it too often already.
 
     Args:
-        folder: of the run.
-        wish: roll_back or skip_data.
-        step: the steps done.
+        folder: the run's folder.
+        wish: a request for roll_back or skip_data.
+        step: steps done.
     """
     since = min(wish.since or step, step)
     saved = [known for path in list_checkpoints(folder.checkpoints) if (known := step_in_name(path.name)) is not None]
@@ -142,18 +143,18 @@ def _counts(folder: RunFolder) -> dict[str, int]:
         return {}
 
 
-# A thread of the first rank that hears what the run is asked for, and has all ranks look after the next step.
+# A thread of rank 0 that reads requests from users, and makes all ranks handle them after the next step.
 
 _LOOK_S = 0.25
 
 
 class RequestWatch(threading.Thread):
-    """Looks for wishes four times a second; `take` gives them to the loop.
+    """Polls for requests four times a second. `take` returns them to the loop.
 
     Args:
-        folder: of the run.
-        since: when the command began, in s since 1970.
-        engine: not kept alive: model and groups must be gone before the ranks part.
+        folder: the run's folder.
+        since: start of the command in seconds since 1970.
+        engine: the engine, held by a weak reference: model and groups must be freed before the ranks disconnect.
     """
 
     def __init__(self, folder: Path, since: float, engine: Engine):
@@ -163,11 +164,11 @@ class RequestWatch(threading.Thread):
         self._end = threading.Event()
 
     def take(self) -> list[RunRequest]:
-        """Return what was asked since the last call."""
+        """Return the requests since the last call."""
         return [self._heard.popleft() for _ in range(len(self._heard))]
 
     def look(self) -> None:
-        """Look once."""
+        """Poll once."""
         found, engine = self._box.new(), self._engine()
         self._heard.extend(found)
         if found and engine is not None:
@@ -180,16 +181,16 @@ class RequestWatch(threading.Thread):
             self.join(5.0)
 
     def run(self) -> None:
-        """Look until `close`: the thread's own function."""
+        """Poll until `close` is called."""
         while not self._end.wait(_LOOK_S):
             self.look()
 
 
-# The first rank's observer: writes events.jsonl, has loss.png drawn, and shows progress on the terminal.
+# The observer of rank 0: writes events.jsonl, draws loss.png, and shows progress on the terminal.
 
 
 class RunRecorder(Hook):
-    """Writes what happens to the run folder and passes it to the display."""
+    """Writes events to the run folder and passes them to the display."""
 
     def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
         self._folder, self._task = folder, task
@@ -203,7 +204,7 @@ class RunRecorder(Hook):
 
     def on_start(self, start_step: int) -> None:
         if self._goes_on:
-            # Readers then forget what was logged beyond this step: it is done again.
+            # Readers discard events beyond this step, because those steps are repeated.
             self._log.write({"event": "resume", "step": start_step})
         self._log.write({"event": "start", "step": start_step, **self._start})
         self._saved = start_step or None
@@ -226,7 +227,7 @@ class RunRecorder(Hook):
         return None
 
     def _report_disk_space(self) -> None:
-        """Say once that the disk is full, and once that it is not any more."""
+        """Report once when the disk becomes full, and once when it has space again."""
         if (is_full := self._log.num_waiting > 0) != self._is_full:
             self._is_full = is_full
             name, at = self._folder.events.name, self._folder.path
@@ -261,20 +262,20 @@ class RunRecorder(Hook):
         self._display.note(action_line(step, wish))
 
     def on_note(self, step: int, text: str) -> None:
-        """Show a line, which an event of its own has said already."""
+        """Show a line that another event already contains."""
         self._display.note(text)
 
     def on_figures(self, event: Mapping[str, object]) -> None:
-        """Write an event of figures; the thread that makes it calls this."""
+        """Write an event of measurements. Called by the monitoring thread."""
         self._log.write(event)
 
     def on_slow(self, event: Mapping[str, object]) -> None:
-        """Write an event of a rank that is slow, and show it; the thread of figures calls this."""
+        """Write and show an event of a slow rank. Called by the monitoring thread."""
         self._log.write(event)
         self._display.note(f"step {event['step']}: {event['text']}.")
 
     def on_moved(self, before: int, step: int) -> None:
-        if step < before:  # readers then forget what was logged beyond this step
+        if step < before:  # readers discard events beyond this step
             self._log.write({"event": "resume", "step": step})
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
@@ -291,12 +292,12 @@ class RunRecorder(Hook):
         self._log.write({"event": "end", "step": step, "reason": reason})
 
     def draw(self) -> None:
-        """Draw the whole run. It takes seconds, so call it when no other rank waits any more."""
+        """Draw the whole run. This takes seconds, so call it when no other rank is waiting."""
         self._artist.close()
         plot_loss(read_events(self._folder.events), self._folder.loss_plot, title=str(self._folder.path.name))
 
     def close(self) -> None:
-        """Let go of the terminal, the event log and the process that draws."""
+        """Close the display, the plotting process and the event log."""
         self._display.close()
         self._artist.close()
         self._log.close()

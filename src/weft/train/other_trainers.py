@@ -1,4 +1,4 @@
-"""Trainers that wrap models themselves: refused at the first forward of a model that Weft parallelized."""
+"""Detection of other trainers that wrap models, at the first forward of a parallelized model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse_other_trainers(model: nn.Module) -> None:
 
 
 class _FirstForward:
-    """A hook that copies and pickles of the model can keep."""
+    """A hook that survives copying and pickling the model."""
 
     def __init__(self) -> None:
         self._is_over = False

@@ -1,6 +1,7 @@
-"""Checkpoints in the memory of a run's hosts (checkpoint.peer_every): a restart goes on from them where they are newer.
+"""Checkpoints in the memory of a run's hosts (checkpoint.peer_every), from which a restart resumes if they are newer.
 
-They are written, committed, digested and read as those in an object store are; see docs/adr/0029-copies-in-memory.md.
+They are written, committed, verified and read like checkpoints in an object store; see
+docs/adr/0029-copies-in-memory.md.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from weft.checkpoint.peer_copies import CopyHome, copies_at
 from weft.errors import CheckpointError, ConfigError
 from weft.units import format_bytes
 
-#: A host holds the newest complete copy while the next one comes.
+#: A host keeps the newest complete copy while the next one is written.
 _GENERATIONS = 2
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Copies:
-    """The copies of one run. All ranks make it with `open`. root: where checkpoints are saved to."""
+    """The in-memory copies of one run at `root`. All ranks construct it with `open`."""
 
     def __init__(self, root: StorePath, together: RankGroup):
         self.root, self._joint_parts = root, together
 
     def newest(self, saved: int | None) -> tuple[Location | None, list[str]]:
-        """Return the newest copy, where it is later than the step `saved` and whole, and what is wrong with others.
+        """Return the newest valid copy after the step `saved`, or None, and lines about damaged copies.
 
-        Where there is none all copies go: what is on disk counts. All ranks call it.
+        If no such copy exists, all copies are deleted and the checkpoint on disk is used. All ranks call it.
         """
         steps = self._joint_parts.on_first(lambda: self._steps())
         notes: list[str] = []
@@ -54,7 +55,7 @@ class Copies:
         target.remove([one.path for one in target.step_folders() if one.step != step])
 
     def clear(self) -> None:
-        """Delete all copies: they hold what must not be gone on from. One rank calls it."""
+        """Delete all copies, because the run must not resume from them. One rank calls it."""
         target_at(self.root).remove([self.root])
 
     def _steps(self) -> list[int]:
@@ -64,16 +65,18 @@ class Copies:
     def open(
         home: CopyHome | None, together: RankGroup, every: int, num_bytes: Callable[[], int]
     ) -> tuple[Copies | None, list[str]]:
-        """Join the hosts of all ranks; None and why where one has nothing that outlives its ranks. All ranks call it.
+        """Open the copies across the hosts of all ranks.
+
+        Return None and the reason if a host lacks storage that outlives its ranks. All ranks call it.
 
         Args:
-            home: what keeps copies on this rank's host.
-            together: the ranks; each gets the answers of all.
+            home: storage for copies on this rank's host.
+            together: the group of ranks, each of which gets the answers of all.
             every: checkpoint.peer_every, in steps.
-            num_bytes: gives the size of one checkpoint of all ranks.
+            num_bytes: returns the size of one checkpoint of all ranks.
 
         Raises:
-            ConfigError: on all ranks, where a host has no room for the copies.
+            ConfigError: on all ranks, if a host has too little memory for the copies.
         """
         answers = [json.loads(one) for one in together.gather(json.dumps(home and asdict(home)).encode())]
         if home is None or None in answers:
@@ -83,7 +86,7 @@ class Copies:
             ]
         homes = [*dict.fromkeys(CopyHome(**one) for one in answers)]
         root = copies_at(homes, homes.index(home))
-        # What is there already has its memory: only a first start asks for some.
+        # Existing copies already own their memory, so only the first start needs more.
         needed = together.on_first(lambda: 0 if root.exists() else num_bytes())
         here, free = _GENERATIONS * min(2, len(homes)) * needed // len(homes), free_host_bytes()
         short = [json.loads(one) for one in together.gather(json.dumps([here, free]).encode())]
@@ -98,7 +101,7 @@ class Copies:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of memory that are free on this machine, and in its container."""
+    """Return the free memory of this machine and its container in bytes."""
     free = psutil.virtual_memory().available
     try:
         limit = int(_CGROUP_LIMIT.read_text())

@@ -1,7 +1,7 @@
-"""plan = "auto": this machine in the planner's words, and the plan that it chooses for a run.
+"""plan = "auto": a description of this machine for the planner, and the plan that it chooses for a run.
 
-Every rank asks by itself, before there is a process group, and all get the same answer: the search has no chance in
-it, and figures that differ in their last digits do not change a ranking.
+Every rank runs the search separately, before a process group exists. All ranks get the same plan: the search is
+deterministic, and measurements that differ in their last digits do not change the ranking.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from weft.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from weft.comm.mesh import Mesh
 
-#: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.
+#: fp32 operations per second of one CPU core, with vectors of eight and fused multiply-add.
 _CORE_FLOPS = 2.5e9 * 16
-#: The file of a run folder that says what was expected of the chosen plan.
+#: File of a run folder with the estimate of the chosen plan.
 CHOSEN = "planned.json"
 
 
 def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
-    """Return the config with a plan in the place of "auto", and what is expected of it; any other config as it is.
+    """Return the config with a chosen plan in place of "auto", and its estimate. Return any other config unchanged.
 
-    A run that was begun keeps the plan that was chosen then, as long as it has the same ranks.
+    A resumed run keeps its chosen plan as long as it has the same ranks.
 
     Args:
-        config: its plan may be "auto", with or without decided fields.
+        config: a config whose plan may be "auto", with or without fixed fields.
         world_size: ranks of the run.
         local_size: ranks of this machine.
 
     Raises:
-        PlanError: where no plan fits this machine.
+        PlanError: if no plan fits this machine.
     """
     if not is_auto(config.plan):
         return config, None
@@ -70,7 +70,7 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
         machines = here.cluster_of(profile, f"{world_size}xhere")
     model = find_task(config).describe()
     if model.traced is not None or model.adapter is not None or model.frozen is not None:
-        profile = None  # the laws of a measured host know whole decoders alone: its data sheet counts what they do not
+        profile = None  # measured host models cover only full decoders; use the device table for others
     best = choose_plan(model, machines, auto_fields(config.plan), profile=profile)
     return config.model_copy(update={"plan": best.plan.format()}), best
 
@@ -84,21 +84,21 @@ def choose_plan(
     global_batch: int | None = None,
     profile: Profile | None = None,
 ) -> Candidate:
-    """Return the fastest plan that the runtime runs today.
+    """Return the fastest plan that the runtime supports.
 
     Args:
-        model: in the planner's words.
-        machines: where it will run.
-        decided: fields of the plan with values that stay.
-        seq_len: tokens of a sequence; None: the config's, else a usual one.
-        global_batch: sequences of a step; None: the config's, else a usual one.
-        profile: what was measured of the machine; None: nothing.
+        model: the planner's description of the model.
+        machines: the cluster that will run it.
+        decided: plan fields with fixed values.
+        seq_len: tokens per sequence; None for the config's value or a default.
+        global_batch: sequences per step; None for the config's value or a default.
+        profile: measurements of the machine, or None.
 
     Raises:
-        PlanError: where no plan fits.
+        PlanError: if no plan fits.
     """
     if machines.device.name in ("cpu", "here"):
-        decided = {"compile": False, "offload": ()} | decided  # the host is the device, and compilers may be missing
+        decided = {"compile": False, "offload": ()} | decided  # the host is the device, and it may have no compiler
     asked = Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided)
     found = answer(replace(asked, profile=profile))
     if found.best is not None:
@@ -114,7 +114,7 @@ def choose_plan(
 
 
 def _profile(machines: ClusterSpec) -> Profile | None:
-    """What `weft calibrate` measured of this machine, where it did and the machine is still the same."""
+    """Return the `weft calibrate` profile of this machine, or None if it is missing or the machine has changed."""
     if not default_path().exists():
         return None
     profile = load_profile(default_path())
@@ -123,7 +123,7 @@ def _profile(machines: ClusterSpec) -> Profile | None:
 
 
 def chosen_line(best: Candidate) -> str:
-    """Return what was chosen and what is expected of it, in one line."""
+    """Return one line with the chosen plan and its estimate."""
     return (
         f"plan=auto chose {best.plan or 'one rank'}: expected {format_seconds(best.step_s)} a step and "
         f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on each rank."
@@ -131,11 +131,11 @@ def chosen_line(best: Candidate) -> str:
 
 
 def record_choice(folder: Path, asked: str, best: Candidate) -> None:
-    """Write what was chosen and expected into the run's folder.
+    """Write the chosen plan and its estimate into the run's folder.
 
     Args:
-        folder: of the run.
-        asked: the plan as it was typed, such as "auto tp=2".
+        folder: the run's folder.
+        asked: the plan that the user typed, such as "auto tp=2".
         best: the chosen plan with its estimate.
     """
     table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
@@ -145,7 +145,7 @@ def record_choice(folder: Path, asked: str, best: Candidate) -> None:
 
 
 def _begun(folder: Path, asked: str, world_size: int) -> str | None:
-    """The plan that was chosen when this run began, for the same words and ranks."""
+    """Return the plan that this run chose when it began, if the user's plan and the ranks are the same."""
     try:
         table = json.loads((folder / CHOSEN).read_text(encoding="utf-8"))
         if table["asked"] == asked and table["world_size"] == world_size:
@@ -161,10 +161,10 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
     Args:
         world_size: ranks of the run.
         local_size: ranks on each machine.
-        device: "cpu", or "auto" for GPUs where there are any.
+        device: "cpu", or "auto" to use GPUs if there are any.
 
     Raises:
-        PlanError: for a GPU that is not in the device table, and for ranks that do not fill whole machines.
+        PlanError: if a GPU is not in the device table, or the ranks do not fill whole machines.
     """
     import torch
 
@@ -184,7 +184,7 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
 
 
 def _this_cpu(num_ranks: int) -> DeviceSpec:
-    """One rank's share of this machine's cores and memory."""
+    """Return one rank's share of this machine's cores and memory."""
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -202,15 +202,21 @@ def _this_cpu(num_ranks: int) -> DeviceSpec:
     )
 
 
-# What of a run is not as planned: which part of a step drifted, and by how much.
+# Deviation of a run from its plan: the parts of a step that drifted, and by how much.
 
-#: How far (share of the plan) a run may be from its plan, and from where on it has come back.
+#: Relative deviation at which a drift begins, and below which it ends.
 BEYOND, BACK = 0.15, 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """One finding. what: "step", a part of a step such as "over dp", or "memory". ratio: measured over planned."""
+    """One deviation.
+
+    Attributes:
+        what: "step", a part of a step such as "over dp", or "memory".
+        ratio: measured divided by planned.
+        text: description for users.
+    """
 
     what: str
     ratio: float
@@ -223,16 +229,16 @@ def drifts(
     memory: tuple[float, float] | None = None,
     before: frozenset[str] = frozenset(),
 ) -> list[Drift]:
-    """Return what is off by more than 15 % of the planned step, or of the planned memory.
+    """Return the deviations of more than 15 % of the planned step or the planned memory.
 
-    A step that is off names the part that contributes most; without that, a part that is off by so much that only
-    another one hides it is named.
+    A deviation of the step names the part that contributes most. Without one, a part that deviates is named if another
+    part offsets it.
 
     Args:
         planned: seconds of one step by part.
-        measured: the same.
-        memory: bytes (planned, measured), where they can be compared.
-        before: what had drifted when last asked: it stays until it is within 10 %.
+        measured: measured seconds of one step by part.
+        memory: bytes (planned, measured), if they are comparable.
+        before: names of the previous drifts, which end only within 10 %.
     """
     step, took = sum(planned.values()), sum(measured.values())
     found: list[Drift] = []
@@ -278,15 +284,18 @@ def _part(part: str, planned: Mapping[str, float], measured: Mapping[str, float]
     return f"{part} takes {format_seconds(measured.get(part, 0.0))}, {told}"
 
 
-# At the end of a run: what the planner expects of its plan on this machine, beside what was measured.
+# Report at the end of a run: the planner's estimate of its plan on this machine, and the measurement.
 
-#: Parts of the report, where their share of a step is at least this.
+#: Minimum share of a step for a part to be in the report.
 _WORTH_TELLING = 0.01
 _TOLD = "no estimate; run `weft calibrate` once (2 min)"
 
 
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write `measured.json`; the report's lines. ranks: `typical` seconds by part and `memory` bytes of each rank."""
+    """Write `measured.json` and return the report.
+
+    Each entry of `ranks` has `typical` seconds by part, and `memory` bytes.
+    """
     parts = measured_parts(_mean([one["typical"] for one in ranks]))
     if not parts:
         return []
@@ -310,12 +319,12 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
 
 
 def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the planner's estimate of this run's plan; or None, and why.
+    """Return the planner's estimate of this run's plan and "", or None and the reason.
 
     Args:
-        task: of the run.
-        plan: of the run.
-        device: of this rank, such as "cuda:0"; the others have the like.
+        task: the run's task.
+        plan: the run's plan.
+        device: device of this rank, such as "cuda:0". The others are assumed to be the same kind.
     """
     try:
         cluster, profile, basis = _machines(plan.world_size, device)
@@ -326,7 +335,7 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
     except WeftError as error:
         return None, f"not measured ({error})"
-    except Exception as error:  # The run is done and saved: whatever the planner stumbles over must not fail it.
+    except Exception as error:  # The run is saved, so planner errors must not fail it.
         traceback.print_exc()
         return None, f"not measured ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"
     terms = {name: float(np.asarray(seconds)[0]) for name, seconds in found.terms.items()}
@@ -341,7 +350,7 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
 
 
 def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | None, str]:
-    """The machines of this run, their profile, and in words what is known of them; no machines where nothing is."""
+    """Return the machines of this run, their profile, and the source of these values. Unknown machines are None."""
     path, kind = default_path(), device.partition(":")[0]
     if path.exists():
         profile = here.local_profile(path)
@@ -349,7 +358,7 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
             return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
     if kind != "cuda":
         return None, None, _TOLD
-    import torch  # here: with another engine a run on CPUs needs none
+    import torch  # imported here, because other engines may run on CPUs without torch
 
     name = torch.cuda.get_device_name(device)
     known = device_by_torch_name(name)

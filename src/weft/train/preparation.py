@@ -1,4 +1,4 @@
-"""train.epochs as train.steps, once the data is known."""
+"""Preparation of a run: conversion of epochs to steps, coordination of replicas, checks, and the run folder."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ from weft.train.trainer import ASKED_TO_STOP, Trainer
 
 
 def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
-    """The config with the steps that its epochs take, and a line that tells them; without epochs the config as it is.
+    """Return the config with the number of steps of its epochs, and lines that report it.
 
-    task: its data is ready. Raises ConfigError where the steps break a rule between settings, such as a warm-up that
-    is longer.
+    A config without epochs is returned unchanged. The task's data must be prepared.
+
+    Raises:
+        ConfigError: if the steps break a rule between settings, such as a longer warm-up.
     """
     epochs = config.train.epochs
     if epochs is None:
         return config, []
     num_samples = task.samples_per_epoch()
     steps = task.places().step_at(max(1, math.ceil(epochs * num_samples)) - 1) + 1
-    # From here on the steps alone count: what is resumed with more of them is not asked for its epochs again.
+    # Only the steps count from here. Resuming with more steps must not compare epochs.
     train = config.train.model_copy(update={"steps": steps, "epochs": None})
     config = config.model_copy(update={"train": train})
     problems = config_problems(config)
@@ -57,20 +59,19 @@ def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
     return config, [told]
 
 
-# A run that is one replica of several, each a world of its own: where it begins, and how it ends among the others.
+# A run that is one of several replicas with separate worlds: its start, and its end among the others.
 
 
 class ReplicaCoordinator:
-    """What a replica's run asks of the others, through its engine and through their folders; all ranks together.
+    """Coordinates a replica's run with the others, through its engine and their folders. All ranks call it together.
 
-    is_unsaved: whether no checkpoint of this replica has the weights that it begins with. Of a run that has no others
-    nothing is asked.
+    `is_unsaved` is True if no checkpoint of this replica has its initial weights.
 
     Args:
-        folder: of this replica.
-        config: of the run.
-        engine: of this replica.
-        is_alone: there are no others.
+        folder: folder of this replica.
+        config: the run's config.
+        engine: engine of this replica.
+        is_alone: there are no other replicas, and every method does nothing.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine, *, is_alone: bool = False):
@@ -79,10 +80,10 @@ class ReplicaCoordinator:
         self._joint_parts = RankGroup(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
 
     def elsewhere(self, own: int | None) -> Location | None:
-        """Return the checkpoint to go on from in the place of this replica's own; None: from its own.
+        """Return the checkpoint of another replica to resume from, or None to resume from this replica's own.
 
         Args:
-            own: step of its newest one, where it has one.
+            own: step of this replica's newest checkpoint, or None.
         """
         if self._is_alone or self._config.resume.step:
             return None
@@ -91,11 +92,11 @@ class ReplicaCoordinator:
         return path
 
     def rejoin(self, keeper: Keeper, progress: Progress) -> bool:
-        """Before the first step, join replicas that are further; False where this one was asked to stop meanwhile.
+        """Join replicas that are further, before the first step. Return False if a stop was requested meanwhile.
 
         Args:
-            keeper: of this replica's checkpoints.
-            progress: is set to the step to go on from.
+            keeper: this replica's checkpoints.
+            progress: receives the step to continue from.
         """
         if self._is_alone:
             return True
@@ -111,12 +112,12 @@ class ReplicaCoordinator:
         return True
 
     def end(self, keeper: Keeper, trainer: Trainer, reason: str) -> str:
-        """Tell the others that this replica has ended, or take over their model where they have; why training ended.
+        """Send the others the end of this replica, or load their model if they have ended. Return the reason.
 
         Args:
-            keeper: of this replica's checkpoints.
-            trainer: has ended, and saved.
-            reason: why it has.
+            keeper: this replica's checkpoints.
+            trainer: a trainer that has ended and saved.
+            reason: why it ended.
         """
         if self._is_alone:
             return reason
@@ -130,7 +131,7 @@ class ReplicaCoordinator:
         return f"{reason}; their model, of step {over['step']}, was taken over"
 
     def _take_over(self, over: Mapping[str, Any], keeper: Keeper, progress: Progress) -> bool:
-        """Take the model of replicas that have ended, and save it here, where this machine sees it."""
+        """Load the model of replicas that have ended and save it here, if this machine can read it."""
         engine, where = self._engine, RunFolder(Path(over["where"]))
         path = self._newest(engine.on_first(lambda: _checkpoints_of(where, int(over["token"]))))
         if path is None:
@@ -153,35 +154,35 @@ class ReplicaCoordinator:
 
 
 def newest_of_others(folder: RunFolder, own: int | None) -> str | None:
-    """Return where checkpoints lie that a replica goes on from in the place of its own; None: from its own.
+    """Return the checkpoints folder of another replica to resume from, or None to use the replica's own.
 
     Args:
-        folder: of the replica.
-        own: step of its newest checkpoint, where there is one.
+        folder: folder of the replica.
+        own: step of its newest checkpoint, or None.
     """
     newest: list[tuple[int, str]] = []
     for other in folder.other_replicas():
         if saved := list_checkpoints(other.checkpoints):
             checkpoint = load_checkpoint(saved[-1], lazily=True)
             by_one = checkpoint.state.get("replica")
-            # What a replica saved for itself is taken by another one only in need: it has the anchor alone in common,
-            # and before the first meeting that is what all begin with.
+            # A checkpoint that a replica saved alone is used by another one only as a last resort: they share only the
+            # anchor, which before the first outer step is everyone's initial model.
             if (own is None or checkpoint.step > own) if by_one is None else (own is None and by_one["meetings"] > 0):
                 newest.append((checkpoint.step, str(other.checkpoints)))
     return max(newest)[1] if newest else None
 
 
 def _checkpoints_of(folder: RunFolder, token: int) -> str | None:
-    """Where the checkpoints of a replica that has ended lie, if the newest one has the anchor of that token."""
+    """Return the checkpoints folder of an ended replica if its newest checkpoint has the anchor with that token."""
     if not (folder.path / "config.toml").is_file() or not (saved := list_checkpoints(folder.checkpoints)):
         return None
     of_replica = load_checkpoint(saved[-1], lazily=True).state.get("replica") or {}
     return str(folder.checkpoints) if of_replica.get("token") == token else None
 
 
-# Before ranks start: everything of a run is checked, its data made ready, and its folder written.
+# Work before ranks start: checking the run, preparing its data, and writing its folder.
 
-#: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
+#: Settings that determine the weights of a step, in addition to the task's. Other values make another run.
 _BEFORE_TASK = ("seed", "task")
 _AFTER_TASK = ("train.global_batch", "train.global_cost", "train.norm_group",
                "optimizer.name", "adapter")  # fmt: skip
@@ -195,21 +196,20 @@ def prepare_run(
     locked: bool = False,
     replica: int | None = None,
 ) -> RunFolder:
-    """Check everything that can be checked before ranks start, make the data ready, and write the run folder.
+    """Check everything that can be checked before ranks start, prepare the data, and write the run folder.
 
     Called by one process, before any process group exists.
 
     Args:
-        config: the whole run.
-        world_size: ranks that will train, of all replicas.
+        config: the full config.
+        world_size: number of training ranks of all replicas.
         report: called with (stage, done, total) while data is prepared.
-        locked: whether the caller holds `run_lock`, as a command does for the whole of its run; else the folder is held
-            while this function works.
-        replica: which one this is for, where each is a world of its own.
+        locked: True if the caller holds `run_lock`. Otherwise this function holds the folder while it works.
+        replica: index of the replica, if each is a separate world.
 
     Raises:
-        WeftError: the one of what is wrong; nothing in an existing folder was changed then.
-        LaunchError: where another command trains in the folder.
+        WeftError: the subclass for the problem. An existing folder is then unchanged.
+        LaunchError: if another command trains in the folder.
     """
     folder = run_folder(config, replica)
     with contextlib.nullcontext() if locked else run_lock(folder.path, config.run.mode):
@@ -218,9 +218,9 @@ def prepare_run(
 
 def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Report | None) -> RunFolder:
     task, plan = find_task(config), Plan.parse(config.plan, world_size)
-    # Shapes are checked before data is made ready: minutes of work must not end in a sentence about heads.
+    # Check shapes before preparing data, so that an invalid plan fails in seconds.
     _check_plan(plan, task, world_size)
-    # After the rules: a setting that no run can have must not be told as one that this run does not have.
+    # Compare with the existing run after the rules, so that an invalid setting is not reported as a changed one.
     if (folder.path / "config.toml").exists():
         refuse_other_run(folder, config, task)
     config = task.config = _with_own_layout(config, task, plan)
@@ -247,7 +247,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
 
 
 def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
-    """ConfigError when the folder was started with settings that make a different run; names each of them."""
+    """Raise ConfigError if the folder was started with settings that make a different run. It names each of them."""
     before = folder.config()
     old, new = (settings.model_dump(mode="json", by_alias=True) for settings in (before, config))
     changes = [
@@ -269,7 +269,7 @@ def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
 
 
 def _as_typed(name: str, value: Any) -> str:
-    """What brings a setting back to its value: a word for the command line."""
+    """Return the command-line argument that restores a setting."""
     if value is None:
         return f"leave {name} out"
     return shlex.quote(f"{name}={value if isinstance(value, str) else as_toml(value)}")
@@ -282,9 +282,10 @@ def _check_plan(plan: Plan, task: Task, world_size: int) -> None:
 
 
 def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
-    """The config with the words of its layout in the place of their file: the folder needs nothing outside of it.
+    """Return the config with its layout file inlined, so that the folder depends on no other file.
 
-    Raises LayoutError or PlanError where the layout does not fit the model or the plan's tp.
+    Raises:
+        LayoutError, PlanError: if the layout does not fit the model or the plan's tp.
     """
     if not config.layout:
         return config
@@ -301,7 +302,7 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
 
 
 def _check_optimizer(config: RunConfig, task: Task) -> None:
-    """Refuse what does not suit the model of adapter, groups and classes before data is ready. Raises ConfigError."""
+    """Raise ConfigError if adapter, parameter groups or optimizer classes do not fit the model."""
     if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
         from weft.optim.build import check_optimizer
 
@@ -309,7 +310,7 @@ def _check_optimizer(config: RunConfig, task: Task) -> None:
 
 
 def _check_best(config: RunConfig, task: Task) -> None:
-    """ConfigError where the best checkpoint is to be told by a metric that the task does not have."""
+    """Raise ConfigError if checkpoint.best_by is a metric that the task does not have."""
     by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
     if by not in known:
         raise ConfigError(
@@ -318,7 +319,7 @@ def _check_best(config: RunConfig, task: Task) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file at once: a reader sees the old text or the new, never a part."""
+    """Replace a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text)
     os.replace(draft, path)

@@ -1,4 +1,4 @@
-"""train.max_time: a run saves and stops while there is time for it."""
+"""One rank's run: its time limit, its recorded context, and training from the run folder."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from weft.units import parse_seconds
 if TYPE_CHECKING:
     from weft.private_torch import Store
 
-#: Steps whose longest stands for those to come: an odd one long ago does not count for ever.
+#: Number of recent steps whose maximum predicts later ones, so that one slow step does not count forever.
 _RECENT = 50
-#: Bytes per second that a checkpoint is taken to be written with, until one was.
+#: Write speed in bytes per second that is assumed before the first checkpoint.
 _ASSUMED_SPEED = 100e6
-#: Seconds from the last save to the end of the process: pictures, the report, leaving the group.
+#: Seconds from the last save to the end of the process: plots, the report, leaving the group.
 _CLOSING_S = 10.0
 
 
 class TimeLimit(Hook):
-    """Asks for a stop before the limit. One rank watches; the loop sees to it that all stop after the same step.
+    """Requests a stop before the time limit. One rank watches, and the loop stops all ranks after the same step.
 
     Args:
-        text: the limit as it was typed.
-        deadline: on the clock, in s.
-        checkpoint_bytes: what a save will write.
-        steps_to_stop: the most that follow the request.
-        clock: in s.
+        text: the limit as the user typed it.
+        deadline: time on the clock in seconds.
+        checkpoint_bytes: size of a checkpoint.
+        steps_to_stop: maximum number of steps after the request.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -95,33 +95,33 @@ class TimeLimit(Hook):
     def on_step(self, record: StepRecord) -> str | None:
         now = self._clock()
         self._steps.append(record.seconds["total"])
-        # What lies between two steps, beside an evaluation: waiting for data, and a save where one was due.
+        # Time between two steps, except evaluation: waiting for data, and a save if one was due.
         self._save_s = max(self._save_s, now - self._last - record.seconds["total"] - self._evaluated_s)
         self._last, self._evaluated_s = now, 0.0
-        # The first step of a start sets things up; it tells nothing of those to come.
+        # The first step of a start includes setup, so it does not predict later ones.
         longest = max(list(self._steps)[1:] or self._steps)
-        # The other ranks hear of it in the next step; an evaluation may come before that one.
+        # The other ranks receive the request in the next step, and an evaluation may come before it.
         if now + self._steps_to_stop * longest + self._evaluation_s + self._save_s + _CLOSING_S < self._deadline:
             return None
         self.reason = f"train.max_time={self._text} is nearly used up"
         return self.reason
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
-        self._save_s = max(self._save_s, saved.durable_s)  # the last one is waited for
+        self._save_s = max(self._save_s, saved.durable_s)  # training waits for the last one
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
         self._evaluated_s = self._clock() - self._last
         self._evaluation_s = max(self._evaluation_s, self._evaluated_s)
 
 
-# Under which circumstances a run trains: its config, data, versions and machine. Its first event keeps them.
+# The context of a run: config, data, versions and machine. Its first event stores them.
 
-#: One folder for each GPU, with a file that names it.
+#: One folder per GPU, with a file that names it.
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def context(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
-    """Return JSON values: "config" as tables, "data" by source, versions and machine of this process. No torch."""
+    """Return the run's context as JSON values: "config", "data", versions and machine. Does not import torch."""
     return {
         **_versions(),
         "config": config.model_dump(mode="json", by_alias=True, exclude_none=True),
@@ -139,7 +139,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    """Name, system, cores and GPUs of this machine."""
+    """Return name, system, cores and GPUs of this machine."""
     found = {"host": platform.node(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
     models = Counter(
         line.partition(":")[2].strip()
@@ -151,7 +151,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _data_digests(folder: RunFolder) -> dict[str, str]:
-    """A digest of each source's tokens, as the run's data.json has them; empty for tasks that keep none."""
+    """Return a digest of each source's tokens from the run's data.json; empty for tasks without that file."""
     try:
         described = json.loads(folder.text("data.json"))
         return {
@@ -159,7 +159,7 @@ def _data_digests(folder: RunFolder) -> dict[str, str]:
             for split in ("train", "eval")
             for source in described[split]
         }
-    except (ConfigError, ValueError, KeyError, TypeError):  # a task of one's own may keep another data.json, or none
+    except (ConfigError, ValueError, KeyError, TypeError):  # a custom task may write another data.json, or none
         return {}
 
 
@@ -167,15 +167,15 @@ def _digest(files: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# One rank's part of a run: from the run folder to the trained model, whatever engine computes.
+# One rank's part of a run, from the run folder to the trained model, with any engine.
 
-#: The engine that trains where nobody names another. By name: engines stand above this room, and load torch.
+#: The default engine. Named as text, because engines belong to a higher layer and import torch.
 TORCH = "weft.train.torch_engine:TorchEngine"
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended: optimizer steps done, "finished" or why it stopped before, and the wish that ended it."""
+    """Outcome of a run: optimizer steps done, "finished" or the reason for stopping, and the request that ended it."""
 
     step: int
     reason: str
@@ -184,14 +184,18 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a command started a run.
+    """Launch options of a run.
 
-    locked: whether it holds `run_lock`; else the first rank does while it trains. began: when it began, for
-    train.max_time (s of time.monotonic); None: now. alarm: where another rank than the first tells that it waits, when
-    the first cannot. store: where the ranks have met already. command: the words that the user typed, for the lines
-    that say what to type next. copies: what keeps copies of the state on this host and outlives its ranks. engine:
-    the class that computes, as package.module:Class. world: which replica this is, where each is a world of its own.
-    store_key: secret of the ranks' messages in their store (see `EngineJob`).
+    Attributes:
+        locked: the command holds `run_lock`. Otherwise rank 0 holds it while training.
+        began: start of the command for train.max_time, in seconds of time.monotonic; None for now.
+        alarm: stream on which a rank other than 0 reports that it waits, if rank 0 cannot.
+        store: store at which the ranks have already met.
+        command: the command line of the user, for the lines with next commands.
+        copies: storage for copies of the state on this host that outlives its ranks.
+        engine: the engine class as package.module:Class.
+        world: replica of these ranks, if each replica is a separate world.
+        store_key: secret of the ranks' messages in their store (see `EngineJob`).
     """
 
     locked: bool = False
@@ -211,13 +215,13 @@ def run_rank(
     terminal: TextIO | None = None,
     start: Start = Start(),
 ) -> RunResult:
-    """Train, as one rank, the run that `prepare_run` made; goes on from the newest valid checkpoint.
+    """Train one rank of a run that `prepare_run` made, from the newest valid checkpoint.
 
     Args:
-        run: what `prepare_run` gave, or the path of its folder.
-        place: this process among the ranks; None is a single rank.
-        terminal: where the first rank shows progress; None: stdout.
-        start: how the command started it.
+        run: the result of `prepare_run`, or the path of its folder.
+        place: rank of this process; None for a single rank.
+        terminal: stream on which rank 0 shows progress; None for stdout.
+        start: launch options.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     began = time.monotonic() if start.began is None else start.began
@@ -258,7 +262,7 @@ def run_rank(
 
 
 def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
-    """What ends this process after an orderly end of training, for the launcher to act on."""
+    """Return the exception that ends this process after training ended in order, for the launcher to handle."""
     why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
     if wish.action == "hold":
         return ActionAsked(f"held at step {step}{why}. To go on: weft resume {folder.path}", "hold", step)
@@ -266,7 +270,7 @@ def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
 
 
 class _RankRun:
-    """Joins the pieces of one rank's run."""
+    """Connects the components of one rank's run."""
 
     def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: RunLogger, start: Start):
         self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
@@ -274,9 +278,12 @@ class _RankRun:
         self.place, self.is_one_of_several = job.place, job.world is not None
 
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
-        """Resume or start, train to the end, show, sum up. Signals that ask to stop are heeded until the ranks part.
+        """Resume or start, train to the end, show a sample and report. Handles stop signals until the ranks disconnect.
 
-        began: when the command did (s of time.monotonic). hooks: further ones.
+        Args:
+            began: start of the command, in seconds of time.monotonic.
+            until_left: stack of contexts that close after the ranks disconnect.
+            hooks: additional hooks.
         """
         is_first = self.engine.rank == 0
         others = ReplicaCoordinator(self.folder, self.config, self.engine, is_alone=not self.is_one_of_several)
@@ -334,7 +341,7 @@ class _RankRun:
         return RunResult(progress.step, reason, parting)
 
     def _done_before(self, progress: Progress, notes: Sequence[str]) -> RunResult:
-        """The result of a run whose last step an earlier command has done."""
+        """Return the result of a run whose last step an earlier command has done."""
         self.engine.end()
         if self.engine.rank == 0:
             tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.command)])
@@ -344,7 +351,7 @@ class _RankRun:
         tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
 
     def _figures(self, recorder: RunRecorder | None) -> FigureHook | None:
-        """The observer of figures of this rank; None where the config wants none."""
+        """Return this rank's monitoring hook, or None if the config disables it."""
         settings = self.config.monitor
         if not settings.figures:
             return None
@@ -353,9 +360,9 @@ class _RankRun:
         return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish, on_slow)
 
     def _plan_watch(self, recorder: RunRecorder | None, book: TimeBook) -> PlanWatch | None:
-        """The first rank's observer that lays the plan beside what happens; None where this machine is not known.
+        """Return rank 0's hook that compares the run with its plan, or None if this machine is unknown.
 
-        All ranks hear how long a step is to take, because each judges for itself when a wait is a hang.
+        All ranks get the planned step time, because each detects hangs separately.
         """
         engine, found = self.engine, None
         if recorder:
@@ -367,7 +374,10 @@ class _RankRun:
         return found
 
     def _parting(self, keeper: Keeper, trainer: Trainer) -> RunRequest | None:
-        """The wish that the launcher is to act on; all ranks. What cannot be gone back from is held."""
+        """Return the request that the launcher must act on. All ranks call it.
+
+        A request to return to an older checkpoint becomes a pause if there is no such checkpoint.
+        """
         wish, step = trainer.parting, trainer.progress.step
         if wish is None or wish.action == "stop":
             return None
@@ -378,22 +388,23 @@ class _RankRun:
         return wish
 
     def _watch_resources(self, began: float) -> TimeLimit | None:
-        """Before the first step: ask for the room of a checkpoint, and watch the time where it has a limit.
+        """Check disk space for a checkpoint before the first step, and return a time limit if one is set.
 
-        Raises CheckpointError where the disk is too full to save.
+        Raises:
+            CheckpointError: if the disk is too full to save.
         """
         limit, num_bytes = self.config.train.max_time, self.engine.checkpoint_bytes()
         require_space(located(self.config.checkpoint.dir or self.folder.path), num_bytes)
         if not limit:
             return None
-        # Where the device decides, the host hears of a step one step later: of the one before it, and of the last.
+        # With late results the host reads each step one step later, which adds up to two steps.
         more = 2 if self.engine.device.startswith("cuda") else 0
         return TimeLimit(limit, began + parse_seconds(limit), num_bytes, steps_to_stop=2 + more)
 
     def _show(self, recorder: RunRecorder, step: int, reason: str) -> str:
-        """What the trained model makes, while the panel still stands."""
+        """Return a sample of the trained model, while the panel is still visible."""
         recorder.on_phase("sampling")
-        # Who stops a run wants it to end: making a sample takes seconds.
+        # A user who stops a run should not wait seconds for a sample.
         if reason.startswith("asked to ") or self.engine.wants_stop:
             return ""
         with self.engine.pulse.doing("writes a sample"):

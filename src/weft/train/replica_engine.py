@@ -1,4 +1,4 @@
-"""What the engine asks of other replicas where each is a world of its own: meetings, and where to go on from."""
+"""Local SGD between replicas with separate worlds: the engine's rendezvous and its resume step."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from weft.units import counted, parse_seconds
 
 
 def plan_within(plan: Plan, world: ReplicaWorld | None) -> Plan:
-    """Return the plan of the ranks that train as one world: all of it, or that of one replica.
+    """Return the plan of the ranks in one world: the full plan, or the one for a single replica.
 
     Args:
-        plan: of all replicas.
-        world: which replica this is; None: all are one world.
+        plan: plan of all replicas.
+        world: the replica of these ranks; None if all ranks are one world.
     """
     return plan if world is None else plan.replace(dp_replicate=1, sync="step", compress="none")
 
 
 class OtherWorlds:
-    """This replica's ranks and the replicas that they meet.
+    """Connection of this replica's ranks to the other replicas.
 
     Args:
-        job: of the engine.
-        world: which replica this is, and where the others are met.
-        mesh: of this replica.
-        model: parallelized over it.
-        on_first: returns what the first rank of the replica finds, on all of them.
-        gather: returns the bytes of each rank of the replica, on all of them.
-        stops: whether this rank is asked to stop.
+        job: the engine's job.
+        world: this replica and the address of the rendezvous server.
+        mesh: mesh of this replica.
+        model: a model that is parallelized over the mesh.
+        on_first: runs a function on rank 0 of the replica and returns its result on all ranks.
+        gather: returns the bytes of each rank of the replica.
+        stops: returns True if a stop of this rank was requested.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class OtherWorlds:
         self.sync.terms = f" seed={job.config.seed} train.global_batch={train.global_batch}{most}"
 
     def before_step(self, number: int) -> None:
-        """Hear that a step begins. number: steps done before."""
+        """Note the begin of a step. `number` is the steps done before."""
         self.sync.step = number
 
     def after_step(self, result: StepResult) -> StepResult:
-        """Return what a step of this replica did, with what became of a meeting after it.
+        """Return a step's result with the outcome of an outer step after it.
 
         Args:
-            result: of this replica alone.
+            result: result of this replica alone.
         """
         sync = self.sync
         self.party.figures["loss"] = result.loss
@@ -84,7 +84,9 @@ class OtherWorlds:
         )
 
     def rejoin(self, step: int) -> int | None:
-        """Meet the others before the first step, where that is due; the step to go on from. None: asked to stop.
+        """Join the other replicas before the first step, if they wait. Return the step to continue from.
+
+        Returns None if a stop was requested.
 
         Args:
             step: steps done.
@@ -94,23 +96,23 @@ class OtherWorlds:
         return None if self.sync.owes_meeting else self.sync.step
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint says of this replica beside its arrays."""
+        """Return the part of a checkpoint about this replica that is not arrays."""
         sync, plan = self.sync, self._job.plan
         anchor = {"meetings": sync.meetings, "token": sync.token, "owes_meeting": sync.owes_meeting}
         return {"plan": str(plan), "replica": {"place": sync.place, "of": sync.replicas, **anchor}}
 
     def lines(self) -> Sequence[str]:
-        """Return which replica this is, for the opening of a run."""
+        """Return the replica and its schedule of outer steps, for the opening of a run."""
         sync = self.sync
         every = counted(sync.every, "step")
         return [f"replica {sync.place} of {sync.replicas}, meets the others every {every} at {self.world.meet_at}"]
 
     def end(self) -> None:
-        """Tell the others that this replica has come to its end."""
+        """Send the others the end of this replica."""
         self.party.end(str(self._job.folder.path.absolute()))
 
     def close(self) -> None:
-        """Be heard of no more."""
+        """Close the connection."""
         self.party.close()
 
     def _say(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""What more steps do to the learning rate: schedules that end at the last step are stretched."""
+"""Reports of a run for users: learning rate changes, waits, bad steps, and the opening and end of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from weft.train.tasks.base import Metric, Task
 from weft.train.tasks.registry import find_task
 from weft.units import counted
 
-#: A change of the rate that is worth a line.
+#: Minimum relative change of the learning rate that is reported.
 _WORTH_TELLING = 0.02
 
 
 def rate_state(config: RunConfig) -> dict[str, Any]:
-    """Return what decides the rate of every step, as a checkpoint keeps it."""
+    """Return the settings that determine the learning rate of every step, for a checkpoint."""
     return {
         "steps": config.train.steps,
         "lr": config.optimizer.lr,
@@ -43,9 +43,9 @@ def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) 
     """Return lines for a run that resumes with another number of steps than before.
 
     Args:
-        config: of the run.
-        step: the steps done.
-        before: `rate_state` of the run that saved; None of a checkpoint that has none.
+        config: the run's config.
+        step: steps done.
+        before: `rate_state` of the run that saved; None if the checkpoint lacks it.
     """
     if not before or before["steps"] == config.train.steps or step >= config.train.steps or not step:
         return []
@@ -57,7 +57,7 @@ def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) 
 
 
 def more_steps(config: RunConfig, num_steps: int) -> str:
-    """What happens to the rate of a finished run that goes on to `num_steps`, or ''."""
+    """Describe the change of the learning rate if a finished run continues to `num_steps`, or return ""."""
     done = config.train.steps
     now = config.optimizer.lr * lr_factor(done - 1, done, config.schedule)
     later = config.model_copy(update={"train": config.train.model_copy(update={"steps": num_steps})})
@@ -65,7 +65,7 @@ def more_steps(config: RunConfig, num_steps: int) -> str:
 
 
 def stretched(config: RunConfig, old: float, new: float) -> str:
-    """The change from one step's rate to the next one's in words, with what keeps the rate; '' where it is small."""
+    """Describe a change of the learning rate between two steps and how to avoid it. Return "" if it is small."""
     if abs(new - old) <= _WORTH_TELLING * max(old, new):
         return ""
     way = "up" if new > old else "down"
@@ -77,20 +77,20 @@ def stretched(config: RunConfig, old: float, new: float) -> str:
     )
 
 
-# How a rank tells people that it waits for another one.
+# Reports of a rank that it waits for another one.
 
 
 class RunLogger:
-    """Where this rank tells people that it waits: above the display where it has one; and in its log."""
+    """Reports this rank's waits to users, above the display if there is one, and to the log."""
 
     def __init__(self, stream: TextIO):
         self._stream = LastingStream(stream)
         self.display: Display | None = None
-        #: On the first rank, takes events while it trains.
+        #: Receives events on rank 0 during training.
         self.log: Callable[[Mapping[str, object]], None] | None = None
 
     def record(self, event: Mapping[str, object]) -> None:
-        """Write an event, where this rank has a log now."""
+        """Write an event if this rank has a log now."""
         if self.log is not None:
             self.log(event)
 
@@ -104,17 +104,17 @@ class RunLogger:
         print(text, file=sys.stderr, flush=True)
 
 
-# A step that went wrong, in words: what its trace found, and the samples as the model saw them.
+# Explanation of a step that went wrong: its trace, and the samples in the model's input.
 
 _MOST_STEPS = 10
-#: What training wrong samples may raise in a task's own code: files that are gone, tables that are shorter.
+#: Errors that a task's code may raise if files are missing or tables are shorter.
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError)
 
 
 def sample_digests(task: Task, event: Mapping[str, Any]) -> list[str]:
-    """Return digests of the samples of a trace, by which a later reader knows whether they are the same.
+    """Return digests of a trace's samples, by which a later reader can detect changes.
 
-    An empty name: the task cannot show the sample.
+    A digest is empty if the task cannot show the sample.
     """
     found = []
     for place in event.get("samples", ()):
@@ -126,16 +126,16 @@ def sample_digests(task: Task, event: Mapping[str, Any]) -> list[str]:
 
 
 def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> list[str]:
-    """Return what is known of a step that went wrong, and its samples.
+    """Return a report on a step that went wrong, with its samples.
 
     Args:
-        folder: of the run.
-        step: counted from 1; None: the last one that was traced.
-        num_samples: at most so many are shown.
+        folder: the run's folder.
+        step: the step, counted from 1; None for the last one that was traced.
+        num_samples: maximum number of samples to show.
 
     Raises:
-        ConfigError: for a folder of no run, and a step without a trace.
-        DataError: for data that is gone, or is no longer what the step saw.
+        ConfigError: if the folder is not a run, or the step has no trace.
+        DataError: if the data is missing or has changed since the step.
     """
     config = folder.config()
     event = _trace_of(folder, step)
@@ -164,7 +164,7 @@ def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> li
 
 
 def _facts(event: Mapping[str, Any]) -> list[str]:
-    """What the trace found, by name."""
+    """Return the fields of a trace, one line each."""
     samples = ", ".join(map(str, event.get("samples", ())))
     found = {
         "module": event.get("module"),
@@ -181,12 +181,12 @@ def _facts(event: Mapping[str, Any]) -> list[str]:
 
 
 def _trace_of(folder: RunFolder, step: int | None) -> dict[str, Any]:
-    """The newest trace of a step."""
+    """Return the newest trace of a step."""
     traces: dict[int, dict[str, Any]] = {}
     try:
         with open(folder.events, "rb") as file:
             for line in file:
-                # A long log has millions of other lines.
+                # Parse only lines with traces, because a long log has millions of others.
                 if b'"trace"' in line and (event := _event(line)) is not None:
                     traces[event["step"]] = event
                     newest = event["step"]
@@ -226,7 +226,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _gone(folder: RunFolder, step: int, error: Exception) -> WeftError:
-    """Return the error for samples that cannot be read: Weft's own as it is, others in one sentence."""
+    """Return the error for samples that cannot be read: a WeftError unchanged, others as a DataError."""
     if isinstance(error, WeftError):
         return error
     return DataError(
@@ -235,9 +235,9 @@ def _gone(folder: RunFolder, step: int, error: Exception) -> WeftError:
     )
 
 
-# What a run says of itself before its first step and after its last.
+# Reports of a run before its first step and after its last.
 
-#: What every run leaves in its folder, beside what the task does.
+#: Files that every run writes into its folder, in addition to the task's.
 _CONTENTS = ("events.jsonl", "loss.png")
 
 
@@ -245,9 +245,9 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
     """Return run, model, data, plan and precision, one line each.
 
     Args:
-        folder: of the run.
-        task: what is trained.
-        engine: what computes.
+        folder: the run's folder.
+        task: the task to train.
+        engine: the engine that trains it.
     """
     plan, device = engine.plan, engine.device.partition(":")[0]
     return [
@@ -261,23 +261,23 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
 
 
 def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: object) -> str:
-    """Return the command that started the run with one setting changed, to be pasted into a shell.
+    """Return the command that started the run with one setting changed, for pasting into a shell.
 
     Args:
-        command: its words; where nobody knows them (a run started from Python), the folder's own config is named.
-        folder: of the run.
-        key: of the setting.
-        value: of the setting.
+        command: its arguments. If empty (a run started from Python), the folder's config is used.
+        folder: the run's folder.
+        key: name of the setting.
+        value: new value of the setting.
     """
     words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
-    # Steps and epochs say the same thing, and are refused together.
+    # Steps and epochs exclude each other.
     replaced = ("train.steps=", "train.epochs=") if key == "train.steps" else (f"{key}=",)
     kept = [word for word in words if not word.startswith((*replaced, "resume.step="))]
     return shlex.join([*kept, f"{key}={value}"])
 
 
 def _go_on(command: Sequence[str]) -> str:
-    """How an unfinished run goes on; the command that went back to an older step would go back once more."""
+    """Return how to continue an unfinished run. A command with resume.step must not return to that step again."""
     kept = [word for word in command if not word.startswith("resume.step=")]
     if len(kept) < len(command):
         return f"{shlex.join(kept)}   continues from here"
@@ -288,10 +288,10 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
     """Return the lines for a run whose last step is done.
 
     Args:
-        folder: of the run.
-        task: what was trained.
-        step: the steps done.
-        command: the words that the user typed.
+        folder: the run's folder.
+        task: the trained task.
+        step: steps done.
+        command: the command line of the user.
     """
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
     return [
@@ -304,7 +304,13 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended. reason: "finished", or why before. shown: what the model makes. times: where the time went."""
+    """End of a run.
+
+    Attributes:
+        reason: "finished", or why the run stopped early.
+        shown: a sample of the model.
+        times: the time report.
+    """
 
     progress: Progress
     reason: str
@@ -313,13 +319,13 @@ class Ending:
 
 
 def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequence[str] = ()) -> list[str]:
-    """Return how it ended, how the loss fell, what the model makes, where the time went, and what to type next.
+    """Return the outcome, the evaluations, a sample, the time report, and the next commands.
 
     Args:
-        folder: of the run.
-        task: what was trained.
-        ending: how.
-        command: the words that the user typed.
+        folder: the run's folder.
+        task: the trained task.
+        ending: the end of the run.
+        command: the command line of the user.
     """
     config, progress = task.config, ending.progress
     evaluations = last_per_step(read_events(folder.events), kind="eval")
@@ -354,7 +360,7 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
 
 
 def _saves(folder: RunFolder) -> list[str]:
-    """What the saves of the last start cost, or nothing where there were none."""
+    """Return the cost of the saves since the last start, or nothing if there were no saves."""
     found: list[dict[str, Any]] = []
     for event in read_events(folder.events):
         if event["event"] == "start":
@@ -369,7 +375,7 @@ def _saves(folder: RunFolder) -> list[str]:
 
 
 def evaluation_text(event: dict[str, Any], metrics: Sequence[Metric]) -> str:
-    """Say what an evaluation found."""
-    # What is not finite stands in the log as a word.
+    """Return the values of an evaluation as text."""
+    # The log stores non-finite values as strings.
     text = f"step {event['step']}: loss {float(event['loss']):.3f}"
     return text + "".join(f", {float(event[one.name]):.3f} {one.words}" for one in metrics if event.get(one.name))

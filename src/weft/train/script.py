@@ -1,4 +1,4 @@
-"""Adoption in an existing script: process group, mesh, model, data and step from one line that says the plan.
+"""Adoption of Weft in an existing script: process group, mesh, model, data and step from a one-line plan.
 
 run = weft.init("dp_replicate=*")
 model = run.parallelize(model)
@@ -55,14 +55,14 @@ from weft.units import parse_seconds
 
 
 class Run(ScriptState):
-    """What `init` gives: the plan, its mesh, and one call for each step of adoption.
+    """The result of `init`: the plan, its mesh, and one method per step of adoption.
 
     Args:
-        plan: without `*` or "auto".
-        mesh: of that plan, on this rank.
-        ledger: counts what the mesh's collectives send.
-        seed: of initial weights, dropout and the order of samples.
-        watch: reports waits that last; None: nobody does.
+        plan: plan without `*` or "auto".
+        mesh: mesh of that plan on this rank.
+        ledger: counts the communication of the mesh's collectives.
+        seed: seed of initial weights, dropout and the order of samples.
+        watch: reports long waits; None for no reports.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int, watch: Watch | None = None):
@@ -80,7 +80,7 @@ class Run(ScriptState):
 
     @property
     def is_first(self) -> bool:
-        """True on one rank only: the one to print and write."""
+        """True on rank 0, which should print and write."""
         return self.mesh.rank == 0
 
     def parallelize(
@@ -97,33 +97,32 @@ class Run(ScriptState):
         outer_momentum: float = 0.9,
         example: Any = None,
     ) -> nn.Module:
-        """Lay the model over the mesh, in place. Call it before the optimizer is built.
+        """Apply the plan to the model, in place. Call it before building the optimizer.
 
-        Meta tensors (`weft.models.decoder.as_shapes`) are initialized from the run's seed, each rank its part.
+        Meta tensors (`weft.models.decoder.as_shapes`) are initialized from the run's seed. Each rank initializes its
+        part.
 
         Args:
-            model: any nn.Module; it is also what is returned.
-            layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save`
-                wrote;
-                None: found from the model.
-            balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their router_aux_loss_coef,
-                but by
-                sequence and in backward; 0: none.
-            pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: "64GiB", or a share
-                of what the machine has.
-            norm_group: batch norms take the statistics of groups of so many samples of the global batch, so that they
-                are the same under every plan; 0: of the samples of one microbatch on one rank. For `run.train_step`.
+            model: any nn.Module, which is also returned.
+            layout: tensor-parallel style of each layer, as pattern=style text or a file from `weft layout --save`; None
+                to find it from the model.
+            balance_rate: coefficient of an auxiliary loss for the experts of a Hugging Face model, like their
+                router_aux_loss_coef, but computed by sequence and in backward; 0 to disable it.
+            pinned_limit: host memory that all ranks of a machine may pin for offloading: "64GiB", or a fraction of the
+                machine's memory.
+            norm_group: compute batch norm statistics over groups of this many samples of the global batch, so that they
+                are equal under every plan; 0 to use the samples of one microbatch on one rank. For `run.train_step`.
             bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths such as `*.down_proj`,
-                `first:N` and `last:N` for the blocks at an end.
-            fp8_recipe: how precision=fp8 chooses scales: rowwise, or tensorwise, under which results depend on how the
-                plan cuts the batch.
-            outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
-                number of steps be a multiple of H.
+                and `first:N` or `last:N` for the first or last blocks.
+            fp8_recipe: scaling recipe of precision=fp8: rowwise, or tensorwise, whose results depend on how the plan
+                divides the batch.
+            outer_lr, outer_momentum: outer step of sync=diloco:H. Replicas synchronize in `run.train_step`, so the
+                number of steps should be a multiple of H.
             example: inputs of one forward: a tensor, a tuple of arguments, or a dict of keyword arguments. tp and sp
-                trace the model with it. By default inputs are made from the names of forward's arguments.
+                trace the model with it. By default, inputs are made from the names of forward's parameters.
 
         Raises:
-            ModelError: for a model that the plan cannot train, such as one in float64 under another precision.
+            ModelError: if the plan cannot train the model, such as one in float64 under another precision.
         """
         refuse_float64(model, self.plan)
         if balance_rate:
@@ -143,21 +142,22 @@ class Run(ScriptState):
         return model
 
     def shard(self, loader: DataLoader[Any], *, seed_samples: bool = True) -> ShardedLoader:
-        """Return this rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
+        """Return this rank's part of a DataLoader whose batch_size is the global batch. Supports `state_dict`.
 
-        A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
-        collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
-        samples than there are ranks, `for` gives `weft.Microbatches`; else batches as the loader itself makes them.
+        A sampler or batch_sampler is kept, and draws the same samples on all ranks. Batches are split by samples, and
+        the loader's collate_fn is called for each part. If the plan splits a rank's samples into microbatches, or a
+        batch has fewer samples than there are ranks, iteration yields `weft.Microbatches`; otherwise it yields batches
+        in the loader's own format.
 
         Random transforms draw the same numbers at any number of ranks and workers: Python's, numpy's and torch's global
         generators are seeded for each sample.
 
         Args:
-            loader: of a map-style dataset.
-            seed_samples: False leaves the generators of the dataset and the collate function alone.
+            loader: DataLoader of a map-style dataset.
+            seed_samples: seed the global generators for each sample. False leaves them unchanged.
 
         Raises:
-            DataError: where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
+            DataError: if the ranks cannot agree on the samples, or, in a custom loop, if a rank has no sample.
         """
         return ShardedLoader(
             loader,
@@ -185,25 +185,25 @@ class Run(ScriptState):
         """Return the step of this run: `metrics = step(batch)`.
 
         Args:
-            model: what `parallelize` returned.
-            optimizer: a class such as torch.optim.AdamW, built here, or an optimizer built on the parallelized model.
+            model: the result of `parallelize`.
+            optimizer: a class such as torch.optim.AdamW, which is built here, or an optimizer of the parallelized
+                model.
             loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples). Under precision=bf16, fp16
                 and fp8 it gets the output in float32.
-            forward: forward(model, batch) -> output; None: the model gets x of (x, y) and [x, y], and of a dict all but
-                labels
-                by name.
-            max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
-            weights_follow: under zero=1 and 2, let new weights travel on when a step returns; `TrainStep` says more.
-            check_batch: the first step runs a few samples some more times and warns of what depends on how the plan
-                divides a batch: samples that meet, noise, buffers that forward changes.
-            **optimizer_options: for the class, such as lr=3e-4.
+            forward: forward(model, batch) -> output. By default the model gets x of (x, y) and [x, y], and the entries
+                of a dict except labels by name.
+            max_grad_norm: norm to which the full gradient is clipped; 0 or None for no clipping.
+            weights_follow: under zero=1 and 2, return from a step before new weights are gathered; see `TrainStep`.
+            check_batch: run a few samples several times in the first step, and warn if results depend on how the plan
+                divides a batch: interaction between samples, noise, or buffers that forward changes.
+            **optimizer_options: options of the class, such as lr=3e-4.
 
         Raises:
-            PlanError: for options that the class does not take, or beside an optimizer that is built already.
+            PlanError: if the class does not accept the options, or if options are passed with a built optimizer.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             _check_options(optimizer, optimizer_options)
-            # As a group: a stage of a pipeline may have nothing to train, and torch refuses an empty list.
+            # Pass a group, because a pipeline stage may have no trained parameters and torch refuses an empty list.
             trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
             optimizer = optimizer(trained, **optimizer_options)
         elif optimizer_options:
@@ -216,33 +216,36 @@ class Run(ScriptState):
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, check_batch=check_batch, **options)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip gradients under any plan, in a loop of your own between backward() and optimizer.step().
+        """Clip gradients under any plan, in a custom loop between backward() and optimizer.step().
 
-        The norm is that of the whole gradient, also of what tp, ep and zero=3 divide, of which torch's function sees
-        this rank's part alone. Returns the norm before clipping, a 0-d tensor equal on all ranks. A collective.
+        Computes the norm of the full gradient, including parts that tp, ep and zero=3 shard, where torch's function
+        uses only this rank's part. Returns the norm before clipping, a 0-d tensor that is equal on all ranks. A
+        collective.
         """
         return data_parallel(model).clip_own(max_norm)
 
     def global_mean(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """Return the loss for `backward()` in a loop of your own: the mean over the tokens of all ranks.
+        """Return the loss for `backward()` in a custom loop: the mean over the tokens of all ranks. A collective.
 
-        loss_sum: of this rank's tokens or samples, 0-d; num_tokens: how many. A collective: call it on all ranks.
+        Args:
+            loss_sum: sum over this rank's tokens or samples, 0-d.
+            num_tokens: number of this rank's tokens or samples.
         """
         for model in self._models:
             trust_loss(model)
         return global_mean(loss_sum, num_tokens, self.mesh)
 
     def collect_garbage(self, every: int = 50) -> GarbageTurns:
-        """Let Python's garbage collector run at the same step on all ranks, where else they wait for each other.
+        """Run Python's garbage collector at the same step on all ranks, so that ranks do not wait for each other.
 
-        `with run.collect_garbage() as garbage:` around the loop, and `garbage.after_step()` behind each step. Behind
-        the loop the collector is as before.
+        Use `with run.collect_garbage() as garbage:` around the loop, and `garbage.after_step()` after each step.
+        Leaving the block restores the collector's previous state.
 
         Args:
-            every: steps between its runs.
+            every: steps between collections.
 
         Raises:
-            ConfigError: where that is no number of steps.
+            ConfigError: if `every` is not a number of steps.
         """
         if every < 1:
             raise ConfigError(f"every={every}: garbage is collected after so many steps, at least 1. Use every=50.")
@@ -254,7 +257,7 @@ class Run(ScriptState):
         Call it last, or use the run as a context manager.
 
         Raises:
-            CheckpointError: where that save failed.
+            CheckpointError: if that save failed.
         """
         self.wait_saved()
         if self._watch is not None:
@@ -267,7 +270,7 @@ class Run(ScriptState):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the others may never come to the parting barrier.
+        # After an error, other ranks may never reach the final barrier.
         if error is None:
             self.close()
         elif self._behind is not None:
@@ -287,26 +290,24 @@ def init(
     route: str = "auto",
     links: str = "auto",
 ) -> Run:
-    """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
+    """Join the ranks that torchrun or srun started (or run as a single rank) and build the plan's mesh.
 
     Args:
-        plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it
-            needs
+        plan: text such as "dp_replicate=4 accumulation=2", or a Plan. With "auto" the planner chooses, which requires
             `model`, `seq_len` and `global_batch`.
         device: "auto", "cpu" or "cuda".
-        seed: of initial weights, dropout and the order of samples.
+        seed: seed of initial weights, dropout and the order of samples.
         model: a size, a Hugging Face config folder, package.module:function, or a spec. None unless the plan is "auto".
-        seq_len: tokens of a sequence.
-        global_batch: sequences of a step.
-        timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
-            keeps its own.
-        warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
-        route: how bytes go between hosts of CPU ranks: "auto", "flat" or "two_level". No result depends on it.
-        links: a file of `weft calibrate --hosts`, for route="auto"; "auto": links.json in the cache folder, where there
-            is one.
+        seq_len: tokens per sequence.
+        global_batch: sequences per step.
+        timeout: timeout of a collective, as "30m" or in seconds. An existing process group keeps its own.
+        warn_after: duration of a wait after which stderr reports the missing rank, its activity and the duration.
+        route: communication between hosts of CPU ranks: "auto", "flat" or "two_level". Results do not depend on it.
+        links: a file from `weft calibrate --hosts`, for route="auto"; "auto" for links.json in the cache folder, if it
+            exists.
 
     Raises:
-        PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
+        PlanError: if the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
     """
     report_user_errors()
     limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)
@@ -343,12 +344,12 @@ def _duration(name: str, value: str | float) -> float:
 
 
 def _check_options(optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """PlanError for an option that the optimizer's signature does not have."""
+    """Raise PlanError for an option that is not in the optimizer's signature."""
     known = options_of(optimizer)
     if known is None:
         return
     named, listed = getattr(optimizer, "__name__", str(optimizer)), ", ".join(known)
-    # A misspelt argument of train_step arrives here too.
+    # A misspelt argument of train_step ends up here too.
     hints = {
         name: did_you_mean(name, [*known, "forward", "max_grad_norm", "check_batch"]) or f" Use some of {listed}."
         for name in options
@@ -366,7 +367,7 @@ def _chosen(
     device: str,
     place: env.RankEnv | None,
 ) -> Plan:
-    """The planner's plan for these ranks; the first of them says which."""
+    """Return the planner's plan for these ranks, and print it on rank 0."""
     from weft.config.toml_values import MODEL_CODE
     from weft.planner.search.model_source import read_model
     from weft.train.planned import choose_plan, chosen_line, this_cluster

@@ -1,4 +1,4 @@
-"""Errors of a script that adopts Weft: one sentence, on one rank, in place of a traceback from each."""
+"""Errors of a script that uses Weft: one sentence on one rank, instead of a traceback from each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _INSIDE = Path(__file__).parents[2]
 def report_user_errors() -> None:
     """Print uncaught errors of Weft without a traceback, and exit with their exit code.
 
-    A hook that the script or a debugger installed stays, as does Python's own under WEFT_TRACEBACK=1. Call it again
-    after the ranks have met: torch.distributed then puts a hook around the one that it finds.
+    A hook that the script or a debugger installed is kept, and so is Python's own under WEFT_TRACEBACK=1. Call it again
+    after the ranks have joined, because torch.distributed then wraps the current hook.
     """
     hook: Any = sys.excepthook
     if not env.wants_traceback() and not isinstance(hook, _Hook) and _is_default(hook):
@@ -28,7 +28,7 @@ def report_user_errors() -> None:
 
 
 def _is_default(hook: Any) -> bool:
-    """Whether a hook is Python's or Weft's, or torch.distributed's around one of these."""
+    """Return True for Python's or Weft's hook, or for torch.distributed's wrapper of one of these."""
     if hook is sys.__excepthook__ or isinstance(hook, _Hook):
         return True
     if not getattr(hook, "__module__", "").startswith("torch.distributed"):
@@ -38,7 +38,7 @@ def _is_default(hook: Any) -> bool:
 
 
 class _Hook:
-    """Prints Weft's errors, and passes others on. before: the hook that was there."""
+    """Prints Weft's errors, and passes others on to the previous hook."""
 
     def __init__(self, before: Callable[..., Any]):
         self._before = before
@@ -51,12 +51,12 @@ class _Hook:
         text = str(error)
         lines = f"weft: error: {text}\n  ({_line_of(trace)}WEFT_TRACEBACK=1 prints the traceback)"
         run_once(text, lambda: print(lines, file=sys.stderr, flush=True))
-        # Python ends with this code, after the functions of atexit.
+        # Exit code of the process, applied after the functions of atexit.
         raise SystemExit(error.exit_code)
 
 
 def _line_of(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's code, for the message, or "" if there is none."""
+    """Return the innermost line of the user's code for the message, or "" if the trace has no such line."""
     found = ""
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)

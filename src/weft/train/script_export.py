@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, under every plan: each rank averages the part that it trains."""
+"""An exponential moving average of the weights under every plan. Each rank averages the part that it trains."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from weft.private_torch import foreach_lerp_
 
 
 class Ema:
-    """average = decay * average + (1 - decay) * weights, of all trained weights, in the master's format.
+    """The average of all trained weights in the masters' dtype: decay * average + (1 - decay) * weights.
 
-    The first update takes the weights as they are, as torch's AveragedModel does. It costs as much memory as the
-    masters on this rank, on the same device.
+    The first update copies the weights, like torch's AveragedModel. The average needs as much memory as this rank's
+    masters, on the same device.
 
     Raises:
-        ModelError: for a decay that is not from 0 up to 1.
+        ModelError: if the decay is not from 0 up to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999):
@@ -41,7 +41,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages after each optimizer step; no collective.
+        """Update the averages after an optimizer step. No collective.
 
         Raises:
             ModelError: inside of `swapped`.
@@ -59,12 +59,12 @@ class Ema:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the averages while inside, in place, and the averages the weights. All ranks call it.
+        """Exchange the model's weights with the averages in place, for the duration of a block. All ranks call it.
 
-        For evaluation and export. Under zero=1 and 2 it gathers the weights.
+        Use it for evaluation and export. Under zero=1 and 2 it gathers the weights.
 
         Raises:
-            ModelError: inside of another `swapped`; on leaving, where a step inside trained the averages.
+            ModelError: inside of another `swapped`, or on exit if a step inside trained the averages.
         """
         if self._is_swapped:
             raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
@@ -84,7 +84,7 @@ class Ema:
             )
 
     def stretches(self) -> Iterator[FlatSlice]:
-        """Yield what this rank holds of the averages, for checkpoints; no collective.
+        """Yield the flat slices of the averages that this rank stores, for checkpoints. No collective.
 
         Raises:
             ModelError: inside of `swapped`.
@@ -98,13 +98,13 @@ class Ema:
                 yield replace(one, flat=flat_of(by_memory[one.flat.data_ptr()]))
 
     def restore(self, source: StateSource, num_updates: int) -> None:
-        """Take the averages that any plan saved."""
+        """Restore averages that any plan saved."""
         for one in self.stretches():
             one.fill(source)
         self.num_updates = num_updates
 
     def _sums(self) -> list[str]:
-        """The sum of each weight that this rank holds, in words: NaN equals itself."""
+        """Return the sum of each weight that this rank stores, as text so that NaN equals NaN."""
         return [str(float(weight.sum(dtype=torch.float64))) for weight in self._engine.local_weights().values()]
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class Ema:
         self._engine.publish()
 
     def _paired(self, weights: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Averages, and this rank's weights in the same order."""
+        """Return the averages, and this rank's weights in the same order."""
         own = {name: average.shape for name, average in self._average.items()}
         if own != {name: weight.shape for name, weight in weights.items()}:
             if self.num_updates:
@@ -129,7 +129,7 @@ class Ema:
         return [self._average[name] for name in weights], list(weights.values())
 
 
-# Files of Hugging Face models, from whole tensors and a model that may hold only a part of them.
+# Export of Hugging Face models from full tensors, with a model that may hold only a part of them.
 
 
 def write_pretrained(
@@ -140,12 +140,12 @@ def write_pretrained(
     dtype: torch.dtype | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Let the model's own save_pretrained write these tensors. On one rank; no collective."""
+    """Write these tensors with the model's own save_pretrained. Call it on one rank; no collective."""
     tensors = _in_format(whole, originals, dtype)
     formats = [tensors[name].dtype for name, one in originals.items() if one.is_parameter]
     save: Any = model.save_pretrained
     save(str(folder), state_dict=tensors, **options)
-    # transformers wrote the format of the weights of forward, which is that of the files only where nothing is rounded.
+    # transformers wrote the dtype of the model's weights. The files may have another one.
     written = next((dtype for dtype in formats if dtype.is_floating_point), None)
     config: Any = getattr(model, "config", None)
     field = "dtype" if hasattr(config, "dtype") else "torch_dtype"
@@ -159,16 +159,16 @@ def write_pretrained(
 def pretrained_from_full(
     model: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, dtype: torch.dtype | None
 ) -> None:
-    """Write whole tensors as the Hugging Face folder of a model without numbers, such as one on the meta device.
+    """Write full tensors as the Hugging Face folder of a model without values, such as one on the meta device.
 
     Args:
-        model: with save_pretrained; its config is written beside the tensors.
-        whole: tensors by the model's own names, in its shapes.
-        folder: where the files go.
-        dtype: of floating tensors in the files; None: as they are.
+        model: a model with save_pretrained; its config is written to the same folder.
+        whole: full tensors with the model's own names and shapes.
+        folder: output folder.
+        dtype: dtype of floating tensors in the files; None to keep theirs.
 
     Raises:
-        CheckpointError: where the tensors are another model's.
+        CheckpointError: if the tensors are of another model.
     """
     originals = originals_of(model)
     names = {name for name, one in originals.items() if one.first == name}
@@ -188,7 +188,7 @@ def pretrained_from_full(
 def _in_format(
     whole: Mapping[str, torch.Tensor], originals: Mapping[str, Original], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Tensors in the wanted format; names that shared one go on sharing it, as transformers looks for."""
+    """Return tensors in the given dtype. Names that share a tensor still share it, as transformers expects."""
     found: dict[str, torch.Tensor] = {}
     for name, one in originals.items():
         if one.first != name:

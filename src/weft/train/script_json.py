@@ -1,4 +1,4 @@
-"""States of torch's learning-rate schedulers and optimizers' settings as JSON values, and back."""
+"""Conversion of scheduler states and optimizer settings to JSON values, and back."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from weft.errors import CheckpointError
 
-#: The tag of a table whose keys are not text, such as the milestones of MultiStepLR.
+#: The tag of a table with keys that are not text, such as the milestones of MultiStepLR.
 _TAG = "$pairs"
-#: Of a parameter group: tensors and their names, and what says how the update is computed, not what it is.
+#: Entries of a parameter group to leave out: tensors, their names, and options that select an implementation.
 _LEFT_OUT = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize", "elementwise"}
 )
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """What `state_dict` of a scheduler gives. CheckpointError for what JSON cannot hold."""
+    """Return a scheduler's `state_dict` as JSON values. Raise CheckpointError if JSON cannot hold it."""
     kind = type(scheduler).__name__
     if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
         raise CheckpointError(f"scheduler={kind}: it has no state_dict. Give one of torch.optim.lr_scheduler.")
@@ -27,12 +27,12 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Give a scheduler of the same kind what `scheduler_state` gave."""
+    """Restore a scheduler of the same kind from the result of `scheduler_state`."""
     scheduler.load_state_dict({key: _back(value) for key, value in state.items()})
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate, weight decay and the like of each parameter group; what JSON cannot hold stays the script's."""
+    """Return the settings of each parameter group, such as learning rate and weight decay, that JSON can hold."""
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         found.append({})
@@ -46,7 +46,7 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]]) -> None:
-    """Give each group what `group_settings` gave. CheckpointError for another number of groups."""
+    """Restore each group from `group_settings`. Raise CheckpointError if the number of groups differs."""
     if len(settings) != len(optimizer.param_groups):
         raise CheckpointError(
             f"optimizer: it has {len(optimizer.param_groups)} parameter groups, and {len(settings)} were saved. "
@@ -56,7 +56,7 @@ def restore_settings(optimizer: torch.optim.Optimizer, settings: Sequence[dict[s
         for key, value in saved.items():
             now, value = group.get(key), _back(value)
             if isinstance(now, torch.Tensor):
-                now.fill_(value)  # a learning rate that a compiled step reads from memory
+                now.fill_(value)  # the learning rate of a compiled step is a tensor
             else:
                 group[key] = tuple(value) if isinstance(now, tuple) else value
 

@@ -1,4 +1,4 @@
-"""Saves of a script behind its training: one at a time, from a copy; what goes wrong is raised at the next call."""
+"""Checkpoints of a script: background saves from a copy, one at a time. A failure is raised at the next call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from weft.train.step.train_step import ForwardFn, TrainStep
 
 
 class SavesBehind:
-    """What one rank keeps for them: memory for a copy of its part, and a way to the other ranks. All ranks make one."""
+    """Background saves of one rank, with memory for a copy of its part. All ranks construct one."""
 
     def __init__(self, mesh: Mesh):
         self._copies = HostCopies(mesh.device)
@@ -53,7 +53,7 @@ class SavesBehind:
     def begin(
         self, step: int, own: Iterable[SavedSlice], write: Callable[[Iterable[SavedSlice], RankGroup], Location]
     ) -> None:
-        """Copy what this rank writes, and write it in a thread; without room for a copy, write it now and say so."""
+        """Copy this rank's slices and write them in a thread. If the copy does not fit, warn and write them now."""
         found = list(own)
         try:
             found, has_room = copied(found, self._copies), True
@@ -68,7 +68,7 @@ class SavesBehind:
             self._save.run()
 
     def wait(self) -> Location | None:
-        """Until the save under way is over; where it is. Raises what it failed on, once."""
+        """Wait for the running save and return its path, or None. Raise its error once."""
         save, self._save = self._save, None
         if save is None:
             return None
@@ -76,19 +76,24 @@ class SavesBehind:
         return save.end().path
 
     def leave(self, error: BaseException) -> None:
-        """After an error of the script: the others may never write their part."""
+        """Wait briefly for the running save after an error, because other ranks may never write their part."""
         if self._save is not None:
             self._save.leave(error)
 
 
-# What a script of one's own saves, loads and exports, the same under every plan: the part of `weft.Run` for it.
+# Saving, loading and export for a custom script, equal under every plan: a base class of `weft.Run`.
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `run.load` found. step: optimizer steps done. extra: what was given to `run.save`.
+    """Result of `run.load`.
 
-    plan: under which it was saved. passed_over: newer checkpoints that were not whole, each with the reason.
+    Attributes:
+        step: optimizer steps done.
+        extra: the `extra` of `run.save`.
+        path: location of the checkpoint.
+        plan: plan under which it was saved.
+        passed_over: newer checkpoints that were damaged, each with the reason.
     """
 
     step: int
@@ -100,7 +105,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What `run.evaluate` found. loss: the mean. number: of tokens or samples in it."""
+    """Result of `run.evaluate`.
+
+    Attributes:
+        loss: mean loss.
+        number: number of tokens or samples in the mean.
+    """
 
     loss: float
     number: int
@@ -111,7 +121,7 @@ class ScriptState:
 
     mesh: Mesh
     seed: int
-    #: Whether what `shard` gives may hold batches that stand in for none: somebody leaves them out.
+    #: True if the consumer of `shard` leaves out batches that are stand-ins for empty ones.
     _leaves_out: bool = False
     _behind: SavesBehind | None = None
 
@@ -132,21 +142,21 @@ class ScriptState:
         """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
 
         Args:
-            folder: of all checkpoints of the run, reached by every rank; or a URL such as s3://bucket/prefix.
+            folder: folder of all checkpoints of the run, accessible to every rank; or a URL such as s3://bucket/prefix.
             step: optimizer steps done.
-            model: what `parallelize` returned.
-            optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
-            loader: what `shard` returned.
-            scheduler: of torch.optim.lr_scheduler.
-            ema: what `ema` returned.
-            extra: JSON values of your own.
-            keep: how many of the newest checkpoints stay in the folder; None: all.
-            background: return once the values are copied, and write meanwhile; `wait_saved`, the next `save` and
+            model: the result of `parallelize`.
+            optimizer: a torch optimizer, or the result of `train_step`, whose loss scale is saved too.
+            loader: the result of `shard`.
+            scheduler: a scheduler of torch.optim.lr_scheduler.
+            ema: the result of `ema`.
+            extra: your own JSON values.
+            keep: number of newest checkpoints to keep in the folder; None for all.
+            background: return after copying the values, and write in the background. `wait_saved`, the next `save` and
                 `load`, and the end of the run wait for it.
 
         Raises:
-            CheckpointError: on all ranks, when it cannot be written, or when a save in the background failed before.
-            ModelError: for a model of another run.
+            CheckpointError: on all ranks, if it cannot be written, or if an earlier save in the background failed.
+            ModelError: if the model is of another run.
         """
         self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
@@ -171,10 +181,10 @@ class ScriptState:
         return root / folder_name(step)
 
     def wait_saved(self) -> Location | None:
-        """Wait for the save in the background, and return its path; None where none is under way. All ranks call it.
+        """Wait for the save in the background and return its path, or None without one. All ranks call it.
 
         Raises:
-            CheckpointError: where it could not be written; earlier checkpoints then stand as they were.
+            CheckpointError: if it could not be written. Earlier checkpoints are unchanged.
         """
         return self._behind.wait() if self._behind else None
 
@@ -189,19 +199,19 @@ class ScriptState:
         ema: Ema | None = None,
         step: int | None = None,
     ) -> Loaded | None:
-        """Go on from the newest whole checkpoint of the folder, of any plan; None where there is none.
+        """Load the newest valid checkpoint of the folder, saved under any plan. Return None if the folder is empty.
 
         All ranks call it.
 
         Args:
-            folder: of all checkpoints of the run, reached by every rank.
-            model, optimizer: as for `save`; their weights and states are replaced.
-            loader, scheduler, ema: go on where the saved ones were; None: left alone.
-            step: of the checkpoint to load in place of the newest.
+            folder: folder of all checkpoints of the run, accessible to every rank.
+            model, optimizer: as for `save`. Their weights and states are replaced.
+            loader, scheduler, ema: objects whose state is restored; None to skip one.
+            step: step of the checkpoint to load instead of the newest.
 
         Raises:
-            CheckpointError: where all are damaged, it is of another model, or was saved without what is given here.
-            ModelError: for a model of another run.
+            CheckpointError: if all are damaged, it is of another model, or it lacks the state of an argument.
+            ModelError: if the model is of another run.
         """
         self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
@@ -238,17 +248,16 @@ class ScriptState:
         return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), passed_over)
 
     def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """Return the whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
+        """Return the full tensors on the CPU, with the names and shapes of the plain model's state_dict.
 
-        The first rank gets them, the others an empty dict, or all ranks with `everywhere`. Trained weights are the
-        masters: float32 under bf16 and fp16. Of replicas that meet rarely: the weights of their last meeting. All ranks
-        call it.
+        Rank 0 gets them and the others an empty dict, unless `everywhere` is set. Trained weights are the masters:
+        float32 under bf16 and fp16. With local SGD, they are the weights of the last outer step. All ranks call it.
         """
         model = self._own(model)
         keeps = everywhere or self.mesh.rank == 0
         with anchored(model):
             found = capture_model(model, keep=keeps)
-            # Each its own memory: what was captured may be the live tensors, or views of a larger one.
+            # Copy each tensor, because captured ones may be live or views of a larger tensor.
             own = {name: tensor.clone() for name, tensor in found.items()}
         if not keeps:
             return {}
@@ -257,18 +266,18 @@ class ScriptState:
     def save_pretrained(
         self, model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any
     ) -> None:
-        """Write what `model.save_pretrained` would write on one process: of transformers, or peft's adapters.
+        """Write the files that `model.save_pretrained` would write on one process, with transformers or peft.
 
-        An adapter that `add_adapter` made is merged into the files. All ranks call it, and the first one writes.
+        An adapter from `add_adapter` is merged into the weights. All ranks call it, and rank 0 writes.
 
         Args:
-            model: what `parallelize` returned.
-            folder: where the files go.
-            dtype: of floating tensors in the files; None: that in which the model was loaded.
-            **options: for the model's own save_pretrained.
+            model: the result of `parallelize`.
+            folder: output folder.
+            dtype: dtype of floating tensors in the files; None for the dtype in which the model was loaded.
+            **options: options of the model's own save_pretrained.
 
         Raises:
-            ModelError: where the model has no save_pretrained, or is of another run.
+            ModelError: if the model has no save_pretrained, or is of another run.
         """
         model = self._own(model)
         if not callable(getattr(model, "save_pretrained", None)):
@@ -283,28 +292,28 @@ class ScriptState:
         on_first(self.mesh, lambda: write_pretrained(model, folder, whole, known, dtype, options))
 
     def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
-        """Write the model's adapter in peft's format. All ranks call it, and the first one writes.
+        """Write the model's adapter in peft's format. All ranks call it, and rank 0 writes.
 
         Args:
-            model: what `parallelize` returned, with an adapter.
-            folder: where adapter_config.json and adapter_model.safetensors go.
-            base: name or folder of the model without the adapter, for those who load it.
+            model: the result of `parallelize`, with an adapter.
+            folder: output folder of adapter_config.json and adapter_model.safetensors.
+            base: name or folder of the model without the adapter, for loading it.
 
         Raises:
-            ModelError: where the model has no adapter, trains other parameters too, or is of another run.
+            ModelError: if the model has no adapter, trains other parameters too, or is of another run.
         """
         model = self._own(model)
         with anchored(model):
-            whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
+            whole = dict(data_parallel(model).weights())  # only of trained parameters, without the base
             on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
-        """Return an exponential moving average of the trained weights; make it after the optimizer.
+        """Return an exponential moving average of the trained weights. Build it after the optimizer.
 
-        Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
+        Call `update()` after each step, and evaluate inside of `with ema.swapped():`. Pass it to `save` and `load`.
 
         Raises:
-            ModelError: where replicas meet rarely: each would average weights of its own. Under gather=diff4.
+            ModelError: with local SGD, because each replica would average different weights, and under gather=diff4.
         """
         if self.mesh.plan.gather == "diff4":
             raise ModelError(
@@ -321,21 +330,21 @@ class ScriptState:
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
     ) -> Evaluated:
-        """Return the mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+        """Return the mean loss over batches in evaluation mode, equal under every plan. All ranks call it.
 
         Args:
-            model: what `parallelize` returned.
-            batches: this rank's, such as `shard` gives.
-            loss_fn: as `train_step` takes it.
-            forward: as `train_step` takes it.
+            model: the result of `parallelize`.
+            batches: this rank's batches, such as from `shard`.
+            loss_fn: as for `train_step`.
+            forward: as for `train_step`.
         """
         self._leaves_out = True
         with anchored(own := self._own(model)):
             return Evaluated(*mean_loss(own, batches, self.mesh, loss_fn, forward or call_model, self.seed))
 
     def _own(self, model: nn.Module) -> nn.Module:
-        """The model as `parallelize` knows it. ModelError where this run did not parallelize it."""
-        found: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        """Return the module that `parallelize` registered. Raise ModelError if this run did not parallelize it."""
+        found: Any = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
         if not isinstance(found, nn.Module) or not is_attached(found):
             raise ModelError(
                 f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
@@ -351,7 +360,7 @@ class ScriptState:
     def _state(
         self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any, ema: Ema | None, extra: Any
     ) -> dict[str, Any]:
-        """All but tensors."""
+        """Return the checkpoint's state except tensors."""
         if loader is not None and not hasattr(loader, "state_dict"):
             raise CheckpointError(
                 f"loader={type(loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
@@ -385,7 +394,7 @@ def _prune(root: Location, keep: int, step: int) -> None:
 
 
 def _find(folder: Location, step: int | None, ranks: RankGroup) -> Found | None:
-    """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
+    """Find the checkpoint to load, verified by all ranks, and the newer ones that are damaged."""
     if step is None:
         return newest_checkpoint(folder, together=ranks)
     path = folder / folder_name(step)
@@ -395,10 +404,10 @@ def _find(folder: Location, step: int | None, ranks: RankGroup) -> Found | None:
 
 
 def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """CheckpointError where the checkpoint is of another model; under a pipeline no rank sees all of its own."""
+    """Raise CheckpointError if the checkpoint is of another model. A pipeline stage checks only its own tensors."""
     saved = checkpoint.entries("model")
     if checkpoint.state.get("adapter") is not None or adapted(model) is not None:
-        return  # loading looks closer: at adapter and base
+        return  # loading checks adapter and base in detail
     wanted = {name for name, one in originals(model).items() if one.first == name}
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:

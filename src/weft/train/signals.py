@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.train.engine import Engine
 
-#: SIGUSR1 and SIGUSR2 are how schedulers warn that a job's time is nearly over; SIGHUP comes when a terminal closes.
+#: Schedulers send SIGUSR1 or SIGUSR2 shortly before a job's time limit. A closed terminal sends SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the stop signals that this process listens to: `nohup` has SIGHUP ignored, and means it."""
+    """Return the stop signals to handle. SIGHUP stays ignored under `nohup`."""
     return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 @contextmanager
 def stop_on_signal(engine: Engine) -> Iterator[None]:
-    """While inside, a stop signal asks the loop to save and stop after the step under way, on all ranks.
+    """Handle stop signals in a block by asking the loop to save and stop after the current step, on all ranks.
 
-    The engine is not kept alive: model and groups must be gone before the ranks part.
+    The engine is held by a weak reference: model and groups must be freed before the ranks disconnect.
     """
     asked = weakref.ref(engine)
 

@@ -1,4 +1,4 @@
-"""What one rank does for all: files are written and looked for once, and all ranks learn how it ended."""
+"""Work that one rank does for all: access to files happens once, and all ranks get the result."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from weft.parallel.state.gradients import DataParallel, data_parallel
 
 
 def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """Return the JSON value that the first rank's `act` returns, on all ranks. A collective.
+    """Run `act` on rank 0 and return its JSON value on all ranks. A collective.
 
     Raises:
-        CheckpointError: on the other ranks, with the text of what `act` raised on the first.
+        CheckpointError: on the other ranks, with the message of the error that `act` raised on rank 0.
     """
     said, failure = None, None
     if mesh.rank == 0:
         try:
             said = {"value": act()}
-        except BaseException as error:  # an interrupt too: the others wait for word
+        except BaseException as error:  # including interrupts, because the others wait for a message
             failure = error
             told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
             said = {"error": told}
@@ -48,8 +48,8 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def gather(mesh: Mesh, record: bytes) -> list[bytes]:
-    """Return the bytes of every rank in their order, on all ranks. A collective."""
-    if mesh.world_size == 1:  # no way through the device for nobody
+    """Return the bytes of every rank in rank order, on all ranks. A collective."""
+    if mesh.world_size == 1:  # skip the collective on a single rank
         return [record]
     text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))
@@ -59,16 +59,16 @@ def gather(mesh: Mesh, record: bytes) -> list[bytes]:
 
 
 def rank_group(mesh: Mesh) -> RankGroup:
-    """Return this rank among all, for what checkpoints ask of the others."""
+    """Return the group of all ranks with this mesh's collectives, for checkpoints."""
     act: Callable[[Callable[[], Any]], Any] = functools.partial(on_first, mesh)
     return RankGroup(mesh.rank, mesh.world_size, act, functools.partial(gather, mesh))
 
 
 def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """Return what `act` returns on this rank, where no rank fails: else all raise, so that none waits. A collective.
+    """Run `act` on every rank and return its result. If it fails on any rank, all raise. A collective.
 
     Raises:
-        CheckpointError: where another rank's `act` raised; it names the rank. This rank's own error is raised as it is.
+        CheckpointError: if `act` raised on another rank, which it names. This rank's own error is raised unchanged.
     """
     value, failure = None, None
     try:
@@ -87,7 +87,7 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def _notify_all(mesh: Mesh, value: Any) -> Any:
-    """A JSON value of the first rank, on all."""
+    """Broadcast a JSON value from rank 0."""
     text = json.dumps(value).encode()
     if mesh.world_size == 1:
         return json.loads(text)
@@ -98,32 +98,32 @@ def _notify_all(mesh: Mesh, value: Any) -> Any:
     return json.loads(bytes(broadcast(sent, mesh.world).tolist()))
 
 
-# Digests of the checkpoint that a run went on from, taken behind its training; each rank takes those of its share.
+# Background verification of the resumed checkpoint. Each rank verifies its share.
 
-#: A rank's share of so many bytes is digested before the first step: that takes a second or less.
+#: A share of up to this size is verified before the first step, which takes a second or less.
 _AT_ONCE = 256 * 2**20
 
 
 class DigestsBehind:
-    """Digest a rank's share of a checkpoint in a thread. problems: what is wrong, once `wait` returned.
+    """Verifies a rank's share of a checkpoint in a thread. `problems` is complete after `wait`.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         rank: this rank's share.
-        number: of shares.
-        found: called in the thread with what is wrong, when something is.
+        number: number of shares.
+        found: called in the thread with the problems, if there are any.
     """
 
     def __init__(self, path: Location, rank: int, number: int, found: Callable[[list[str]], None]):
         self.path, self.problems, self._found = path, list[str](), found
-        # Nothing is asked of the other ranks in the thread: each looks at its share.
+        # The thread must not communicate, so each rank verifies its share alone.
         self._share = RankGroup(rank, number)
         self._thread = threading.Thread(target=self._run, name="weft-digests", daemon=True)
         self._thread.start()
 
     @staticmethod
     def are_quick(path: Location, number: int) -> bool:
-        """Return whether a checkpoint is digested at once by so many ranks."""
+        """Return True if `number` ranks verify a checkpoint in about a second."""
         return sum(load_checkpoint(path, lazily=True).files.values()) <= _AT_ONCE * number
 
     def _run(self) -> None:
@@ -132,18 +132,18 @@ class DigestsBehind:
             self._found(self.problems)
 
     def wait(self) -> list[str]:
-        """Wait for the digests, and return what is wrong with this rank's share."""
+        """Wait for the digests, and return the problems in this rank's share."""
         self._thread.join()
         return self.problems
 
 
-# Checkpoints of replicas that meet only every so many steps.
+# Checkpoints of local SGD replicas.
 
 _COUNTS, _OWN = "counts", "replicas"
 
 
 class OpensGroup(Protocol):
-    """Opens a group of a checkpoint, or the tensors of it whose names begin with `start`."""
+    """Opens a group of a checkpoint, or only its tensors whose names begin with `start`."""
 
     def __call__(self, checkpoint: Checkpoint, group: str, start: str = "") -> StateSource: ...
 
@@ -151,12 +151,12 @@ class OpensGroup(Protocol):
 def replica_slices(
     sync: RareSync, engine: DataParallel, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, FlatSlice]]:
-    """Yield what this rank holds for a checkpoint, each with its group; no collective.
+    """Yield the flat slices of this rank for a checkpoint, each with its group. No collective.
 
     Args:
-        sync: of the model.
-        engine: of the model.
-        optimizer: adopted by a step.
+        sync: the model's local SGD state.
+        engine: the model's engine.
+        optimizer: an optimizer that a step has adopted.
     """
     if sync.place == 0 or sync.is_apart:
         anchors = {one.name: one for one in sync.anchors()}
@@ -173,7 +173,7 @@ def replica_slices(
 
 
 def local_counts(sync: RareSync) -> Iterator[SavedSlice]:
-    """Yield the counts that a checkpoint keeps, on the first rank."""
+    """Yield the counters of a checkpoint, on rank 0."""
     if sync.mesh.rank == 0:
         counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
         yield SavedSlice.whole(f"sync/{_COUNTS}", counts)
@@ -185,52 +185,49 @@ def _within(group: str, one: FlatSlice) -> FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class SavedReplicas:
-    """What a checkpoint has of replicas. opens: its groups."""
+    """The replicas of a checkpoint. `opens` opens its groups."""
 
     checkpoint: Checkpoint
     opens: OpensGroup
 
     def has_all_of(self, sync: RareSync) -> bool:
-        """Return whether it has what a replica had by itself.
+        """Return True if the checkpoint has the separate state of a replica.
 
         Args:
-            sync: of the replica.
+            sync: the replica's local SGD state.
         """
         if self.by_one is not None:
             return sync.is_apart and self.by_one["place"] == sync.place
         return self.counts()[2] == sync.replicas
 
     def counts(self) -> tuple[int, int, int]:
-        """Return steps since the last meeting, meetings, and replicas; of a checkpoint without any one replica."""
+        """Return steps since the last outer step, outer steps, and replicas. Without replicas, return (0, 0, 1)."""
         if not self.checkpoint.entries("sync"):
             return 0, 0, 1
         since, meetings, replicas = read_full(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
         return since, meetings, replicas
 
     def has_own_weights(self, place: int) -> bool:
-        """Return whether it has weights of one replica beside the anchor.
-
-        place: of the replica.
-        """
+        """Return True if the checkpoint has weights of replica `place` in addition to the anchor."""
         return any(name.startswith(f"{place}/model/") for name in self.checkpoint.entries(_OWN))
 
     @property
     def by_one(self) -> Mapping[str, Any] | None:
-        """What the replica that saved it for itself says of itself; None: all saved together."""
+        """The record of the replica that saved the checkpoint alone, or None if all saved together."""
         return self.checkpoint.state.get("replica")
 
 
 def resume_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedReplicas
 ) -> tuple[list[str], StateSource]:
-    """Go on as the replicas of a checkpoint whose `model` is loaded. All ranks call it.
+    """Restore the replicas of a checkpoint whose `model` is loaded. All ranks call it.
 
-    Returns lines that say what is lost, and where the optimizer's states are.
+    Returns lines about lost state, and the source of the optimizer's states.
 
     Args:
-        model: what `parallelize` returned.
-        optimizer: of the model.
-        saved: what there is.
+        model: the result of `parallelize`.
+        optimizer: the model's optimizer.
+        saved: the saved replicas.
     """
     sync, engine, checkpoint = rare_sync(model), data_parallel(model), saved.checkpoint
     since, meetings, replicas = saved.counts()
@@ -243,7 +240,7 @@ def resume_replicas(
     with torch.no_grad():
         for one in sync.momenta() if checkpoint.entries("outer") else ():
             one.fill(momenta)
-    # A checkpoint of replicas that met in every step: the meetings fall on multiples of H all the same.
+    # For a checkpoint that synchronized in every step, outer steps still fall on multiples of H.
     sync.since = since if replicas > 1 else checkpoint.step % sync.every
     sync.meetings = meetings
     if isinstance(sync, ElasticDiLoCo):
@@ -267,7 +264,7 @@ def resume_replicas(
 
 
 def _lost(saved: SavedReplicas, more: str = "") -> str:
-    """What does not come along where other replicas go on, as a line for people."""
+    """Return a line for users about state that is lost when other replicas resume."""
     since, _, replicas = saved.counts()
     steps = f"in the {f'{since} steps' if since > 1 else 'step'} since" if since else "since then"
     learnt = [f"what each of them learnt {steps}"] * (since > 0 or saved.has_own_weights(0))

@@ -1,4 +1,4 @@
-"""The first rank's observer that lays the plan beside what happens, while it happens."""
+"""Comparison of a run with its plan during training, and the time report after it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from weft.train.planned import drifts, expect, expectation_lines
 from weft.train.tasks.base import Task
 from weft.units import format_seconds
 
-#: Steps of a start before the first comparison, and steps and seconds between two.
+#: Steps before the first comparison, and steps and seconds between two comparisons.
 _FIRST, _EVERY, _EVERY_S = 20, 50, 30.0
 
 
 class PlanWatch(Hook):
-    """Writes what is planned as an event "plan", what is measured as "actual", and what drifted apart as "drift".
+    """Writes the estimate as an event "plan", measurements as "actual", and deviations as "drift".
 
     Args:
-        expected: of the planner, for one step.
-        on_gpu: whether measured memory is what the planner counts; on a CPU it is the whole process.
-        book: the rank's times.
-        write: takes an event.
-        warn: tells a person, given the step and a line.
-        now: the clock, in seconds.
+        expected: the planner's estimate of one step.
+        on_gpu: measured memory is comparable with the estimate. On a CPU it covers the whole process.
+        book: this rank's times.
+        write: receives an event.
+        warn: receives a step and a line for users.
+        now: returns the time in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PlanWatch(Hook):
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, as planned."""
+        """Planned seconds per step."""
         return float(self._expected["step_s"])
 
     @classmethod
@@ -74,21 +74,21 @@ class PlanWatch(Hook):
         write: Callable[[Mapping[str, object]], None],
         warn: Callable[[int, str], None],
     ) -> PlanWatch | None:
-        """Return the observer of a run; None where nothing is known of its machine.
+        """Return the hook of a run, or None if its machine is unknown.
 
         Args:
-            task: of the run.
-            plan: of the run.
-            device: of this rank.
-            book: the rank's times.
-            write: takes an event.
-            warn: tells a person.
+            task: the run's task.
+            plan: the run's plan.
+            device: this rank's device.
+            book: this rank's times.
+            write: receives an event.
+            warn: receives a step and a line for users.
         """
         expected, _ = expect(task, plan, device)
         return None if expected is None else cls(expected, device.startswith("cuda"), book, write, warn)
 
     def on_step(self, record: StepRecord) -> str | None:
-        """Count, and compare when it is time."""
+        """Count the step, and compare with the plan if due."""
         self._num_steps += 1
         if self._num_steps == 1:
             self._write(self._plan_event(record))
@@ -118,7 +118,7 @@ class PlanWatch(Hook):
         measured = measured_parts(self._book.typical())
         if not measured:
             return
-        # The plan counts Python between kernels to the computation.
+        # The plan's computation time includes Python between kernels.
         measured["compute"] = measured.get("compute", 0.0) + measured.pop("host", 0.0)
         memory = (float(self._expected["memory_bytes"]), float(record.memory_bytes)) if self._on_gpu else None
         found = drifts(self._planned, measured, memory, self._drifted)
@@ -141,7 +141,7 @@ class PlanWatch(Hook):
         self._drifted = frozenset(one.what for one in found)
 
     def _ratios(self, measured: Mapping[str, float], memory: tuple[float, float] | None) -> dict[str, float]:
-        """Measured over planned: of the step, of its parts that are worth a look, and of memory."""
+        """Return measured / planned for the step, for its parts of at least 2 %, and for memory."""
         step = sum(self._planned.values())
         ratios = {"step": sum(measured.values()) / step} if step > 0 else {}
         ratios |= {
@@ -154,19 +154,19 @@ class PlanWatch(Hook):
         return {name: round(ratio, 4) for name, ratio in ratios.items()}
 
 
-# After training: every rank's times come to the first, which writes them in words, as a picture and as a trace.
+# Time report after training: rank 0 gathers all times, and writes text, a figure and a trace.
 
 #: (name, start, end) in seconds.
 Span = tuple[str, float, float]
-#: A trace has the last step of so many ranks at most.
+#: Maximum number of ranks in a trace of the last step.
 _MOST_TRACED = 64
-#: Where steps waited for so many times what links were measured to take, the report says what may be wrong.
+#: Ratio of waiting time to the measured link time above which the report suggests a cause.
 _FAR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class _ReportedTimes:
-    """What all ranks said of the steps of one start."""
+    """The times of all ranks since one start."""
 
     num_steps: int
     start_step: int
@@ -181,17 +181,17 @@ def report_times(
     task: Task,
     start_step: int = 0,
 ) -> list[str]:
-    """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
+    """Write times.svg and trace.json into the run folder and return the report. A collective.
 
-    Lines are empty on all ranks but the first, and where no step was done.
+    The report is empty on ranks other than 0, and if no step was done.
 
     Args:
-        folder: of the run.
-        mesh: of the ranks.
-        model: as it was trained.
+        folder: the run's folder.
+        mesh: the mesh of the ranks.
+        model: the trained model.
         book: this rank's times.
-        task: of the run, to lay what the planner expects beside it.
-        start_step: where this start began; times are of this start alone.
+        task: the run's task, for the planner's estimate.
+        start_step: first step of this start. The times cover only this start.
     """
     if not book.num_steps:
         return []
@@ -212,7 +212,7 @@ def report_times(
         return []
     try:
         return _written(folder, task, mesh, pipeline_of(model), _ReportedTimes(book.num_steps, start_step, ranks))
-    except Exception as error:  # The run is done and saved: a report must not fail it.
+    except Exception as error:  # The run is saved, so a failing report must not fail it.
         traceback.print_exc()
         return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
 
@@ -224,7 +224,7 @@ def _written(
     pipeline: Pipeline | None,
     said: _ReportedTimes,
 ) -> list[str]:
-    """The pictures, on disk, and the lines."""
+    """Write the figures and return the report."""
     ranks, num_steps, start_step = said.ranks, said.num_steps, said.start_step
     seconds = [one["seconds"] for one in ranks]
     sizes = mesh.plan.axis_sizes()
@@ -243,13 +243,13 @@ def _written(
 
 
 def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
-    """How the first rank's axes sent their bytes, and why so; axes that did alike in one line.
+    """Return lines about the transport of each axis of rank 0, with the reason. Axes with the same text share a line.
 
-    Where links were measured, also what the calls should have taken beside what the computation waited for them.
+    If links were measured, a line also compares the expected time of the calls with the waiting time.
 
     Args:
-        mesh: of the ranks.
-        seconds: of the first rank, by kind.
+        mesh: the mesh of the ranks.
+        seconds: seconds of rank 0 by kind.
     """
     names: dict[tuple[int, ...], str] = {}
     waited: dict[tuple[int, ...], float] = {}
@@ -267,7 +267,7 @@ def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
 
 
 def _incompatible_setting(planned_s: float, waited_s: float) -> str:
-    """Seconds of an axis's calls as links were measured, and what computation waited for them."""
+    """Describe the expected seconds of an axis's calls by link measurements, and the waiting time."""
     told = f"; by measurement its calls take {format_seconds(planned_s)}, steps waited {format_seconds(waited_s)}"
     if waited_s < _FAR * planned_s:
         return told
@@ -277,7 +277,7 @@ def _incompatible_setting(planned_s: float, waited_s: float) -> str:
 
 
 def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
-    """The schedule as it would run if each action took its kind's mean of what was measured and messages no time."""
+    """Simulate the schedule with the mean measured duration of each kind of action and free communication."""
     took: dict[str, list[float]] = {}
     for name, start, end in (action for actions in lists for action in actions):
         took.setdefault(name.rstrip("0123456789.") or name, []).append(end - start)
@@ -288,7 +288,7 @@ def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
 
 
 def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]) -> str:
-    """The idle share of the last step that the schedule itself causes, and the measured one."""
+    """Report the idle fraction of the last step: the schedule's own, and the measured one."""
     planned = sum(timeline.idle_s) / (len(timeline.idle_s) * timeline.makespan_s)
     span = max(actions[-1][2] for actions in lists)
     busy = sum(end - start for actions in lists for _, start, end in actions)
@@ -299,7 +299,7 @@ def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]
 
 
 def _planned(pipeline: Pipeline, timeline: Timeline) -> list[Any]:
-    """The schedule's tracks, to lie beside what happened."""
+    """Return the tracks of the simulated schedule, for comparison with the measured ones."""
     return [
         (
             "schedule",
@@ -314,7 +314,7 @@ def _planned(pipeline: Pipeline, timeline: Timeline) -> list[Any]:
 
 
 def _gathered(mine: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
-    """What each rank says, in order of ranks; only the first rank needs it, and only once in a run."""
+    """Gather a JSON value from each rank on rank 0, in rank order. Called once per run."""
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(mesh.device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))
     padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))

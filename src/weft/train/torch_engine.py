@@ -1,4 +1,4 @@
-"""How many bytes of a rank's device hold what: weights, gradients, optimizer states."""
+"""The engine that trains with PyTorch, with its device, CPU binding and random seeds."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ from weft.units import format_count, parse_seconds
 def memory_by_class(
     model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor]
 ) -> dict[str, float]:
-    """Return bytes by series: each storage counts once, for the first class that holds it.
+    """Return bytes by series. Each storage counts once, for the first class that holds it.
 
     Args:
-        model: parallelized; its parameters and buffers are weights.
-        optimizer: its states, and the masters that it alone holds.
-        gradients: the tensors that gradients lie in.
+        model: a parallelized model, whose parameters and buffers count as weights.
+        optimizer: an optimizer, whose states and masters count as optimizer.
+        gradients: the tensors that hold gradients.
     """
     seen: set[int] = set()
     classes = {
@@ -90,7 +90,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Bytes of storages that were not counted yet."""
+    """Return the bytes of storages that were not counted yet."""
     total = 0
     for tensor in tensors:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -103,14 +103,18 @@ def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     return total
 
 
-# The device of a rank that torch trains, and where it runs on the processor: beside its GPU.
+# Device of a rank, and binding of its process to CPU cores near the GPU.
 
 
 def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device:
-    """Return the device of this rank; with `numa` the process is bound near it if that is a GPU.
+    """Return the device of this rank. With `numa`, bind the process to cores near its GPU.
 
-    What was done about cores goes to stderr, in a rank of `weft train` its log. kind: as of `pick_device`, whose errors
-    these are. place: this process among the ranks; None: it is the only one.
+    Prints the binding to stderr, which is a rank's log in `weft train`. Raises the errors of `pick_device`.
+
+    Args:
+        kind: device kind, as for `pick_device`.
+        numa: bind the process if the device is a GPU.
+        place: rank of this process; None for a single rank.
     """
     device = pick_device(kind, place.local_rank if place is not None else 0)
     if device.type == "cuda" and numa:
@@ -119,9 +123,9 @@ def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device
 
 
 def stay_near_gpu(place: RankEnv | None) -> CoreChoice:
-    """Bind this process to its share of the cores of its GPU's NUMA node, if nobody has chosen cores already.
+    """Bind this process to its share of the cores of its GPU's NUMA node, unless cores were already chosen.
 
-    Returns what holds now. place: this rank among those of the machine; None: it is the only one.
+    Returns the resulting binding. `place` is this rank's position on the machine; None for a single rank.
     """
     if sys.platform != "linux":
         return CoreChoice(None, f"not bound to cores: {sys.platform} offers no way")
@@ -135,7 +139,7 @@ def stay_near_gpu(place: RankEnv | None) -> CoreChoice:
         bind(choice.cores)
     except OSError as error:
         return CoreChoice(None, f"not bound to cores: the system refuses cores {said(choice.cores)} ({error.strerror})")
-    # More threads than cores only get in each other's way.
+    # More threads than cores would slow each other down.
     torch.set_num_threads(min(torch.get_num_threads(), len(choice.cores)))
     return choice
 
@@ -145,15 +149,15 @@ def _pci_id(index: int) -> str:
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
-# What all chance of a step comes from: seeds of torch's generators, one for each microbatch of a rank.
+# Seeds of a step: one per microbatch of a rank, for torch's generators.
 
 
 def seeds_by_position(config: RunConfig, mesh: Mesh, number: int) -> list[int]:
-    """Return the seeds of microbatches of equally many samples.
+    """Return the seeds of microbatches of equal size.
 
     Args:
-        config: of the run.
-        mesh: where this rank stands on it.
+        config: the run's config.
+        mesh: the mesh, which has this rank's position.
         number: steps done before.
     """
     axis, num_micro = mesh.reader, mesh.plan.microbatches_per_step
@@ -165,16 +169,16 @@ def seeds_by_position(config: RunConfig, mesh: Mesh, number: int) -> list[int]:
 
 
 def seeds_by_sample(config: RunConfig, mesh: Mesh, number: int, whole: Microbatches) -> list[int]:
-    """Return the seeds of microbatches that cost decides: by the first sample that each of them has.
+    """Return the seeds of cost-based microbatches, each derived from its first sample.
 
     Args:
-        config: of the run.
-        mesh: where this rank stands on it.
+        config: the run's config.
+        mesh: the mesh, which has this rank's position.
         number: steps done before.
         whole: the microbatches.
 
     Raises:
-        ModelError: where the task made new tensors, so that nobody knows whose samples they hold.
+        ModelError: if the task made new tensors, so that their samples are unknown.
     """
     if whole.samples is None:
         raise ModelError(
@@ -189,7 +193,7 @@ def seeds_by_sample(config: RunConfig, mesh: Mesh, number: int, whole: Microbatc
 
 
 def _part(mesh: Mesh) -> tuple[int, ...]:
-    """Ranks of cp have different tokens of the same samples: what drops some of them must not drop alike."""
+    """Return a seed component for the cp rank. Its ranks hold different tokens, and need different dropout masks."""
     return (mesh["cp"].rank,) if mesh.plan.cp > 1 else ()
 
 
@@ -197,7 +201,7 @@ def _part(mesh: Mesh) -> tuple[int, ...]:
 
 
 class TorchEngine:
-    """One rank's part of a model that torch trains. Making one joins the ranks and watches them."""
+    """One rank's part of a model that PyTorch trains. Constructing one joins the ranks and watches for hangs."""
 
     def __init__(self, job: EngineJob):
         self._job, self._config, self._task = job, job.config, job.task
@@ -206,7 +210,7 @@ class TorchEngine:
         if job.place is not None:
             join_ranks(job.place, device, parse_seconds(launch.timeout), job.store, job.tell)
         if dist.is_initialized():
-            # Under torchrun the folder's texts came through the store, before anything could be signed there.
+            # Under torchrun the folder's texts came through the store before messages could be signed.
             share_store_key(job.store_key, repr((str(job.folder.path), sorted(job.folder.texts.items()))).encode())
         self._ledger = Ledger()
         self.plan = plan_within(job.plan, job.world)
@@ -227,13 +231,13 @@ class TorchEngine:
             on_report=lambda state, found: job.on_hang(hang_event(state, found)),
         )
         self._copies = HostCopies(device)
-        #: The last two: the numbers of a step may be read when the next one is under way.
+        #: The last two steps, because results may be read during the next step.
         self._traceable: deque[TracedStep] = deque(maxlen=2)
         self._others: OtherWorlds | None = None
         self._started = self._is_built = False
 
     def build(self) -> None:
-        """Make the model as the task and the plan say, and its optimizer and step."""
+        """Build the model, optimizer and step from the task and the plan."""
         config, task, mesh = self._config, self._task, self.mesh
         task.open(self._job.folder)
         share = Share(
@@ -244,7 +248,7 @@ class TorchEngine:
             pin=mesh.device.type == "cuda",
         )
         self._batches = task.batches(share)
-        # Each world evaluates on the whole set, in batches as large as those of training.
+        # Each world evaluates on the full set, in batches of the training size.
         passes = share.microbatches * (mesh.reader.size // mesh.data.size)
         own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
         self._eval_batches = task.eval_batches(own)
@@ -273,13 +277,15 @@ class TorchEngine:
             nominal_tokens=task.nominal_count(),
             meter=self.meter,
             check_batch=config.train.check_batch,
-            weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
+            # On a CPU the copies take compute time, so overlap gains nothing.
+            weights_follow=mesh.device.type == "cuda",
         )
         data_parallel(self._model).coders.exact_steps = config.train.compress_after
         self._sync = rare_sync(self._model)
         if self._sync is not None:
             self._sync.outer_lr, self._sync.outer_momentum = config.train.outer_lr, config.train.outer_momentum
-        self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
+        # Computed here, because all ranks call build and the base does not change later.
+        self._adapter = adapter_state(self.model)
         with self.pulse.doing("computes what the task needs before the first step"):
             task.begin(RankForwards(self.model, mesh, task, second))
         self._choose_recompute()
@@ -287,12 +293,12 @@ class TorchEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The model. Ask for it at each look: the weights of the last step are waited for."""
+        """The model. Read it for each use, because it waits for the weights of the last step."""
         self._step.arrive()
         return self._model
 
     def _lay_out(self, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
-        """Cut a model over the ranks, in place, and read its first weights where they are wanted."""
+        """Parallelize a model in place, and read its initial weights if `reads`."""
         parallelize(
             model,
             self.mesh,
@@ -309,16 +315,16 @@ class TorchEngine:
                 load_base(model, weights)
 
     def rejoin(self, step: int) -> int | None:
-        """Meet, before the first step, replicas that wait for this one; the step to go on from. None: asked to stop."""
+        """Join waiting replicas before the first step. Return the step to continue from, or None to stop."""
         return step if self._others is None else self._others.rejoin(step)
 
     @property
     def over(self) -> Mapping[str, Any] | None:
-        """What is known of other replicas that have ended without this one."""
+        """The record of other replicas that have ended without this one, or None."""
         return None if self._others is None else self._others.sync.over
 
     def end(self) -> None:
-        """Tell replicas that are worlds of their own that this one has come to its end."""
+        """Send replicas in other worlds the end of this one."""
         if self._others is not None:
             self._others.end()
 
@@ -329,7 +335,7 @@ class TorchEngine:
 
     @property
     def wants_stop(self) -> bool:
-        """Whether this rank asks to stop; the next step tells the others."""
+        """True if this rank requests a stop, which the next step broadcasts."""
         return self._step.wants_stop
 
     @wants_stop.setter
@@ -338,7 +344,7 @@ class TorchEngine:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank asks all to look what is wished; the next step tells the others."""
+        """True if this rank asks all ranks to read the requests, which the next step broadcasts."""
         return self._step.asks
 
     @asks.setter
@@ -349,9 +355,9 @@ class TorchEngine:
         """Take one optimizer step on this rank's microbatches.
 
         Args:
-            batches: the microbatches, in their order.
-            number: steps done before, from which all chance is derived.
-            lr_factor: of each group's peak learning rate.
+            batches: the microbatches in order.
+            number: steps done before. All random seeds derive from it.
+            lr_factor: factor on each group's peak learning rate.
         """
         for group in self._step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
@@ -367,26 +373,26 @@ class TorchEngine:
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
 
     def _result(self, done: StepMetrics) -> StepResult:
-        """What the loop is told of a step. All ranks ask at the same place."""
+        """Return the result of a step for the loop. All ranks call it at the same point."""
         self._step.finalize(done)
         numbers = done.loss, done.grad_norm, done.num_tokens, done.loss_scale
         result = StepResult(*numbers, done.skipped, done.wants_stop, done.update_ratio)
         return result if self._others is None else self._others.after_step(result)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
-        """Compute again what a step went wrong with, and return where: an event; None where it is long past."""
+        """Repeat a step that went wrong and return an event with the cause, or None if the step is too old."""
         is_late = self._step.is_unread
         self._step.finalize()
         step = next((one for one in self._traceable if one.number == number), None)
         if step is None:
             return None
         if kind == "gradient" and is_late:
-            # The next step has put its own gradients in their place.
+            # The next step has already overwritten the gradients.
             self._step.compute_again(*self._asked(step.batches, number - 1))
         return StepTracer(self.model, self.mesh, self._task, self._batches).trace(kind, step)
 
     def _asked(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
-        """What a step is computed from: its microbatches, and all that its chance comes from. number: from 0."""
+        """Return the inputs of a step: its microbatches, their seeds and the step's seed. `number` counts from 0."""
         by_cost = self._config.data.batching == "cost"
         whole = Microbatches(self._task.before_step(batches), any_number=by_cost)
         seeds = (
@@ -398,7 +404,7 @@ class TorchEngine:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the task has an evaluation set."""
+        """True if the task has an evaluation set."""
         return self._eval_batches is not None
 
     def evaluate(self) -> Evaluation:
@@ -414,31 +420,31 @@ class TorchEngine:
             return evaluate(self.model, batches, self.mesh, self._task)
 
     def save(self, *, aside: bool = False) -> Iterable[SavedSlice]:
-        """Return what this rank writes; aside: as copies in host memory."""
+        """Return this rank's slices, as copies in host memory if `aside`."""
         return pieces(self.model, self._step.optimizer, self._copies if aside else None)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the loss scale, and what an adapter stands beside."""
+        """Return the loss scale, and the records of an adapter and of replicas."""
         adapter = {} if self._adapter is None else {"adapter": self._adapter}
         others = {} if self._others is None else self._others.state()
         return {"loss_scale": self._step.loss_scale.state(), **adapter, **others}
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
-        """Take weights, optimizer states and loss scale; lines say what is left out."""
+        """Load weights, optimizer states and loss scale. Return lines about parts that are left out."""
         left_out = resume(self.model, self._step.optimizer, checkpoint)
         self._step.loss_scale.restore(checkpoint.state["loss_scale"])
         return left_out
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """Return the JSON value that the first rank's `act` returns, on all ranks."""
+        """Run `act` on rank 0 and return its JSON value on all ranks."""
         return on_first(self.mesh, act)
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return the bytes of every rank in their order, on all ranks."""
+        """Return the bytes of every rank in rank order, on all ranks."""
         return gather(self.mesh, record)
 
     def store_channel(self) -> RankGroup:
-        """Return the ranks as a thread beside training asks them: over the store where they met."""
+        """Return a rank group for background threads, which communicates over the rendezvous store."""
         rank, number = self.mesh.rank, self.mesh.world_size
         if number == 1:
             return RankGroup()
@@ -446,7 +452,7 @@ class TorchEngine:
         return RankGroup(rank, number, found.on_first, found.gather)
 
     def measures(self) -> Measures:
-        """Return the board in the ranks' store, bytes by axis, memory by class, and the GPU."""
+        """Return the report channel in the store, bytes by axis, memory by class, and the GPU."""
         rank, number, device = self.mesh.rank, self.mesh.world_size, self.mesh.device
         return Measures(
             board=StoreReports(rank, number) if number > 1 else LocalReports(),
@@ -456,12 +462,12 @@ class TorchEngine:
         )
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the other ranks; after an error at once, for they may never come."""
+        """Leave the other ranks. After an error, do not wait for them."""
         try:
             if not failed:
                 if self._is_built:
                     self._step.arrive()
-                # Who is through waits for the first rank here, where it is watched, and not in the parting.
+                # Wait for rank 0 here, where hangs are watched, and not while leaving the group.
                 barrier(self.mesh.world)
         finally:
             self._kernels.close()
@@ -469,10 +475,10 @@ class TorchEngine:
             if self._others is not None:
                 self._others.close()
         if not failed:
-            # Not after an error: the others may be in a collective and would never come; the launcher ends them.
+            # After an error, the others may be in a collective and never arrive. The launcher ends them.
             leave_ranks()
 
-    # --- what people are told ---
+    # --- reports for users ---
 
     def versions(self) -> Mapping[str, str]:
         """Return torch's version."""
@@ -491,25 +497,25 @@ class TorchEngine:
         ]
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint of all ranks."""
+        """Return the size of a checkpoint of all ranks in bytes."""
         shapes = with_adapter(self._task.shapes(), self._config)
         return expected_bytes(shapes, self._config.optimizer, Precision.of(self.plan).master)
 
     def peak_flops(self) -> float | None:
-        """Return the GPU's peak FLOP/s at the plan's precision; None for a CPU and an unknown GPU."""
+        """Return the GPU's peak FLOP/s at the plan's precision, or None for a CPU or an unknown GPU."""
         if self.mesh.device.type != "cuda":
             return None
         device = device_by_torch_name(torch.cuda.get_device_name(self.mesh.device))
         return device.peak_flops(self.plan.precision) if device else None
 
     def report(self, book: TimeBook, start_step: int) -> Sequence[str]:
-        """Write the report of times into the run folder, and return its lines."""
+        """Write the time report into the run folder, and return its lines."""
         return report_times(self._job.folder, self.mesh, self.model, book, self._task, start_step)
 
-    # --- within ---
+    # --- private ---
 
     def _reads_base(self) -> bool:
-        """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
+        """Return True if initial weights must be read: for a new run, or an adapter, whose checkpoint has no base."""
         if adapted(self._model) is not None:
             return True
         return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
@@ -521,7 +527,7 @@ class TorchEngine:
         return [] if record is None else [f"adapter {record.kind}, on {len(record.layers)} layers: {counts}"]
 
     def _choose_recompute(self) -> None:
-        """Settle before the first step what is recomputed, from the first microbatch of the run."""
+        """Choose the recomputed layers before the first step, from the run's first microbatch."""
         recompute = recompute_of(self._model)
         if recompute is None or recompute.is_chosen:
             return
@@ -534,7 +540,7 @@ class TorchEngine:
         recompute.prepare(self.model, example)
 
     def _first_is_long(self) -> AbstractContextManager[None]:
-        """The first step of a start compiles, which ranks need not finish together."""
+        """Mark the first step of a start as compiling, which ranks need not finish together."""
         if self._started or not self.plan.compile:
             return nullcontext()
         self._started = True

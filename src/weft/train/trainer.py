@@ -1,4 +1,4 @@
-"""The loop: batches in, steps done, evaluated and saved when due. Everything that shows or writes is a hook."""
+"""The training loop: steps, and evaluations and saves when they are due. Everything that shows or writes is a hook."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.hooks import Hook, Progress, SaveEnd, stretches
 from weft.train.tasks.base import Task
 
-#: Why a run ended that a signal or a hook stopped.
+#: Reason for the end of a run that a signal or a hook stopped.
 ASKED_TO_STOP = "asked to stop"
-#: Why a run ended whose other replicas, worlds of their own, had ended.
+#: Reason for the end of a run whose other replicas, in separate worlds, had ended.
 OTHERS_ENDED = "the other replicas have ended"
-#: Wishes after which the next start goes on from an older checkpoint.
+#: Requests after which the next start resumes from an older checkpoint.
 GOES_BACK = ("roll_back", "skip_data")
-#: Of bad steps in a row so many are traced: the others go wrong for the same reason.
+#: Maximum number of consecutive bad steps to trace, because the others have the same cause.
 _TRACED_IN_A_ROW = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the engine was told to take. number: from 1. data_s: that the loop waited for its batches."""
+    """A step that the engine has started.
+
+    Attributes:
+        number: number of the step, from 1.
+        data_s: seconds that the loop waited for its batches.
+    """
 
     number: int
     lr: float
@@ -44,16 +49,24 @@ class _Launched:
 
 @dataclass
 class Trainer:
-    """One run on one rank: what to train, on what, and who watches.
+    """The training loop of one run on one rank. Callbacks are called on every rank unless noted.
 
-    save: begins to write a checkpoint of the progress given, or says why it does not; its other arguments: an
-    evaluation of these weights gave a finite loss; no step follows. ended: what became of saves; where told to, it
-    waits for the one under way. copy: as save, into the memory of the hosts; False where another is under way, and
-    after the next step it is asked again. confirm: the weights after so many steps gave a finite loss. halted: where
-    the same command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted
-    from 1, that are passed over with their data. wishes: on the first rank, gives what the run is asked for; None: it
-    cannot be asked. parting: the wish that ended training, where one did. moved: hears, after a meeting, that training
-    goes on from another step (before, after). is_unsaved: the weights that training begins with are in no checkpoint.
+    Attributes:
+        task: the task to train.
+        engine: the engine that trains it.
+        save: begins to write a checkpoint of a progress, and returns None or why it is skipped. Its other arguments: an
+            evaluation of these weights gave a finite loss; no step follows.
+        copy: like `save`, into the hosts' memory. Returns False if a save is running; it is then called again after the
+            next step.
+        ended: returns the outcomes of saves. With True, it waits for the running one.
+        confirm: records that the weights after a number of steps gave a finite loss.
+        halted: describes the checkpoint from which the same command resumes after a first bad step.
+        hooks: the observers.
+        left_out: steps, counted from 1, that are skipped with their data.
+        wishes: returns the pending requests on rank 0; None if the run accepts no requests.
+        moved: called with (before, after) when an outer step continues training from another step.
+        is_unsaved: no checkpoint has the initial weights.
+        parting: the request that ended training, if any.
     """
 
     task: Task
@@ -92,7 +105,7 @@ class Trainer:
         return self.task.config
 
     def fit(self) -> str:
-        """Train until the last step or a reason to stop; returns "finished" or the reason."""
+        """Train until the last step or a reason to stop. Return "finished" or the reason."""
         num_steps = self.config.train.steps
         guard = NonFiniteGuard(self.config.train.max_bad_steps)
         self._peak_flops = self.engine.peak_flops()
@@ -105,15 +118,15 @@ class Trainer:
         with self.garbage:
             reason = self._train_until(num_steps, guard) or "finished"
         if self.parting is not None and self.parting.action in GOES_BACK:
-            self._wait_for_saves()  # what follows trains on from an older checkpoint: these weights are not wanted
+            self._wait_for_saves()  # the next start resumes from an older checkpoint, so do not save these weights
         elif (why := self._save_last(guard)) and self._must_be_saved():
-            # However it came to its end: "asked to stop" promises that everything is saved.
+            # A run that ends for any reason, such as "asked to stop", must be saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
         self._end(reason)
         return reason
 
     def _train_until(self, num_steps: int, guard: NonFiniteGuard) -> str | None:
-        """All steps that are left, from wherever meetings lead; a reason to stop before, or None."""
+        """Train the remaining steps, including jumps after outer steps. Return a reason to stop early, or None."""
         while True:
             self._has_moved, stop = False, None
             for first, end in stretches(self.progress.step, num_steps, self.left_out):
@@ -124,7 +137,7 @@ class Trainer:
                 return stop
 
     def _train_up_to(self, end: int, guard: NonFiniteGuard) -> str | None:
-        """All steps up to `end`; a reason to stop before, or None."""
+        """Train all steps up to `end`. Return a reason to stop early, or None."""
         with self.engine.batches.iterate(self.progress.step, end) as steps:
             for batches in self._awaited(steps):
                 if (stop := self._advance(batches, guard)) or self._has_moved:
@@ -134,10 +147,10 @@ class Trainer:
         return stop
 
     def _advance(self, batches: list[Any], guard: NonFiniteGuard) -> str | None:
-        """One step, and what is due after it; a reason to stop, or None.
+        """Take one step and do what is due after it. Return a reason to stop, or None.
 
-        Where the engine does not wait for its device, the step before this one is seen now, and this one only if
-        something is due that must know it.
+        If the engine does not wait for its device, this reads the previous step's result. It reads this step's result
+        only if something is due that depends on it.
         """
         before, self._unread = self._unread, self._launch(self.progress.step, batches)
         self.progress.step += 1
@@ -159,7 +172,7 @@ class Trainer:
         return stop
 
     def _follow(self, result: StepResult | LateResult) -> None:
-        """Go on from where a meeting after this step led, if it did; engines that meet others know their results."""
+        """Continue from the step that an outer step selected, if any. Such engines have no late results."""
         if isinstance(result, StepResult) and result.goes_to is not None:
             before, self.progress.step = self.progress.step, result.goes_to
             self._has_moved, self._saved_step = True, -1
@@ -168,12 +181,12 @@ class Trainer:
                 hook.on_moved(before, result.goes_to)
 
     def _see_last(self, guard: NonFiniteGuard) -> str | None:
-        """Wait for the last step, where nobody has seen it yet."""
+        """Read the last step's result if it is still unread."""
         unread, self._unread = self._unread, None
         return self._see(unread, guard) if unread else None
 
     def _see(self, launched: _Launched, guard: NonFiniteGuard) -> str | None:
-        """Show a step and judge it; a reason to stop, or None."""
+        """Report and check a step. Return a reason to stop, or None."""
         result = launched.result.read() if isinstance(launched.result, LateResult) else launched.result
         usual = self._spikes.observe(result.loss)
         self._show_step(self._record(launched, result, usual))
@@ -189,7 +202,7 @@ class Trainer:
         return OTHERS_ENDED if result.is_over else stop
 
     def _trace(self, kind: TraceKind, number: int) -> None:
-        """Find out where a step went wrong. All ranks come here: they judge by the same numbers."""
+        """Find the cause of a bad step. All ranks call it, because they check the same numbers."""
         with self._phase("tracing", "tracing", "traces a step that went wrong"):
             event = self.engine.trace(kind, number)
         if event is not None:
@@ -197,11 +210,11 @@ class Trainer:
                 hook.on_trace(event)
 
     def _heed(self) -> str | None:
-        """Some rank asked for something, and all ranks know it: a reason to stop, or None."""
+        """Handle requests of any rank. Return a reason to stop, or None."""
         if self.wishes is None:
             return ASKED_TO_STOP
         engine, wishes = self.engine, self.wishes
-        engine.asks = False  # before the wishes are taken: one that comes now is heard after the next step
+        engine.asks = False  # reset before reading: later requests are handled after the next step
         said = engine.gather(b"stop" if engine.wants_stop else b"")
         found = engine.on_first(lambda: [b"stop" in said, [wish.as_json() for wish in wishes()]])
         for wish in map(RunRequest.from_json, found[1]):
@@ -212,7 +225,7 @@ class Trainer:
         return None if self.parting is None else f"asked to {self.parting.action} by {self.parting.by}"
 
     def _do(self, wish: RunRequest) -> None:
-        """What the run is asked for; all ranks, after the same step."""
+        """Handle one request, on all ranks after the same step."""
         for hook in self.hooks:
             hook.on_action(self.progress.step, wish)
         if wish.action == "checkpoint":
@@ -223,11 +236,11 @@ class Trainer:
             self.parting = wish
 
     def _must_be_saved(self) -> bool:
-        """A run that is held may wait with an older checkpoint: a person looks at it."""
+        """Return False for a paused run, which may keep an older checkpoint for the user to inspect."""
         return self.parting is None or self.parting.action != "hold"
 
     def _awaited(self, steps: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """The steps' batches; waiting for them is counted."""
+        """Yield the steps' batches and count the waiting time."""
         batches = iter(steps)
         while True:
             start = time.perf_counter()
@@ -235,7 +248,7 @@ class Trainer:
                 try:
                     found = next(batches, None)
                 except Exception as error:
-                    # For the launcher, which may leave this step's data out.
+                    # For the launcher, which may exclude this step's data.
                     error.__dict__.update(in_data=True, step=self.progress.step + 1)
                     raise
             self._data_s += time.perf_counter() - start
@@ -245,7 +258,7 @@ class Trainer:
 
     @contextmanager
     def _phase(self, name: str, kind: str, doing: str) -> Iterator[None]:
-        """Tell the hooks, and ranks that wait for this one, what it does; count the time under this kind."""
+        """Report an activity to the hooks and to waiting ranks, and count its time under `kind`."""
         for hook in self.hooks:
             hook.on_phase(name)
         with self.engine.pulse.doing(doing), self.book.spend(kind):
@@ -254,7 +267,7 @@ class Trainer:
             hook.on_phase("")
 
     def _halt(self, sentence: str, guard: NonFiniteGuard) -> TrainingHalted:
-        """The end of a run that went wrong: nothing more is saved."""
+        """Return the error of a run that went wrong, without saving again."""
         self._wait_for_saves()
         text = f"{sentence}: {self.halted(guard.first_bad or self.progress.step + 1)}."
         self._end(text)
@@ -263,19 +276,19 @@ class Trainer:
         return halt
 
     def _save_last(self, guard: NonFiniteGuard) -> str | None:
-        """See to it that the last step is saved; why it is not, or None."""
+        """Save the last step unless it is saved. Return the reason for a failure, or None."""
         failed = self._wait_for_saves()
         if self._saved_step == self.progress.step:
             return failed
         return self._save(guard, last=True) or self._wait_for_saves()
 
     def _wait_for_saves(self) -> str | None:
-        """Until the save under way is over; why this step's was not committed, or None."""
+        """Wait for the running save. Return why this step's save was not committed, or None."""
         with self._phase("saving", "checkpoint", "saves a checkpoint"):
             return self._report_saves(self.ended(True))
 
     def _report_saves(self, ends: Sequence[SaveEnd]) -> str | None:
-        """Tell the hooks what became of saves; why this step's was not committed, or None."""
+        """Report outcomes of saves to the hooks. Return why this step's save was not committed, or None."""
         failed = None
         for end in ends:
             for hook in self.hooks:
@@ -288,7 +301,7 @@ class Trainer:
         return failed
 
     def _save(self, guard: NonFiniteGuard, last: bool = False) -> str | None:
-        """Begin to save what is sound; why it is not, or None. Weights of a bad step wait for a good one."""
+        """Begin to save unless recent steps were bad. Return why nothing is saved, or None."""
         is_good = self._sound_step == self.progress.step
         if guard.num_bad and not is_good:
             why: str | None = f"no step since {guard.first_bad} had a finite loss and gradient"
@@ -317,7 +330,7 @@ class Trainer:
         return _Launched(step + 1, self.config.optimizer.lr * factor, result, meter.end_step(), data_s)
 
     def _record(self, launched: _Launched, result: StepResult, usual_loss: float | None) -> StepRecord:
-        """What is told of a step; waits until the device has done it."""
+        """Return the record of a step, after waiting for the device."""
         meter, times = self.engine.meter, launched.times
         meter.count(times, result.count)
         self.engine.pulse.step_took(times.total_s)
@@ -352,7 +365,7 @@ class Trainer:
     def _show_step(self, record: StepRecord) -> None:
         for hook in self.hooks:
             if hook.on_step(record):
-                # Only this rank may know the reason: the next step tells the others.
+                # The reason may exist only on this rank, and the next step broadcasts it.
                 self.engine.wants_stop = True
 
     def _due(self, every: int) -> bool:
@@ -362,7 +375,7 @@ class Trainer:
         return self.progress.step == self.config.train.steps
 
     def _is_something_due(self) -> bool:
-        """Whether what comes after this step must know how it went."""
+        """Return True if something is due that depends on this step's result."""
         evaluates = self.engine.evaluates and self._due(self.config.eval.every)
         return self._is_last() or evaluates or self._due(self.config.checkpoint.every)
 
@@ -370,7 +383,7 @@ class Trainer:
         return self.config.checkpoint.keep_best and self.progress.best_step == self.progress.step
 
     def _evaluate_if_due(self) -> str | None:
-        """Evaluate when due or at the end; a reason to stop early, or None."""
+        """Evaluate when due or at the end. Return a reason to stop early, or None."""
         if not self.engine.evaluates or not (self._due(self.config.eval.every) or self._is_last()):
             return None
         with self._phase("evaluating", "evaluation", "evaluates"):
@@ -391,7 +404,7 @@ class Trainer:
 
 
 def _wrong(result: StepResult, usual_loss: float | None) -> TraceKind | None:
-    """Which number of a step is to be traced; None of a good step, and of a loss scale that is being searched for."""
+    """Return the value of a step to trace, or None for a good step or a search for the loss scale."""
     if not math.isfinite(result.loss):
         return "loss" if result.count else None
     if not math.isfinite(result.grad_norm):

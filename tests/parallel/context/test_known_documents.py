@@ -9,11 +9,10 @@ import torch
 
 from tests.parallel.context.test_context import hf_llama
 from tests.parity.cases import LLAMA
-from weft.comm.collectives import all_gather
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.compile_blocks import compile_blocks, register_operators
-from weft.parallel.context import modes as document_borders
+from weft.parallel.context import modes
 from weft.parallel.context.apply import Context
 from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.parallelize import parallelize
@@ -43,11 +42,11 @@ def borders_found(kind, compiled, known):
         register_operators(model, plan)
         compile_blocks(model, backend="aot_eager")
     gathers, missed, looks_inside, attending, views = [], [], [], [], []
-    divide, attend = Context.divide, Context.attend
+    full_sequence, divide, attend = modes.full_sequence, Context.divide, Context.attend
 
     def gather(*args, **kwargs):
         gathers.append(1)
-        return all_gather(*args, **kwargs)
+        return full_sequence(*args, **kwargs)
 
     def divided(self, seq_len, ids_BT):
         if attending and ids_BT is not None:
@@ -65,7 +64,7 @@ def borders_found(kind, compiled, known):
             attending.pop()
 
     with (
-        patch.object(document_borders, "all_gather", gather),
+        patch.object(modes, "full_sequence", gather),
         patch.object(Context, "divide", divided),
         patch.object(Context, "attend", attended),
         sequence_in_use(model),

@@ -1,7 +1,7 @@
-"""A process that keeps copies of the state for the ranks that one torchrun starts on this host, while it runs.
+"""A process that keeps in-memory copies of the state for the ranks that one torchrun starts on this host.
 
-`weft train` keeps them itself. torchrun's agent knows nothing of them, so its first rank starts this process, and the
-ranks of later starts find it by the agent's process id. It ends with the agent.
+`weft train` keeps them in the launcher. torchrun's agent does not, so its first rank starts this process, and the ranks
+of later starts find it by the agent's process id. It ends with the agent.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from weft import env
 from weft.checkpoint.peer_copies import CopyHome, CopyServer
 from weft.cli.launch.switchboard import is_ours
 
-#: How long (s) a rank waits for the process: Python starts, and the machine may be busy.
+#: Seconds that a rank waits for the process, which starts Python on a machine that may be busy.
 _START_S = 30.0
 _LOOK_S = 0.05
 
 
 def copy_home(place: env.RankEnv) -> CopyHome | None:
-    """Return what keeps copies on this host for a rank of torchrun, and start it once; None for other ranks."""
+    """Return this host's copy storage for a rank of torchrun, starting its process if needed; None for other ranks."""
     if place.starter != "torchrun" or not env.get("TORCHELASTIC_RUN_ID") or not hasattr(os, "pidfd_open"):
         return None
     agent, alone = os.getppid(), place.world_size == place.local_world_size
@@ -39,7 +39,7 @@ def copy_home(place: env.RankEnv) -> CopyHome | None:
         if place.local_rank == 0 and not started:
             started = True
             words = [sys.executable, "-m", __name__, str(agent), "127.0.0.1" if alone else ""]
-            # In a session of its own: torchrun ends the groups of its ranks.
+            # A new session, because torchrun kills the process groups of its ranks.
             subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -53,21 +53,22 @@ def copy_home(place: env.RankEnv) -> CopyHome | None:
 
 
 def _name(agent: int) -> str:
-    """An address of Linux without a file: nothing to leave behind."""
+    """Return an abstract socket address, which leaves no file."""
     return f"\0weft-copies-{os.getuid()}-{agent}"
 
 
 def _reachable(place: env.RankEnv) -> str:
-    """The address under which other hosts reach this one."""
+    """Return the address at which other hosts reach this one."""
     with socket.socket(socket.AF_INET6 if ":" in place.master_addr else socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((place.master_addr, place.master_port))  # sends nothing, and chooses the interface
+        way.connect((place.master_addr, place.master_port))  # sends nothing, but selects the interface
         own = str(way.getsockname()[0])
-        # On the host where all meet its own name may lead to its loopback interface; the others know it by that name.
+        # On the host of the rendezvous store, its name may resolve to the loopback interface. Other hosts use that
+        # name.
         return place.master_addr if own == way.getpeername()[0] else own
 
 
 def main() -> None:
-    """Entry of the process: AGENT_PID HOST."""
+    """Run the process: AGENT_PID HOST."""
     agent, host = int(sys.argv[1]), sys.argv[2]
     try:
         watched = os.pidfd_open(agent)

@@ -1,9 +1,9 @@
-"""What a failing rank leaves behind, and which of several failures came first.
+"""Failure records of ranks, and the choice of the first among several failures.
 
-A rank that fails tells its launcher over their line (switchboard.py) and leaves `logs/rank_N.error.json`, where its
-disk has room; one that is killed can do neither. The launcher joins both kinds, with the time at which it saw each
-process end, and shows the one that began it: when a rank goes, its neighbours lose their connection a moment later, and
-their errors are only consequences.
+A failing rank sends its record to the launcher over a socket (switchboard.py) and writes `logs/rank_N.error.json`, if
+its disk has space. A killed rank can do neither. The launcher combines both kinds with the time at which each process
+ended, and reports the first one: when a rank ends, its neighbors lose their connections shortly after, and their errors
+are only consequences.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from pathlib import Path
 
 from weft.errors import ActionAsked, CommError, WeftError
 
-#: Error types, and pieces of RuntimeError texts (gloo), that mean: another rank is gone.
+#: Error types, and parts of RuntimeError texts (gloo), that indicate that another rank is gone.
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
 _LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank failed.
+    """Failure of one rank.
 
-    exit_code: of the process; negative for the number of the signal that ended it.
-    kind: the exception's type name, "" where the rank left no word.
-    expected: raised on purpose (a WeftError), so that its sentence is all that is needed.
-    when: seconds since the epoch. first_bad: of a run that halted, its first bad step, counted from 1. in_data: the
-    exception came from the data of `step`. action: what the run was asked for, where it left its loop for that.
+    Attributes:
+        exit_code: exit code of the process; negative for the number of the signal that ended it.
+        kind: name of the exception's type, or "" if the rank left no record.
+        expected: the error is a WeftError, so that its message suffices.
+        when: seconds since the epoch.
+        first_bad: first bad step of a run that halted, counted from 1.
+        in_data: the exception came from the data of `step`.
+        action: the request for which training ended, if any.
     """
 
     rank: int
@@ -50,7 +53,7 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
-        """The record of an exception that ends this rank."""
+        """Return the record of an exception that ends this rank."""
         expected = isinstance(error, WeftError)
         step = getattr(error, "step", None)
         return cls(
@@ -69,7 +72,7 @@ class Failure:
         )
 
     def sentence(self) -> str:
-        """What happened, as one sentence (or the several of a WeftError)."""
+        """Return a one-sentence description, or the full message of a WeftError."""
         at_step = f" at step {self.step}" if self.step is not None else ""
         if self.expected:
             return self.message
@@ -84,7 +87,7 @@ class Failure:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code a process ends with for this exception: a WeftError's own, 130 for Ctrl-C, else 1."""
+    """Return a process's exit code for an exception: a WeftError's own, 130 for Ctrl-C, else 1."""
     if isinstance(error, WeftError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -95,17 +98,17 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def error_path(logs: Path, rank: int) -> Path:
-    """The file in which a rank says why it failed."""
+    """Return the file to which a rank writes its failure."""
     return logs / f"rank_{rank}.error.json"
 
 
 def log_path(logs: Path, rank: int) -> Path:
-    """The file that holds what a rank wrote to its standard output and error."""
+    """Return the file with a rank's standard output and error."""
     return logs / f"rank_{rank}.log"
 
 
 def write_failure(logs: Path, failure: Failure) -> None:
-    """Leave the record beside the rank's log, whole or not at all: on a full disk there is none."""
+    """Write the record next to the rank's log, atomically. On a full disk no record is written."""
     path = error_path(logs, failure.rank)
     draft = path.with_suffix(".tmp")
     try:
@@ -117,12 +120,12 @@ def write_failure(logs: Path, failure: Failure) -> None:
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """The failure that began it: the earliest that is not the consequence of another."""
+    """Return the earliest failure that is not the consequence of another."""
     return min(failures, key=lambda failure: (_is_consequence(failure), failure.when))
 
 
 def _is_consequence(failure: Failure) -> bool:
-    # The launcher itself ends the other ranks with SIGTERM; gloo's threads abort when their peer is gone.
+    # The launcher ends the other ranks with SIGTERM, and gloo's threads abort when a peer is gone.
     return failure.lost_peer or (not failure.kind and -failure.exit_code in (signal.SIGTERM, signal.SIGABRT))
 
 

@@ -1,4 +1,4 @@
-"""The launcher's end of the server that ranks are forked from (fork_server.py)."""
+"""Fork server for ranks: one process imports torch once, and the launcher forks the ranks from it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from weft.train.folder import RunFolder
 
 _KILLED = -int(signal.SIGKILL)
-#: So long the launcher waits for ranks that were killed.
+#: Seconds that the launcher waits for killed ranks to end.
 _END_S = 10.0
 _PROGRAM = (sys.executable, "-m", "weft.cli.launch.fork_server")
 
 
 class ForkServer:
-    """The launcher's end. Starting it returns at once; `start` waits until all is loaded.
+    """The launcher's side. The constructor returns immediately; `start` waits until all modules are imported.
 
     Args:
-        run_dir: of the run, which ranks find in their arguments.
-        variables: environment of the server and its ranks, on top of this process's own.
-        modules: what it loads.
-        instead: starts the ranks where the server cannot.
+        run_dir: the run's folder, which ranks get as an argument.
+        variables: environment of the server and its ranks, in addition to this process's own.
+        modules: modules to import.
+        instead: starts the ranks if the server cannot.
     """
 
     def __init__(self, run_dir: Path, variables: Mapping[str, str], modules: Sequence[str], instead: Starter):
@@ -49,7 +49,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [*_PROGRAM, str(run_dir), str(theirs.fileno())],
-                # A Ctrl-C of the terminal reaches the launcher alone. Libraries that ask for GPUs shall not start CUDA.
+                # Only the launcher receives Ctrl-C from the terminal. Libraries that query GPUs must not start CUDA.
                 env=env.child_env(**variables, WEFT_LAUNCHED=str(os.getpid()), PYTORCH_NVML_BASED_CUDA_CHECK="1"),
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
@@ -59,7 +59,7 @@ class ForkServer:
         self._loaded: dict[str, Any] | None = None
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
-        """As `Starter.start`."""
+        """See `Starter.start`."""
         if not self._is_fit():
             return self._instead.start(ranks)
         self._say({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
@@ -67,12 +67,12 @@ class ForkServer:
         if "pids" not in said:
             if said.get("error"):
                 raise OSError(said["error"])
-            self._loaded = {}  # it was killed: the next starts do without it
+            self._loaded = {}  # it was killed, so later starts do not use it
             return self._instead.start(ranks)
         return _Forks({int(rank): pid for rank, pid in said["pids"].items()}, self)
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """As `Starter.prepare`: in a fork of the server, where this process would have to load torch for it."""
+        """See `Starter.prepare`. Uses a fork of the server if this process would have to import torch."""
         if not asked.loads_torch or not self._is_fit():
             return self._instead.prepare(asked)
         self._say({"prepare": asked.written()})
@@ -86,7 +86,7 @@ class ForkServer:
         return outcome(answer, said["code"])
 
     def close(self) -> None:
-        """End the server, and what it has left."""
+        """End the server and its remaining processes."""
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self._messages.close()
@@ -95,18 +95,18 @@ class ForkServer:
         self._process.wait()
 
     def _is_fit(self) -> bool:
-        """Whether it can fork; waits until all is loaded."""
+        """Wait until modules are imported, and return True if the server can fork."""
         if self._loaded is None:
             with busy(sys.stderr, "starting: loading torch"):
                 self._loaded = self._receive_message()
         return bool(self._loaded.get("fit"))
 
     def _say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the answer tells
+        with contextlib.suppress(OSError):  # it is gone, and the missing answer shows it
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive_message(self) -> dict[str, Any]:
-        """The next message; empty where the server is gone."""
+        """Return the next message, or an empty one if the server is gone."""
         try:
             return json.loads(self._messages.readline() or "{}")
         except (OSError, ValueError):
@@ -145,14 +145,14 @@ class _Forks:
 
 
 def _wait_for_end(pids: Sequence[int]) -> None:
-    """Wait until processes that were killed have ended: their memory and ports are free then, for the next start."""
+    """Wait until killed processes have ended, so that their memory and ports are free for the next start."""
     until = time.monotonic() + _END_S
     while time.monotonic() < until and any(map(_is_running, pids)):
         time.sleep(0.02)
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process that is no child of this one runs; one that has ended may not be reaped yet."""
+    """Return True if a process runs. An ended one that is not a child may not be reaped yet."""
     import psutil
 
     try:
@@ -161,19 +161,19 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-# Ranks as forks of one process that loads torch once, while the launcher checks the run and prepares its data.
+# Ranks as forks of one process that imports torch once, while the launcher checks the run and prepares its data.
 
-#: Only a process that has started CUDA holds it open, and no fork of that one can use CUDA.
+#: Device file that only a process with CUDA started holds open. Its forks cannot use CUDA.
 _STARTED_CUDA = "/dev/nvidia-uvm"
 
-#: What a fork of the server is to be; it ends when that returns.
+#: Function to run in a fork of the server, which ends when it returns.
 _Role = Callable[[], None]
 
 
 class _Server:
-    """The server's end. Its methods return what a fork is to be in a fork, and None otherwise.
+    """The server's side. In a fork, its methods return the function to run there, and otherwise None.
 
-    said: what the loaded modules wrote to the standard streams. threads: OMP_NUM_THREADS when they were loaded.
+    `said` is the output of the imported modules, `threads` the OMP_NUM_THREADS at import.
     """
 
     def __init__(self, line: socket.socket):
@@ -182,12 +182,12 @@ class _Server:
         self.threads = env.get("OMP_NUM_THREADS")
         self._waiting = b""
         self._ranks: dict[int, tuple[int | None, int]] = {}  # descriptor -> rank (None: it prepares), process id
-        self._store: tuple[int, int] | None = None  # process id, and what ends it when it is closed
+        self._store: tuple[int, int] | None = None  # process id, and a descriptor whose closing ends it
 
     def serve(self) -> _Role | None:
-        """Follow orders until the launcher is gone."""
+        """Handle orders until the launcher is gone."""
         while True:
-            read = b"\n" in self._waiting  # with the order before: the line may have no more
+            read = b"\n" in self._waiting  # received with the previous order
             ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]
             for descriptor in ready:
                 if isinstance(descriptor, int):
@@ -202,7 +202,7 @@ class _Server:
                     return role
 
     def say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone, which the next look at the line tells
+        with contextlib.suppress(OSError):  # the launcher is gone, and the next read detects it
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
     def _order(self) -> dict[str, Any] | None:
@@ -242,18 +242,18 @@ class _Server:
         return None
 
     def _fork(self, rank: int | None) -> int | None:
-        """Fork a process that leads a group of its own; its id, and None in itself. rank: that it is to be, if any."""
+        """Fork a process that leads a new process group. Return its id, or None in the fork."""
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
             return None
-        with contextlib.suppress(OSError):  # either of the two may be first
+        with contextlib.suppress(OSError):  # parent and child both set it, in any order
             os.setpgid(pid, pid)
         self._ranks[os.pidfd_open(pid)] = rank, pid
         return pid
 
     def _prepare(self, asked: Mapping[str, Any]) -> None:
-        """Prepare the run, in a fork, and tell the launcher."""
+        """Prepare the run in a fork, and send the result to the launcher."""
         from weft.cli.launch.rank import name_process
         from weft.cli.launch.start import Preparation
 
@@ -261,10 +261,10 @@ class _Server:
         self.say({"answer": Preparation.read(asked).answered()})
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(0)  # the launcher waits for its end, and taking torch apart would be half of this process's time
+        os._exit(0)  # finalizing torch would double the time of this process, and the launcher waits for it
 
     def _open_store(self) -> int:
-        """Have a process host the store of the next ranks; the port it listens on."""
+        """Start a process that hosts the store of the next ranks, and return its port."""
         reads, told = os.pipe()
         held, holds = os.pipe()
         parent = os.getpid()
@@ -292,7 +292,7 @@ class _Server:
         self.say({"rank": rank, "code": code})
 
     def _let_go(self) -> None:
-        """Collect what has ended, once nobody sends signals to it any more."""
+        """Reap ended processes, once the launcher sends no more signals to them."""
         if self._store is not None:
             os.close(self._store[1])
             self._store = None
@@ -304,14 +304,14 @@ class _Server:
                 os.waitpid(-1, 0)
 
     def _close_all(self) -> None:
-        """In a fork: what is the server's alone."""
+        """Close the server's descriptors in a fork."""
         self._line.close()
         for descriptor in (*self._ranks, *(self._store or ())[1:]):
             os.close(descriptor)
 
 
 def _host_store(parent: int, told: int, held: int) -> None:
-    """Host a store until the other end of `held` is closed, as a process of its own that never returns."""
+    """Host a store until the other end of `held` is closed. Runs in a forked process and never returns."""
     try:
         from weft.cli.launch.rank import die_with
         from weft.comm.mesh import loopback_store
@@ -327,14 +327,14 @@ def _host_store(parent: int, told: int, held: int) -> None:
 
 
 def _load(modules: Sequence[str]) -> str:
-    """Import what ranks will; returns what that wrote to the standard streams, which belongs into the ranks' logs."""
+    """Import the ranks' modules, and return their output on the standard streams for the ranks' logs."""
     kept = [os.dup(1), os.dup(2)]
     with tempfile.TemporaryFile() as said:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
         try:
             for module in modules:
-                with contextlib.suppress(Exception):  # the rank that needs it tells why
+                with contextlib.suppress(Exception):  # the rank that needs it reports the error
                     importlib.import_module(module)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -347,7 +347,7 @@ def _load(modules: Sequence[str]) -> str:
 
 
 def _is_fit() -> bool:
-    """Whether a fork of this process can do what a fresh one can."""
+    """Return True if forks of this process work like fresh processes."""
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(entry.path).startswith(_STARTED_CUDA):
@@ -356,7 +356,7 @@ def _is_fit() -> bool:
 
 
 def main() -> None:
-    """Be the server; in each fork, be a rank. A rank ends as a fresh program does, by leaving this function."""
+    """Run the server, and in each fork a rank. A rank ends like a new program, by returning from this function."""
     from weft.cli.launch.rank import die_with, name_process
 
     die_with(env.launcher_pid())
@@ -366,9 +366,9 @@ def main() -> None:
     order = server._order()
     if order is None:
         return
-    gc.disable()  # nearly all that modules make stays: looking through it again and again took a sixth of the load
+    gc.disable()  # collections during imports took a sixth of the time and freed almost nothing
     server.said = _load(order["load"])
-    gc.freeze()  # else the first collection of each rank would write to all that they share
+    gc.freeze()  # otherwise each rank's first collection would copy shared pages
     gc.enable()
     server.say({"fit": _is_fit()})
     parent = os.getpid()

@@ -1,4 +1,4 @@
-"""How many ranks `weft train` starts on this machine, and how many threads each gets."""
+"""Launch of the ranks of one machine: their number, their threads, signals, and failures."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from weft.train.signals import heeded_signals
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
 
-#: What drivers make: NVIDIA's, those of its boards, of Windows' subsystem, and AMD's.
+#: Device files of drivers: NVIDIA's, its boards', Windows Subsystem for Linux, and AMD's.
 _DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 
 
 def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: bool = False) -> int:
-    """Return the number of ranks that the plan asks for on a machine.
+    """Return the number of ranks that the plan needs on this machine.
 
     Args:
-        config: its plan, launch.device and launch.ranks.
-        gpus: visible GPUs.
-        cores: usable cores.
+        config: a config with plan, launch.device and launch.ranks.
+        gpus: number of visible GPUs.
+        cores: number of usable cores.
         of_one_replica: the machine starts one replica of the plan, and other machines the others.
 
     Raises:
-        LaunchError: where the machine lacks what was asked for.
-        PlanError: where a '*' does not come out even.
+        LaunchError: if the machine has too few devices.
+        PlanError: if a '*' does not divide evenly.
     """
     device, wanted = config.launch.device, config.launch.ranks
     if device == "cuda" and gpus == 0:
@@ -72,7 +72,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process was started: what a time limit has already used up."""
+    """Return the seconds since this process was started, which count towards a time limit."""
     import psutil
 
     return max(0.0, time.time() - psutil.Process().create_time())
@@ -86,9 +86,9 @@ def threads_variables(num_ranks: int, cores: int) -> dict[str, str]:
 
 
 def visible_gpus() -> int:
-    """Count the GPUs that torch may use here, after CUDA_VISIBLE_DEVICES; does not start CUDA in this process.
+    """Count the GPUs that torch may use, after CUDA_VISIBLE_DEVICES, without starting CUDA in this process.
 
-    Where the system has no file of such a device there is none, and torch need not be loaded to say so.
+    If the system has no such device file, the result is 0 without importing torch.
     """
     if sys.platform == "linux" and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
         return 0
@@ -98,13 +98,13 @@ def visible_gpus() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may run on: its affinity, and no more than the container's CPU quota."""
+    """Return the number of cores for this process: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _quota_cores(cores)))
 
 
 def _quota_cores(otherwise: int) -> int:
-    """The cgroup's CPU quota in whole cores; `otherwise` where there is none."""
+    """Return the cgroup's CPU quota in whole cores, or `otherwise` without a quota."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return int(quota) // int(period) or 1
@@ -112,18 +112,18 @@ def _quota_cores(otherwise: int) -> int:
         return otherwise
 
 
-# Start the ranks of one machine, pass signals on, and say which rank failed first.
+# Start the ranks of one machine, pass signals on, and report the rank that failed first.
 
-#: A wrapper (make, uv) may pass on the Ctrl-C that the terminal already sent us: within this time it is one.
+#: A wrapper (make, uv) may pass on a Ctrl-C that the terminal already sent. Within this time it counts as one.
 _SAME_KEYPRESS_S = 0.5
-#: Once a signal has killed a rank, the cause is known and no save of all ranks can end: the others get so long (s).
+#: Seconds for the other ranks after a signal killed one: the cause is clear, and no save of all ranks can complete.
 _AFTER_CRASH_S = 1.0
-#: Signals that end a rank because of what another one did, which may still be about to say so.
+#: Signals that end a rank because of another one, which may not have sent its record yet.
 _CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
 
 
 class RankFailed(WeftError):
-    """A rank failed. The text is its sentence; `traceback` is empty for an error raised on purpose."""
+    """A rank failed. The message is the failure's; `traceback` is empty for expected errors."""
 
     def __init__(self, failure: Failure, log: Path):
         super().__init__(failure.sentence())
@@ -134,17 +134,17 @@ class RankFailed(WeftError):
 
     @property
     def whereabouts(self) -> str:
-        """Which rank, and where its output is."""
+        """The rank, and the path of its output."""
         return f"rank {self.failure.rank}; its output is in {self.log}"
 
 
 class Stopped(WeftError):
-    """A signal ended the run, as its sender wished.
+    """A signal ended the run as requested.
 
     Args:
         signum: the signal.
-        text: what the user reads.
-        saved: whether the ranks ended by themselves, with all saved; the exit code is then 0, else 128 + signum.
+        text: message for the user.
+        saved: True if the ranks saved and ended. The exit code is then 0, else 128 + signum.
     """
 
     def __init__(self, signum: int, text: str, *, saved: bool = False):
@@ -167,20 +167,20 @@ def launch_ranks(
     """Run one process per rank and return when all of them succeeded.
 
     Args:
-        starter: starts them.
-        num_ranks: how many are started.
-        logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
-        cores: of this machine, which the ranks divide; None: their threads are not settled.
-        settings: bytes that each rank gets over its line (see switchboard.py).
-        lock: the descriptor of a lock that each rank holds, got over its line; None: there is none.
+        starter: starts the processes.
+        num_ranks: number of ranks.
+        logs: folder in which ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
+        cores: cores of this machine, which the ranks divide; None to leave their threads unset.
+        settings: bytes that each rank receives (see switchboard.py).
+        lock: descriptor of a lock that each rank receives and holds; None for no lock.
         notice: called with one line when a signal asks the ranks to stop.
-        grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit.
-        peer_grace_s: the same once another rank has failed; at most 1 s where a signal killed that one.
+        grace_s: seconds from the first signal to SIGKILL, enough for a step and a large checkpoint.
+        peer_grace_s: the same after another rank has failed; at most 1 s if a signal killed that one.
 
     Raises:
-        RankFailed: where a rank failed.
-        Stopped: where a signal came.
-        LaunchError: when the ranks could not be started.
+        RankFailed: if a rank failed.
+        Stopped: if a signal stopped the run.
+        LaunchError: if the ranks could not be started.
     """
     watch = _Watch(grace_s, peer_grace_s, notice)
     with switchboard(settings, lock) as board:
@@ -203,7 +203,10 @@ def launch_ranks(
 
 
 def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[int, Failure]) -> None:
-    """Turn the ranks' ends into the one error that the user sees, or return. told: what ranks said over their line."""
+    """Raise the one error that the user gets for the ranks' exit codes, if any.
+
+    `told` has the records that ranks sent.
+    """
     failures = [
         told.get(rank) or Failure(rank, exit_code, when=watch.ended.get(rank, time.time()))
         for rank, exit_code in exit_codes.items()
@@ -233,10 +236,10 @@ def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[
 
 
 class _Watch:
-    """Sees each rank's process end, passes signals on, and ends ranks that do not end by themselves.
+    """Waits for each rank's process, passes signals on, and kills ranks that do not end in time.
 
-    codes: rank -> exit code of its process, once that has ended, below 0 for the number of a signal.
-    ended: rank -> time (s since the epoch) at which it ended.
+    `codes` maps ranks to exit codes, negative for the number of a signal. `ended` maps ranks to the end time in seconds
+    since the epoch.
     """
 
     def __init__(self, grace_s: float, peer_grace_s: float, notice: Callable[[str], None] | None):
@@ -253,7 +256,7 @@ class _Watch:
         self._threads: list[threading.Thread] = []
 
     def begin(self, started: Started) -> None:
-        """Watch the processes that have just been started."""
+        """Watch processes that have just been started."""
         self.pids = dict(started.pids)
         for rank in self.pids:
             thread = threading.Thread(target=self._await, args=(rank, started), name=f"weft-watch-{rank}", daemon=True)
@@ -263,23 +266,23 @@ class _Watch:
             self._send(signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until all have ended."""
+        """Wait until all processes have ended."""
         for thread in self._threads:
             thread.join()
 
     def end(self) -> None:
-        """Leave no process behind, whatever happened."""
+        """Kill remaining processes."""
         for timer in self._timers:
             timer.cancel()
         self._send(signal.SIGKILL)
 
     def has_sent(self, rank: int, signum: int) -> bool:
-        """Whether it was this launcher that sent `signum` to that rank."""
+        """Return True if this launcher sent `signum` to that rank."""
         return (rank, signum) in self._sent
 
     @contextmanager
     def signals(self) -> Generator[None]:
-        """Within the block, a stop signal asks the ranks to save and stop; a second SIGINT kills them."""
+        """Handle signals in a block: a stop signal asks the ranks to save and stop, and a second SIGINT kills them."""
         old = {signum: signal.signal(signum, self._on_signal) for signum in heeded_signals()}
         try:
             yield
@@ -300,7 +303,7 @@ class _Watch:
             self._send(signal.SIGKILL)
 
     def _await(self, rank: int, started: Started) -> None:
-        """Note when a rank's process ends, and how; the first failure ends the others."""
+        """Record the end of a rank's process. The first failure ends the others."""
         code = started.wait(rank)
         self.codes[rank], self.ended[rank] = code, time.time()
         if code:
@@ -318,6 +321,6 @@ class _Watch:
         for rank, pid in list(self.pids.items()):
             if rank not in self.ended:
                 self._sent.add((rank, signum))
-                # Each rank leads a process group of its own; its helper processes go with it.
+                # Each rank leads a process group, which includes its helper processes.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signum)

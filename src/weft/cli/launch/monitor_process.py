@@ -21,19 +21,19 @@ from weft.config.run_config import RunConfig
 from weft.monitor.alerts import Companion
 from weft.train.folder import new_files_like, restrict_new_files
 
-#: How long (s) it sends what is left once the command is over, and how long the command waits for that.
+#: Seconds to send remaining data after the command ends, and seconds that the command waits for that.
 _GRACE_S, _WAIT_S = 10.0, 15.0
 _LOOK_S = 0.5
 
 
 @contextmanager
 def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
-    """Keep a process beside the ranks within the block, where the config has alerts or sinks.
+    """Run the monitor process during a block, if the config has alerts or sinks.
 
     Args:
-        folder: of the run, which the caller holds.
-        config: of the run.
-        say: shows the user a line.
+        folder: the run's folder, which the caller holds.
+        config: the run's config.
+        say: shows a line to the user.
     """
     if not Companion.is_needed(config):
         yield
@@ -66,7 +66,7 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
 
 
 def follow(folder: Path, config: RunConfig, line: IO[bytes]) -> int:
-    """Follow a run until the line ends. Returns the exit code: 1 where something is left to be sent."""
+    """Follow a run until the line is closed. Return 1 if data remains unsent, else 0."""
     companion = Companion(folder, config)
     companion.start()
     while not select.select([line], [], [], _LOOK_S)[0]:
@@ -75,7 +75,7 @@ def follow(folder: Path, config: RunConfig, line: IO[bytes]) -> int:
 
 
 def main() -> None:
-    """Entry of the process beside the ranks."""
+    """Run the monitor process."""
     line = sys.stdin.buffer
     config = RunConfig.model_validate_json(line.readline(), strict=False)
     restrict_new_files(Path(sys.argv[1]))

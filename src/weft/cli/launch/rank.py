@@ -1,4 +1,4 @@
-"""The command that the user typed, as words, for lines that say what to type next."""
+"""One rank's process: its log, its failure record, and the user's command line for messages with next commands."""
 
 from __future__ import annotations
 
@@ -30,15 +30,19 @@ from weft.train.signals import STOP_SIGNALS
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-#: Programs that start a Python file as ranks, and the module that torchrun is.
+#: Programs that start a Python file as ranks, and torchrun's module.
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | None = None) -> list[str]:
-    """Return this process's command line as a person types it; of a rank of torchrun, torchrun's.
+    """Return this process's command line as the user typed it, or torchrun's for its ranks.
 
-    argv: of this process; parent: the command line of the process that started it. By default both are looked up.
-    A rank cannot know the srun command that started it, so this is the rank's own command.
+    By default both arguments are looked up. A rank cannot find the srun command that started it, so there this is the
+    rank's own command.
+
+    Args:
+        argv: command line of this process.
+        parent: command line of the parent process.
     """
     argv = sys.argv if argv is None else argv
     if parent is None:
@@ -59,27 +63,27 @@ def _parent() -> list[str]:
         found = psutil.Process().parent()
         return found.cmdline() if found is not None else []
     except psutil.Error:
-        return []  # Not ours to look at, or gone.
+        return []  # not permitted, or gone
 
 
-# One rank's process: a fork of the server (starting/fork_server.py), or `python -m weft.cli.launch.rank RUN_DIR`.
+# A rank's process: a fork of the server (fork_server.py), or `python -m weft.cli.launch.rank RUN_DIR`.
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
-#: What a rank runs; it gets the terminal on rank 0 and None on the others.
+#: The function that a rank runs. It gets the terminal on rank 0 and None on the others.
 RankBody = Callable[[TextIO | None], object]
 
 
 def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine | None = None) -> None:
-    """Run `body` as one rank; on failure say so and end the process with the error's exit code.
+    """Run `body` as one rank. On failure, report it and end the process with the error's exit code.
 
-    From here on, file descriptors 1 and 2 lead to logs/rank_N.log. The process dies with its launcher.
+    File descriptors 1 and 2 are redirected to logs/rank_N.log. The process dies with its launcher.
 
     Args:
-        logs: folder of the logs, and of a record of the failure.
-        place: which rank it is of how many.
-        body: what the rank does; called with the stream of the terminal.
-        line: the failure goes to the launcher over it; None: to the old stderr.
+        logs: folder of the logs, and of a failure record.
+        place: the rank and the world size.
+        body: the rank's function, called with the terminal's stream.
+        line: connection to the launcher for the failure; None to write it to the original stderr.
     """
     die_with(env.parent_pid())
     outcry = None
@@ -90,38 +94,39 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
         error_path(logs, place.rank).unlink(missing_ok=True)
         terminal, outcry = _redirect(log_path(logs, place.rank), place)
         body(terminal)
-    # Whatever ends a rank is recorded, SystemExit and Ctrl-C too: this is the last frame of the process.
+    # Record any exception, including SystemExit and Ctrl-C: this is the last frame of the process.
     except BaseException as error:
         failure = Failure.from_exception(place.rank, error)
         if failure.exit_code != 0:
             _report(failure, logs, outcry, line)
         _flush()
-        # A thread that waits on a dead peer would keep a normal exit from ending.
+        # A thread that waits for a dead peer would block a normal exit.
         os._exit(failure.exit_code)
-    # All is done and saved: who asks to stop now gets what was wished.
+    # All is saved, so ignore further requests to stop.
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     _flush()
 
 
 def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherLine | None) -> None:
-    """Say it first where no disk is needed: the rest may fail for the reason that the rank failed for."""
+    """Report a failure, first without the disk, which may be the cause of the failure."""
     if line is not None:
         line.tell(failure)
     with contextlib.suppress(OSError):
         if outcry is not None:
             _notify_all(outcry, failure, log_path(logs, failure.rank))
     if failure.action:
-        print(failure.message, file=sys.stderr)  # all is well: no trace, and no record of a failure
+        print(failure.message, file=sys.stderr)  # not a failure, so there is no traceback or record
         return
     print(failure.traceback, file=sys.stderr)
     write_failure(logs, failure)
 
 
 def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
-    """Send descriptors 1 and 2 to the log; returns what they were: (stdout of rank 0, stderr without our launcher).
+    """Redirect descriptors 1 and 2 to the log.
 
-    The old stderr is where a rank of torchrun or srun says itself why it failed.
+    Returns the original stdout on rank 0, and the original stderr for ranks of torchrun or srun, which report failures
+    there.
     """
     _flush()
     terminal = second_handle(1) if place.rank == 0 else None
@@ -133,13 +138,13 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
     sys.stdout, sys.stderr = _lossy_stream(1), _lossy_stream(2)
     faulthandler.enable(file=2)
     clock = time.strftime("%Y-%m-%d %H:%M:%S%z")
-    with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
+    with contextlib.suppress(OSError):  # a full disk is reported by later writes that need it
         os.write(1, f"--- rank {place.rank} of {place.world_size}, pid {os.getpid()}, {clock} ---\n".encode())
     return terminal, outcry
 
 
 def second_handle(descriptor: int) -> TextIO:
-    """Return a stream of its own to where the descriptor leads now."""
+    """Return a separate stream to a descriptor's current target."""
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 
@@ -153,7 +158,7 @@ def _notify_all(outcry: TextIO, failure: Failure, log: Path) -> None:
 
 
 class _Lossy(io.FileIO):
-    """Drops what a full disk does not take: a line that is lost from a log ends no training and hides no failure."""
+    """A file that drops writes to a full disk, so that a lost log line neither ends training nor hides a failure."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -174,17 +179,17 @@ def _flush() -> None:
 
 
 def die_with(launcher: int | None) -> None:
-    """See to it that this process does not outlive the one that started it, however that one ends.
+    """Make this process die with its parent, however the parent ends.
 
     Args:
-        launcher: its process id; None: the system cannot tell it, and ranks do not look for it.
+        launcher: the parent's process id; None if the system cannot provide it, to skip the check for a dead parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if launcher is None:
         return
     if os.getppid() != launcher:
-        os._exit(1)  # it died before we could ask to be told
+        os._exit(1)  # it died before the signal was requested
     if sys.platform != "linux":
         threading.Thread(target=_watch_parent, args=(launcher,), name="weft-parent-watch", daemon=True).start()
 
@@ -196,24 +201,24 @@ def _watch_parent(launcher: int) -> None:
 
 
 def name_process(name: str) -> None:
-    """Show `name`, of at most 15 bytes, where `ps` and `top` list the names of processes."""
+    """Set the process name that `ps` and `top` list, at most 15 bytes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def main(said: str = "") -> None:
-    """Entry of a rank that `weft train` started. said: what was written while its modules were loaded before it."""
+    """Run a rank that `weft train` started. `said` is the output of modules that were imported before."""
     run_dir = Path(sys.argv[1])
     place, line = env.rank_env(), launcher_line()
     if place is None or line is None:
         sys.exit("error: this module is part of `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
     name_process(f"weft-rank-{place.rank}")
 
-    alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
+    alarm = second_handle(2)  # stream for reports of waits, if rank 0 cannot report
 
     def body(terminal: TextIO | None) -> object:
         print(said, end="", file=sys.stderr)
-        # torch loads here, behind the redirection, so that its warnings land in the log; in a fork it is there.
+        # Import torch after the redirection, so that its warnings go to the log. In a fork it is already imported.
         with busy(terminal, "loading torch"):
             from weft.train.engine import ReplicaWorld
             from weft.train.folder import RunFolder
@@ -230,7 +235,7 @@ def main(said: str = "") -> None:
         return run_rank(run, place, terminal, start)
 
     run_as_rank(run_dir / "logs", place, body, line)
-    gc.freeze()  # as in cli/app.py: ending takes no second
+    gc.freeze()  # as in cli/app.py, for a fast exit
 
 
 if __name__ == "__main__":

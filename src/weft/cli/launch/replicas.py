@@ -1,6 +1,7 @@
-"""What the launcher of one replica is given by the command that started it: two lines over its standard input.
+"""Launch of replicas with separate worlds. Each launcher gets its inputs as two lines on standard input.
 
-By value, as ranks get their settings: no other command can change it, and secrets stay out of command lines.
+Inputs are passed by value, like a rank's settings, so that no other command can change them and no secret appears on a
+command line.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ from weft.units import parse_seconds
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInputs:
-    """config: of the run. world: which replica, and where all leave word. command: what the user typed.
+    """Inputs of the launcher of one replica.
 
-    parent: the process that gives it. prepared: descriptor that hears once the run is checked; None: it is not asked.
+    Attributes:
+        config: the run's config.
+        world: the replica, and the address of the rendezvous server.
+        command: the command line of the user.
+        parent: process id of the command that sends the inputs.
+        prepared: descriptor to write to once the run is checked; None to skip it.
     """
 
     config: RunConfig
@@ -45,42 +51,42 @@ class ReplicaInputs:
     prepared: int | None = None
 
     def lines(self) -> bytes:
-        """Return what is written."""
+        """Return the inputs as two lines."""
         own = [asdict(self.world), self.command, self.parent, self.prepared]
         config = self.config.model_dump(mode="json", by_alias=True)
         return json.dumps(own).encode() + b"\n" + json.dumps(config).encode() + b"\n"
 
     def report_prepared(self) -> None:
-        """Tell who waits that the run is checked and its data is ready. To be called once."""
+        """Report to the parent that the run is checked and its data is ready. Call it once."""
         if self.prepared is not None:
             os.write(self.prepared, b"1")
             os.close(self.prepared)
 
 
 def read_replica_inputs() -> ReplicaInputs:
-    """Return what this process was given. From here on it does not outlive the one that gave it."""
+    """Read this process's inputs. From then on it dies with its parent."""
     world, command, parent, prepared = json.loads(sys.stdin.buffer.readline())
     die_with(parent)
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline(), strict=False)
     return ReplicaInputs(config, ReplicaWorld(**world), command, parent, prepared)
 
 
-# The meeting place of replicas on several machines, where this one starts the first of them.
+# Rendezvous server for replicas on several machines, hosted by the machine of replica 0.
 
 
 @contextmanager
 def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str], None]) -> Generator[None]:
-    """Answer replicas on other machines within the block, where this one starts replica 0 of them.
+    """Serve replicas on other machines during a block, if this machine starts replica 0.
 
-    After it, the place stays until the others have ended too, or were not heard for `launch.meeting_timeout`.
+    On exit, the server runs until the other replicas have ended, or sent nothing for `launch.meeting_timeout`.
 
     Args:
-        config: of the run.
+        config: the run's config.
         world: the replica that this machine starts.
-        say: shows the user a line.
+        say: shows a line to the user.
 
     Raises:
-        LaunchError: where this machine cannot listen at `launch.meet_at`.
+        LaunchError: if this machine cannot listen at `launch.meet_at`.
     """
     if world.replica != 0:
         yield
@@ -98,14 +104,19 @@ def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str
         place.close()
 
 
-# Replicas of one machine, each a world of its own: a launcher for each, and where all of them leave word.
+# Replicas with separate worlds on one machine: one launcher each, and a common rendezvous server.
 
 _LOOK_S = 0.05
 
 
 @dataclass
 class _Replica:
-    """The launcher of one replica. begins_at: when it is started again (s of time.monotonic). code: how it ended."""
+    """The launcher of one replica.
+
+    Attributes:
+        begins_at: time of its next start, in seconds of time.monotonic.
+        code: exit code, once it has ended.
+    """
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -118,11 +129,11 @@ class Replicas:
     """The replicas of a run on this machine.
 
     Args:
-        config: of the run, with its whole plan.
-        gpus: how many this machine gives to ranks; 0: ranks run on its cores.
-        cores: usable ones.
-        command: what the user typed.
-        say: shows the user a line.
+        config: the run's config with its full plan.
+        gpus: number of GPUs for ranks; 0 to run ranks on CPU cores.
+        cores: number of usable cores.
+        command: the command line of the user.
+        say: shows a line to the user.
     """
 
     def __init__(self, config: RunConfig, gpus: int, cores: int, command: Sequence[str], say: Callable[[str], None]):
@@ -136,10 +147,10 @@ class Replicas:
         self._meet_at, self._key = "", secrets.token_hex(32)
 
     def run(self) -> int:
-        """Start all, and return the exit code once the last has ended.
+        """Start all replicas, and return the exit code once the last has ended.
 
         Raises:
-            Stopped: where a signal came and not all could save.
+            Stopped: if a signal stopped the run before all replicas could save.
         """
         timeout_s = parse_seconds(self._config.launch.meeting_timeout)
         with ExitStack() as until_over:
@@ -151,7 +162,7 @@ class Replicas:
             first, *others = self._replicas
             if not self._start_first(first):
                 assert first.process is not None
-                code = first.process.wait()  # it has told why
+                code = first.process.wait()  # it has printed the reason
                 return code if code >= 0 else 128 - code
             for one in others:
                 if self._first_signal is None:
@@ -163,7 +174,7 @@ class Replicas:
         return self._ended()
 
     def _start_first(self, one: _Replica) -> bool:
-        """Start the first replica, which checks the run and makes its data ready; whether it found all well."""
+        """Start the first replica, which checks the run and prepares its data. Return True if it succeeded."""
         reads, writes = os.pipe()
         with os.fdopen(reads, "rb") as told:
             try:
@@ -173,7 +184,7 @@ class Replicas:
             return bool(told.read(1))
 
     def _start(self, one: _Replica, writes: int | None = None) -> None:
-        """Start the launcher of a replica. Only the first one has the terminal; of the others it hears errors."""
+        """Start the launcher of a replica. Only the first one gets the terminal. Errors of the others are passed on."""
         variables = dict(self._threads)
         if self._gpus:
             own = self._gpus[one.number * self._ranks : (one.number + 1) * self._ranks]
@@ -189,7 +200,7 @@ class Replicas:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=None if log is None else subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C reaches it through this process alone
+                start_new_session=True,  # only this process passes Ctrl-C on
                 env=env.child_env(**variables),
                 pass_fds=() if writes is None else (writes,),
             )
@@ -200,14 +211,14 @@ class Replicas:
         world = ReplicaWorld(one.number, self._meet_at, self._key)
         given = ReplicaInputs(self._config, world, self._command, os.getpid(), writes)
         assert process.stdin is not None
-        with suppress(OSError):  # it is gone, and its exit code says so
+        with suppress(OSError):  # it is gone, and its exit code shows it
             process.stdin.write(given.lines())
             process.stdin.close()
         if process.stderr is not None:
             threading.Thread(target=_pass_on, args=(process.stderr, one.number), daemon=True).start()
 
     def _look_at(self, one: _Replica) -> None:
-        """Note how a replica's launcher ended, or start it again where it was killed."""
+        """Record the end of a replica's launcher, or restart it if it was killed."""
         if one.code is not None:
             return
         if one.process is None:
@@ -233,7 +244,7 @@ class Replicas:
             self._say(f"replica {one.number} has failed (exit code {one.code}); {_listed(others)} without it")
 
     def _ended(self) -> int:
-        """The exit code of the run."""
+        """Return the exit code of the run."""
         failed = [one for one in self._replicas if one.code]
         if not failed:
             return 0
@@ -248,7 +259,7 @@ class Replicas:
 
     @contextmanager
     def _signals(self) -> Generator[None]:
-        """Within the block, signals that ask to stop go on to the launchers."""
+        """Pass stop signals on to the launchers during a block."""
         old = {signum: signal.signal(signum, self._pass_signal) for signum in heeded_signals()}
         try:
             yield
@@ -261,7 +272,7 @@ class Replicas:
         self._send(signum)
 
     def _kill(self) -> None:
-        """Leave no launcher behind, whatever happened; its ranks end with it."""
+        """Kill remaining launchers. Their ranks die with them."""
         self._send(signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
@@ -271,7 +282,7 @@ class Replicas:
 
 
 def _visible(gpus: int) -> list[str]:
-    """Names of the GPUs that ranks here may use."""
+    """Return the names of the GPUs for ranks."""
     given = [one.strip() for one in env.get("CUDA_VISIBLE_DEVICES").split(",") if one.strip()]
     return (given or [str(number) for number in range(gpus)])[:gpus]
 
@@ -282,7 +293,7 @@ def _listed(others: Sequence[int]) -> str:
 
 
 def _pass_on(stream: IO[bytes], number: int) -> None:
-    """Show what a replica's launcher says, each line with its number."""
+    """Print the output of a replica's launcher, each line with the replica's number."""
     for line in stream:
         text = line.decode(errors="replace").rstrip()
         if text:

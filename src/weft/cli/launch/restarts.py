@@ -1,7 +1,7 @@
-"""What follows a failure: the ranks are started again, the run is held, or the error goes to the user.
+"""Handling of failures: restarting the ranks, pausing the run, or raising the error.
 
-torch's agent can restart its ranks too, but always as many, with the same arguments, whatever the cause. Here each
-start is an agent of its own: between two of them the cause decides, data can be left out, and fewer ranks get a plan.
+torch's agent can restart ranks too, but always with the same number and arguments, whatever the cause. Here each start
+is separate: the cause decides, data can be excluded, and fewer ranks get another plan.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ from weft.units import format_seconds, parse_seconds
 _LONGEST_PAUSE_S = 300.0
 _LOOK_S = 0.5
 
-#: Starts the ranks and returns when they have ended well: given the settings, and how many ranks.
+#: Starts the ranks and returns when they have succeeded, from the settings and the number of ranks.
 Attempt = Callable[[RunConfig, int], None]
 
 
 @dataclass
 class Restarts:
-    """Whether and how a run goes on after a failure.
+    """Restart policy of a run.
 
-    say: shows the user a line. sleep: takes seconds. copied: the step of the newest copy in memory, where there is one.
+    Attributes:
+        config: the run's config.
+        folder: the run's folder.
+        num_ranks: number of ranks of the first start.
+        say: shows a line to the user.
+        sleep: waits for some seconds.
+        copied: returns the step of the newest in-memory copy, or None.
     """
 
     config: RunConfig
@@ -49,11 +55,11 @@ class Restarts:
     _culprit: int | None = None
 
     def keep(self, attempt: Attempt) -> None:
-        """Call `attempt` until it ends well.
+        """Call `attempt` until it succeeds.
 
         Raises:
-            RankFailed: once no restart is left.
-            PlanError: where no plan exists for the ranks that are left.
+            RankFailed: if no restart is left.
+            PlanError: if no plan exists for the remaining ranks.
         """
         ranks, config = self.num_ranks, self.config
         while True:
@@ -66,30 +72,30 @@ class Restarts:
                 else:
                     ranks, config = self._after(failed, ranks, config)
             except PlanError:
-                # Of fewer ranks not every number divides the batch.
+                # Some smaller numbers of ranks do not divide the batch.
                 if ranks == self.num_ranks or ranks - 1 < (self.config.launch.min_ranks or ranks):
                     raise
                 ranks -= 1
             config = self._next_config(config, ranks)
 
     def _next_config(self, config: RunConfig, ranks: int) -> RunConfig:
-        """What the next start is to train with."""
+        """Return the config of the next start."""
         step, newest = config.resume.step, self._newest()
         still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
         if step is not None and not still_to_go_back:
-            # Done: it would go back once more.
+            # The run has resumed from that step, and must not return to it again.
             config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
         return config if ranks == self.num_ranks else for_ranks(config, ranks)
 
     def _act(self, failure: Failure, config: RunConfig) -> RunConfig:
-        """What a person or an alert asked for: the ranks have ended in order, and nothing has failed."""
+        """Handle the request of a user or an alert, after which the ranks have ended in order."""
         if failure.action == "hold":
             return self._hold(failure.sentence(), failure.step, config)
         self.say(failure.sentence())
         return config
 
     def _after(self, failed: RankFailed, ranks: int, config: RunConfig) -> tuple[int, RunConfig]:
-        """The number of ranks of the next start and its settings; raises the failure where there is none."""
+        """Return the number of ranks and the config of the next start, or raise the failure."""
         launch, failure = self.config.launch, failed.failure
         cause = cause_of(failure)
         if cause == "refused" or (cause in ("bad steps", "data") and self.config.train.on_bad == "stop"):
@@ -121,16 +127,16 @@ class Restarts:
         return max((step for step in (*found, self.copied()) if step is not None), default=None)
 
     def _note(self, failure: Failure, cause: str) -> None:
-        """Into the run's events, for the report."""
+        """Write the failure to the run's events, for the report."""
         event = {"event": "failure", "cause": cause, "rank": failure.rank, "text": failure.sentence()}
         self._log(event if failure.step is None else {**event, "at_step": failure.step})
 
     def _log(self, event: dict[str, object]) -> None:
-        """Write an event while no rank does."""
+        """Write an event while no rank writes."""
         try:
             with EventLog(self.folder.events) as log:
                 log.write(event)
-        except TrainingHalted as full:  # the disk may be what failed
+        except TrainingHalted as full:  # the disk may be the cause of the failure
             self.say(str(full))
 
     def _leave_out(self, failure: Failure) -> None:
@@ -159,7 +165,7 @@ class Restarts:
         self.sleep(seconds)
 
     def _hold(self, told: str, step: int | None, config: RunConfig) -> RunConfig:
-        """Wait, without ranks, for the word of a person; the settings that the run then goes on with."""
+        """Wait without ranks until a user resumes the run, and return the config to continue with."""
         place = PauseFiles(self.folder.path)
         self.say(told)
         self._log({"event": "held", "why": told, **({} if step is None else {"step": step})})
@@ -170,7 +176,7 @@ class Restarts:
             try:
                 config = with_settings(config, words)
                 break
-            except ConfigError as error:  # of a word that was not checked: `touch` and editors write it too
+            except ConfigError as error:  # from an unchecked request file, which users may write directly
                 self.say(f"{error}\nstill held: weft resume {self.folder.path} key=value")
         place.end()
         self._log({"event": "go_on", "settings": words})
@@ -179,7 +185,7 @@ class Restarts:
 
 
 def cause_of(failure: Failure) -> str:
-    """What kind of failure: "died", "hang", "data", "bad steps", "failed", or "refused", which would come again."""
+    """Return the kind of failure: "died", "hang", "data", "bad steps", "failed", or "refused", which would recur."""
     if failure.in_data:
         return "data"
     if failure.kind == "TrainingHalted" and failure.first_bad is not None:
@@ -188,25 +194,25 @@ def cause_of(failure: Failure) -> str:
         return "died"
     if failure.lost_peer:
         return "hang"
-    # What the user typed and what does not fit into memory is the same at the next start.
-    # A disk that was full or a store that was away may be back.
+    # An invalid setting or insufficient memory would fail again at the next start.
+    # A full disk or an unavailable store may have recovered.
     again = failure.expected and failure.exit_code in (2, 4) and failure.kind != "CheckpointError"
     return "refused" if again else "failed"
 
 
 def config_for_world_size(config: RunConfig, num_ranks: int) -> RunConfig:
-    """Return the config that torchrun's ranks train with: as `for_ranks` where a machine is gone (launch.min_ranks)."""
+    """Return the config for torchrun's ranks, with a new plan if a machine is gone (launch.min_ranks)."""
     least = config.launch.min_ranks
     if least is None or num_ranks < least or is_auto(config.plan):
         return config
     try:
         wanted = Plan.parse(config.plan, num_ranks).world_size
-    except PlanError:  # a '*' that does not come out even
+    except PlanError:  # a '*' that does not divide evenly
         wanted = num_ranks + 1
     return for_ranks(config, num_ranks) if num_ranks < wanted else config
 
 
 def for_ranks(config: RunConfig, num_ranks: int) -> RunConfig:
-    """The config for fewer ranks than it was made for: the planner chooses their plan, and the global batch stays."""
+    """Return the config for fewer ranks. The planner chooses their plan, and the global batch is unchanged."""
     launch = config.launch.model_copy(update={"ranks": num_ranks})
     return config.model_copy(update={"plan": "auto", "launch": launch})

@@ -1,4 +1,4 @@
-"""Which modules a run's ranks will import: what the server that they are forked from loads beforehand."""
+"""Start of a run's processes: preloaded modules, the interface of starters, and the preparation of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_FOLDERS = ("transformers", "weft.train.tasks.pretrained", "weft.train.tasks"
 
 
 def preloaded_modules(config: RunConfig) -> list[str]:
-    """Return the modules by name, in the order in which they are loaded. None of them is the user's own code."""
+    """Return the modules that the fork server imports, in order. None of them is user code."""
     path = config.model.path
     if not path:
         return [*_OF_EVERY_RANK, *_OF_DECODERS]
@@ -36,81 +36,81 @@ def preloaded_modules(config: RunConfig) -> list[str]:
 
 
 def _of_architecture(folder: Path) -> list[str]:
-    """The modules of transformers that hold a folder's model; none where its config does not say which."""
+    """Return the modules of transformers for a folder's model, or none if its config does not name it."""
     try:
         kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # the checks of the run tell what is wrong
+        return []  # the run's checks report the problem
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         return []
     name = kind.replace("-", "_")
     return [f"transformers.models.{name}.{part}_{name}" for part in ("configuration", "modeling")]
 
 
-# The processes of the ranks: who starts them, waits for their ends, and keeps their ids taken until all have ended.
+# Processes of the ranks: starting them, waiting for them, and keeping their process ids reserved until all have ended.
 
 
 class Starter(Protocol):
-    """Starts the ranks of one machine, once for each attempt."""
+    """Starts the ranks of one machine, once per attempt."""
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
-        """Start one process a rank.
+        """Start one process per rank.
 
         Args:
-            ranks: the environment of each, on top of this process's own.
+            ranks: environment of each rank, in addition to this process's own.
 
         Raises:
-            OSError: where one cannot be started.
+            OSError: if a process cannot be started.
         """
         ...
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """Make the run ready, as `Preparation.here`."""
+        """Prepare the run, like `Preparation.here`."""
         ...
 
 
 class Started(Protocol):
-    """Ranks that were started. pids: by rank; each leads a process group of its own."""
+    """Ranks that were started. `pids` maps ranks to process ids, each of which leads a process group."""
 
     pids: dict[int, int]
 
     def wait(self, rank: int) -> int:
-        """Wait until a rank's process ends; returns its exit code, below 0 for the number of a signal.
+        """Wait until a rank's process ends, and return its exit code, negative for the number of a signal.
 
-        Its process id is not given to another process before `close`.
+        Its process id is not reused before `close`.
         """
         ...
 
     def close(self) -> None:
-        """Let go of processes that have ended. Those that have not are waited for."""
+        """Wait for all processes and reap them."""
         ...
 
 
 class Programs:
-    """Starts each rank as a program of its own, and hosts the store where they meet.
+    """Starts each rank as a separate program, and hosts their rendezvous store.
 
     Args:
-        command: the command line of a rank.
+        command: command line of a rank.
     """
 
     def __init__(self, command: Sequence[str]):
         self._command = list(command)
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
-        """Start one program a rank, and the store where they meet."""
+        """Start one program per rank, and their rendezvous store."""
         from weft.comm.mesh import loopback_store
 
-        # Port 0: the system chooses a free one, so two runs on one machine never meet.
+        # With port 0 the system chooses a free port, so that two runs on one machine never share a store.
         store = loopback_store(LOOPBACK, 0)
         return _Programs(self._command, ranks, store, store.port)
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """Make the run ready in this process."""
+        """Prepare the run in this process."""
         return asked.here()
 
 
 class _Programs:
-    """Processes that this one started. They inherit no descriptor but the standard streams."""
+    """Processes that this one started. They inherit only the standard streams."""
 
     def __init__(self, command: list[str], ranks: Mapping[int, Mapping[str, str]], store: object, port: int):
         self._store = store
@@ -139,15 +139,19 @@ class _Programs:
             process.wait()
 
 
-# What happens before ranks start: the plan is settled and the run folder written, here or in another process.
+# Preparation before ranks start: choosing the plan and writing the run folder, here or in another process.
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be prepared, under a lock that the launcher holds.
+    """Inputs of a preparation, under a lock that the launcher holds.
 
-    num_ranks: of this world. num_local: of them, on this machine. replica: which one this world is, where each is a
-    world of its own. num_replicas: that are worlds of their own.
+    Attributes:
+        config: the run's config.
+        num_ranks: ranks of this world.
+        num_local: ranks of this world on this machine.
+        replica: index of this world, if each replica is a separate world.
+        num_replicas: number of replicas with separate worlds.
     """
 
     config: RunConfig
@@ -158,14 +162,14 @@ class Preparation:
 
     @property
     def loads_torch(self) -> bool:
-        """Whether the task needs torch to be checked. Decoders on text do not."""
+        """True if checking the task needs torch. Decoders on text do not."""
         return bool(self.config.model.path or self.config.task.name)
 
     def here(self) -> RunFolder:
-        """Choose the plan where it is left open, and write the folder, in this process.
+        """Choose the plan if it is "auto", and write the folder, in this process.
 
         Raises:
-            WeftError: the one of what is wrong.
+            WeftError: the subclass for the problem.
         """
         from weft.train.planned import chosen_line, record_choice, resolve_plan
         from weft.train.preparation import prepare_run
@@ -181,7 +185,10 @@ class Preparation:
         return folder
 
     def answered(self) -> dict[str, Any]:
-        """Return what `outcome` turns back, in another process, into the folder or error of `here`."""
+        """Make the folder and return JSON values.
+
+        `outcome` restores the folder or error from them in another process.
+        """
         try:
             folder = self.here()
         except (WeftError, BrokenPipeError) as error:
@@ -191,13 +198,13 @@ class Preparation:
         return {"path": str(folder.path), "texts": folder.texts}
 
     def written(self) -> dict[str, Any]:
-        """Return it as JSON knows it."""
+        """Return the inputs as JSON values."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**fields, "config": self.config.model_dump_json(by_alias=True)}
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Preparation:
-        """Return what was written."""
+        """Return the inputs from the result of `written`."""
         from weft.config.run_config import RunConfig
 
         return cls(**{**written, "config": RunConfig.model_validate_json(written["config"], strict=False)})
@@ -207,13 +214,13 @@ def outcome(answer: Mapping[str, Any] | None, exit_code: int) -> RunFolder:
     """Return the folder that another process prepared.
 
     Args:
-        answer: its `answered`; None where it ended without one.
-        exit_code: of that process, below 0 for the number of a signal.
+        answer: the result of `answered`; None if the process ended without a result.
+        exit_code: exit code of that process, negative for the number of a signal.
 
     Raises:
-        WeftError: the one that it answered with.
-        LaunchError: where a signal ended it.
-        SystemExit: where it failed otherwise, which it has told on standard error.
+        WeftError: the error of the other process.
+        LaunchError: if a signal ended it.
+        SystemExit: for another failure, which the process has printed on standard error.
     """
     from weft.train.folder import RunFolder
 
@@ -231,7 +238,7 @@ def outcome(answer: Mapping[str, Any] | None, exit_code: int) -> RunFolder:
 
 
 def _kind(error: BaseException) -> str:
-    """The name of the nearest class that `_error` knows."""
+    """Return the name of the nearest class that `_error` supports."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ in ("weft.errors", "builtins"))
 
 
@@ -240,7 +247,7 @@ def _error(answer: Mapping[str, Any]) -> WeftError:
     if issubclass(kind, errors.ConfigError | errors.PlanError):
         error: WeftError = kind([Problem(**problem) for problem in answer["problems"]])
     else:
-        error = kind.__new__(kind)  # some make their text of other arguments
+        error = kind.__new__(kind)  # some build their message from other arguments
         WeftError.__init__(error, answer["text"])
     error.exit_code = answer["exit_code"]
     return error

@@ -1,4 +1,4 @@
-"""Which way the ranks of this machine are started."""
+"""Choice of the start method for the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -> Generator[Starter]:
-    """Give what starts the ranks of a run within the block: where it can be, a server that loads their modules at once.
+    """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules.
 
     Args:
-        run_dir: of the run.
-        config: of the run.
-        num_ranks: that are started at first.
-        cores: of this machine, which they divide.
+        run_dir: the run's folder.
+        config: the run's config.
+        num_ranks: number of ranks of the first start.
+        cores: cores of this machine, which the ranks divide.
     """
     starter: Starter = Programs([sys.executable, "-m", "weft.cli.launch.rank", str(run_dir)])
     with ExitStack() as until_over:
         if sys.platform == "linux" and hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # then the ranks' own start tells why no process can be started
+            with suppress(OSError):  # then starting the ranks reports the error
                 server = ForkServer(run_dir, threads_variables(num_ranks, cores), preloaded_modules(config), starter)
                 starter = until_over.enter_context(closing(server))
         yield starter

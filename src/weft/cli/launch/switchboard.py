@@ -1,8 +1,8 @@
-"""The line between the launcher and its ranks: settings and the run's lock one way, a failure's record the other.
+"""Connections between the launcher and its ranks: settings and the run's lock to ranks, failure records from them.
 
-A socket of this machine, which needs no disk: a rank that fails because the disk is full is heard all the same. What
-a rank trains with comes by value, so that no other command can change it. The lock's open file comes along; the
-folder stays held until the launcher and every rank are gone.
+Uses a local socket, which needs no disk, so that a rank can report a full disk. Settings are passed by value, so that
+no other command can change them. The lock's open file is passed too: the folder is held until the launcher and every
+rank are gone.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from weft.cli.launch.failure import Failure
 from weft.errors import LaunchError
 
 _HEAD = struct.Struct("!Q")  # length of the settings that follow
-#: How long (s) a rank waits for the launcher to take its record: a launcher that is stopped must not hold it.
+#: Seconds that a rank waits for the launcher to read its record. A stopped launcher must not block it.
 _TELL_S = 5.0
-#: How long (s) the launcher may need to read what is there: much, on a machine that is busy with other things.
+#: Seconds that the launcher may need to read pending data on a busy machine.
 _READ_S = 60.0
 
 
 class Switchboard:
-    """The launcher's end. address: for WEFT_LINE of the ranks. failures: by rank, complete once it is closed."""
+    """The launcher's side.
+
+    `address` is the ranks' WEFT_LINE. `failures` maps ranks to their records, and is complete after `close`.
+    """
 
     def __init__(self, settings: bytes = b"", lock: int | None = None):
         self.failures: dict[int, Failure] = {}
@@ -42,7 +45,7 @@ class Switchboard:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._folder = ""
         if sys.platform == "linux":
-            # No file: nothing to leave behind.
+            # An abstract socket leaves no file.
             self.address = f"@weft-{os.getpid()}-{secrets.token_hex(8)}"
         else:
             self._folder = tempfile.mkdtemp(prefix="weft-")
@@ -55,14 +58,14 @@ class Switchboard:
         self._answering.start()
 
     def close(self) -> None:
-        """Take what ranks have said so far, and hang up."""
+        """Read the records that ranks have sent so far, and close all connections."""
         self._closed = True
-        with contextlib.suppress(OSError):  # wakes accept() where closing alone does not
+        with contextlib.suppress(OSError):  # wakes accept() on systems where closing does not
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._answering.join(_READ_S)  # a call that was just taken is among the calls after this
+        self._answering.join(_READ_S)  # connections accepted until now are then in `_calls`
         for call, thread in self._calls:
-            # What is in the buffer is still read; after it comes the end, also where a child holds the rank's end.
+            # Buffered data is still read and followed by end-of-file, even if a child process holds the rank's end.
             with contextlib.suppress(OSError):
                 call.shutdown(socket.SHUT_RD)
             thread.join(_READ_S)
@@ -84,14 +87,14 @@ class Switchboard:
             self._calls.append((call, thread))
 
     def _serve(self, call: socket.socket) -> None:
-        # A rank may be gone before all is sent to it, and has then told why.
+        # A rank may end before it received everything, after sending its record.
         with contextlib.suppress(OSError):
             self._give(call)
         said = b""
-        with contextlib.suppress(OSError):  # its end of the line was cut after what came
+        with contextlib.suppress(OSError):  # the rank's end was closed after this data
             while part := call.recv(65536):
                 said += part
-        # A rank that dies in the middle leaves half a record: its exit code then speaks for it.
+        # A rank that dies while sending leaves an incomplete record. Its exit code is used instead.
         with contextlib.suppress(ValueError, TypeError):
             failure = Failure(**json.loads(said))
             self.failures[failure.rank] = failure
@@ -107,7 +110,7 @@ class Switchboard:
 
 @contextmanager
 def switchboard(settings: bytes = b"", lock: int | None = None) -> Generator[Switchboard]:
-    """A switchboard that is closed at the block's end."""
+    """Open a switchboard for the duration of a block."""
     try:
         board = Switchboard(settings, lock)
     except OSError as error:
@@ -122,7 +125,7 @@ def switchboard(settings: bytes = b"", lock: int | None = None) -> Generator[Swi
 
 
 class LauncherLine:
-    """A rank's end. settings: what the launcher gave. The lock that came along is held until this process ends."""
+    """A rank's side. `settings` are the launcher's. The lock that it received is held until this process ends."""
 
     def __init__(self, address: str):
         self._call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -139,7 +142,7 @@ class LauncherLine:
             self.settings += part
 
     def tell(self, failure: Failure) -> None:
-        """Tell the launcher why this rank fails; the rank's last word. A launcher that is gone is no error."""
+        """Send this rank's failure to the launcher, as the last message. Ignores a launcher that is gone."""
         with contextlib.suppress(OSError):
             self._call.settimeout(_TELL_S)
             self._call.sendall(json.dumps(asdict(failure)).encode())
@@ -147,9 +150,10 @@ class LauncherLine:
 
 
 def launcher_line() -> LauncherLine | None:
-    """The line to the launcher that started this process; None where there is none.
+    """Return the connection to the launcher of this process, or None without one.
 
-    Raises LaunchError where the launcher does not answer.
+    Raises:
+        LaunchError: if the launcher does not answer.
     """
     address = env.get("WEFT_LINE")
     if not address:
@@ -167,7 +171,10 @@ def _bound(address: str) -> str:
 
 
 def is_ours(call: socket.socket) -> bool:
-    """Whether the caller is a process of this user. Where the system cannot say, the folder keeps others out."""
+    """Return True if the peer is a process of this user.
+
+    On systems without peer credentials, the folder's permissions protect the socket.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     credentials = call.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

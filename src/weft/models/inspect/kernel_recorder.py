@@ -247,7 +247,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Attention(Function):
-    """Attention that saves the same tensors as a fused kernel: queries, keys, values, output and log-sum of each row."""
+    """Attention that saves the same tensors as a fused kernel: q, k, v, the output and log-sum of each row."""
 
     @staticmethod
     def forward(
@@ -277,7 +277,7 @@ def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
 
 
 def _convolution(args: Any, output: torch.Tensor) -> tuple[float, ...]:
-    """Return a convolution's sizes as products: one row for each position of each sample, one product for each group."""
+    """Return a convolution's sizes as products: a row for each position of each sample, a product for each group."""
     weight, transposed, groups = args[1], args[6], args[8]
     if transposed:
         channels = args[0].shape[1]
@@ -394,7 +394,7 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
-        """Return the layer's inputs, and the outputs of its heavy operations up to the last tensor that backward needs."""
+        """Return the layer's inputs, and its heavy operations' outputs up to the last one that backward needs."""
         last = max((each.place for each in self.saved.values()), default=0)
         kept = dict(self.part.inputs)
         for place, row in enumerate(self.recorder.rows):
