@@ -65,11 +65,10 @@ class Written:
 
 @pytest.fixture
 def written(runs, monkeypatch):
-    from weft.train import tasks
+    from weft.train.tasks import generation
 
     model, opened = Written(is_chat=True), []
-    assert tasks.open_text_model  # loads the names of its file, which would replace this one
-    monkeypatch.setattr(tasks, "open_text_model", lambda run, step: opened.append((run, step)) or model)
+    monkeypatch.setattr(generation, "open_text_model", lambda run, step: opened.append((run, step)) or model)
     return model, opened
 
 

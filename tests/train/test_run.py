@@ -28,7 +28,7 @@ from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
 from weft.train.tasks.decoder_files import data_of, decoder_of
 from weft.train.tasks.generation import generate_text
-from weft.train.tasks.indexed import with_adapter
+from weft.train.tasks.run_adapter import with_adapter
 
 
 def test_a_layout_is_checked_before_the_ranks_start_and_kept_in_the_folder(tmp_path, text):

@@ -61,9 +61,7 @@ class DeviceSpec:
         return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32", or None if the device lacks the
-        precision.
-        """
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None if the device lacks it."""
         return dict(self.peaks).get(precision)
 
 

@@ -49,8 +49,9 @@ def _unfinished_line(text: str) -> int:
 
 
 def split_key(text: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c"). Raise ValueError for anything
-    else.
+    """Return the parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c").
+
+    Raise ValueError for anything else.
     """
     if "=" in text or "\n" in text or "#" in text:
         raise ValueError("not a dotted key")

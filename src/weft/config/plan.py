@@ -257,9 +257,7 @@ class Plan:
 
     @property
     def sync_fragments(self) -> int:
-        """Number of fragments that are synchronized one after another during steps; 0: all together, while no rank
-        computes.
-        """
+        """Number of fragments that are synchronized in turn during steps; 0: all at once, while no rank computes."""
         return sync_of(self.sync)[2]
 
     @property

@@ -246,8 +246,9 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
 
 
 def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
-    """Return `ends_E` for `grouped_linear` on all these stacks. If all of them use the loop, it is copied to the host
-    once.
+    """Return `ends_E` for `grouped_linear` on all these stacks.
+
+    If all of them use the loop, it is copied to the host once.
 
     Args:
         ends_E: cumulative row counts by expert.

@@ -35,7 +35,7 @@ from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, SaveEnd, steps_left_out
 from weft.train.injected_faults import FaultHook, asked_fault
 from weft.train.observers import FigureHook, RequestWatch, RunRecorder, roll_back
-from weft.train.preparation import ReplicaCoordinator
+from weft.train.replica_engine import ReplicaCoordinator
 from weft.train.reporting import Ending, RunLogger, already_done, closing_lines, opening_lines
 from weft.train.signals import stop_on_signal
 from weft.train.tasks.registry import find_task

@@ -58,7 +58,7 @@ from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import StepMetrics, TrainStep
 from weft.train.tasks.base import Task
 from weft.train.tasks.data_share import Batches, Share
-from weft.train.tasks.indexed import with_adapter
+from weft.train.tasks.run_adapter import with_adapter
 from weft.train.time_report import report_times
 from weft.units import format_count, parse_seconds
 

@@ -42,9 +42,9 @@ from weft.train.microbatches import Microbatches, call_model
 from weft.train.tasks.base import Task
 from weft.train.tasks.data_share import Share
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.train.tasks.indexed import with_adapter
 from weft.train.tasks.published_weights import fill_full
 from weft.train.tasks.registry import find_task
+from weft.train.tasks.run_adapter import with_adapter
 from weft.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
 from weft.verify.matrix import covering, row_of, sample
 from weft.verify.parity import SampleCase, local_microbatches

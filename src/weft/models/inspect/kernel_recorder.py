@@ -37,8 +37,9 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 def is_worth_saving(op: Any, made: float, read: float) -> bool:
-    """Return True if a product should be saved instead of recomputed. Batched products are saved only if not larger
-    than their inputs.
+    """Return True if a product should be saved instead of recomputed.
+
+    Batched products are saved only if not larger than their inputs.
 
     Larger ones are attention scores, which are expensive to save and cheap to recompute.
 

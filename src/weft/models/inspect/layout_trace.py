@@ -183,8 +183,9 @@ class _Trace:
             self.embedding = self.paths[id(module)]
 
     def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        """Mark the output of a table that does not read the ids. It may have a column per head, like T5's relative
-        positions.
+        """Mark the output of a table that does not read the ids.
+
+        It may have a column per head, like T5's relative positions.
         """
         del args
         assert isinstance(module, nn.Embedding)
@@ -222,8 +223,9 @@ class _Trace:
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
     def _before_around(self, module: nn.Module, args: Any) -> None:
-        """Mark the module's direct parameters. They may have one number per head, like attention sinks, and shard with
-        heads.
+        """Mark the module's direct parameters.
+
+        They may have one number per head, like attention sinks, and shard with heads.
         """
         del args
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
@@ -292,8 +294,9 @@ class _Trace:
                 styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
-        """Add unsharded linear layers within a sharded part. Latent attention computes queries and keys of all heads
-        so.
+        """Add unsharded linear layers within a sharded part.
+
+        Latent attention computes queries and keys of all heads so.
 
         The output of the part is a sum over ranks, and its input feeds the heads of one rank, so all modules between
         them have partial gradients.
@@ -319,8 +322,9 @@ class _Trace:
                     styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
 
     def _families(self) -> dict[str, frozenset[str]]:
-        """Return families of layers whose features combine element by element. A family is sharded together or not at
-        all.
+        """Return families of layers whose features combine element by element.
+
+        A family is sharded together or not at all.
         """
         families = {path: frozenset((path,)) for path in (*self.order, *self.own)}
         for group in self.flow.rank_group:

@@ -23,8 +23,11 @@ _ROWS, _FEATURES = 3, 8
 
 @dataclass(frozen=True, slots=True)
 class RmsForm:
-    """Variant of a norm. from_one: the weight is added to one. rounds_first: the cast to the input's dtype precedes the
-    scale.
+    """Variant of a norm.
+
+    Attributes:
+        from_one: the weight is added to one.
+        rounds_first: the cast to the input's dtype precedes the scale.
     """
 
     eps: float

@@ -16,7 +16,6 @@ from weft.config.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
 from weft.train.tasks.data_share import Batches, MapDataset, Share
-from weft.train.tasks.description import Forwards
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from weft.parallel.state.flat_slices import StateSource
     from weft.planner.search.model_source import PlannedModel
     from weft.train.folder import RunFolder
+    from weft.train.tasks.description import Forwards
 
 _MOST_VALUES, _MOST_TEXT = 16, 2000
 

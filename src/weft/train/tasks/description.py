@@ -28,7 +28,7 @@ from weft.models.inspect.find_layout import explain_layout
 from weft.parallel.state.precision import Precision, cast_inputs, formats
 from weft.parallel.tensor.read_layout import check_layout
 from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
-from weft.train.tasks.indexed import adapter_size
+from weft.train.tasks.run_adapter import adapter_size
 
 if TYPE_CHECKING:
     from torch import Tensor

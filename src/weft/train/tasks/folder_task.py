@@ -548,7 +548,7 @@ class FolderTask(Task):
         """Describe the model from a trace on ids only: with a mask, the trace would need the mask's values."""
         from weft.planner.search.model_source import read_model
         from weft.train.tasks.description import describe_by_tracing
-        from weft.train.tasks.indexed import adapter_size
+        from weft.train.tasks.run_adapter import adapter_size
 
         traced = describe_by_tracing(self.shapes())
         if traced.reads_sequence:  # a typical text of the task, not the model's maximum

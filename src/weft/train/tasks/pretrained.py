@@ -19,7 +19,7 @@ from weft.train.folder import run_folder
 from weft.train.tasks.base import Report
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_files import base_of, keep_base, keep_files
-from weft.train.tasks.indexed import adapter_size
+from weft.train.tasks.run_adapter import adapter_size
 from weft.units import format_count
 
 if TYPE_CHECKING:
