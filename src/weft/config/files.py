@@ -298,7 +298,7 @@ def _read_plan(tables: dict[str, object]) -> list[Problem]:
 
 
 def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
-    """Return the config, with defaults in place of wrong values, and the problems."""
+    """Return the config, with defaults instead of wrong values, and the problems."""
     problems: list[Problem] = []
     while True:
         try:

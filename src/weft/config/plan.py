@@ -279,7 +279,7 @@ class Plan:
 
     @property
     def axis_order(self) -> tuple[str, ...]:
-        """All mesh axes, outermost first; those missing in `order` have one rank and come first."""
+        """All mesh axes, outermost first. Axes that are missing in `order` have one rank and precede the others."""
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     def axis_sizes(self) -> dict[str, int]:
@@ -451,7 +451,7 @@ def auto_fields(text: str) -> dict[str, object]:
     """Return the fields that an auto plan decides, with their values.
 
     Raises:
-        PlanError: where they cannot be read.
+        PlanError: if they cannot be read.
     """
     words, problems = split_plan(text.partition("auto")[2])
     if problems:

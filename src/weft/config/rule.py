@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class UnknownFact(Exception):
-    """Raised when a rule reads a fact that is not known yet."""
+    """Raised when a rule reads a fact without a value."""
 
 
 class Facts:

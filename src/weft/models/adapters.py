@@ -266,7 +266,7 @@ def add_adapter(
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
             "nf4": in blocks of 64 with one scale, unpacked in each product.
-        seed: seed of A's initial values, combined with each parameter's name.
+        seed: seed of the initial values of A, combined with each parameter's name.
 
     Returns:
         The same model.

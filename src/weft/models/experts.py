@@ -134,7 +134,7 @@ def move_bias(bias_ppm_E: Tensor, tokens_E: Tensor, rate: float) -> None:
     Args:
         bias_ppm_E: int64, in units of BIAS_UNIT.
         tokens_E: tokens that chose each expert in this step, over all ranks.
-        rate: size of one step.
+        rate: update per step.
     """
     surplus = tokens_E * tokens_E.numel() - tokens_E.sum()
     bias_ppm_E -= round(rate / BIAS_UNIT) * surplus.sign()
@@ -383,7 +383,8 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.dim))
         has_bias = spec.balance == "bias"
-        # Never on the meta device, where its values would be lost: it is small, and no initializer has a rule for it.
+        # Never on the meta device, where its values would be lost, because no initializer has a rule for it. It is
+        # small.
         bias_ppm = torch.zeros(spec.num_experts, dtype=torch.int64, device="cpu") if has_bias else None
         self.register_buffer("bias_ppm", bias_ppm)
         self.load = Load(spec.num_experts)

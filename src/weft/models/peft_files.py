@@ -82,7 +82,7 @@ def write_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Load an adapter written by peft or `save_adapter` into a model in place. It adds the adapter as `add_adapter`
+    """Load an adapter written by peft or `save_adapter` into a model in place, which adds its layers as `add_adapter`
     does.
 
     Args:

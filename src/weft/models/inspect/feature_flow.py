@@ -64,7 +64,7 @@ class FeatureFlow(TorchFunctionMode):
     """Marks of all tensors of one forward. `inside` is True in a layer whose own operations are ignored.
 
     broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
-    trusted: above zero where constant numbers of heads and widths are replaced by those of a rank.
+    trusted: above zero if constant numbers of heads and widths are replaced by a rank's.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -147,7 +147,7 @@ class FeatureFlow(TorchFunctionMode):
         return counted_result(name, args, kwargs, result, mark.dim, size // ranks_of(mark), misuse)
 
     def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, before: Mark | None) -> None:
-        """End marks if a rank's part is reshaped by sizes of the full tensor, or if sizes are used in other ways."""
+        """End marks if a rank's part is reshaped by sizes of the full tensor, or if sizes are used elsewhere."""
         after = self.of(result)
         if name in RESHAPES and before is not None and after is not None:
             shape, made, ranks = [*args[0].shape], [*result.shape], ranks_of(before)
@@ -272,7 +272,7 @@ class FlowStep:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def _is_part(self, size: Any) -> bool:
-        """Return True if a number of features becomes that of a rank's part."""
+        """Return True if a number of features becomes the number of a rank's part."""
         return self.flow.trusted > 0 or (
             isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0)
         )

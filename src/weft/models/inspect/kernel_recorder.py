@@ -1,8 +1,8 @@
 """Record the kernels of one forward and backward on the meta device.
 
-Matrix products and attention get rows of their own kind. Everything else is a pass over memory. Values that tensor
-parallelism divides are followed from the outputs of column-parallel layers to the inputs of row-parallel ones, in
-forward and backward.
+Matrix products and attention get rows with sizes. Everything else is a pass over memory. Values that tensor parallelism
+divides are followed from the outputs of column-parallel layers to the inputs of row-parallel ones, in forward and
+backward.
 """
 
 from __future__ import annotations
@@ -247,14 +247,14 @@ class _Calls(TorchFunctionMode):
 
 
 class _Attention(Function):
-    """Attention that saves the same tensors as a fused kernel: queries, keys, values, output and log-sum of each row."""
+    """Attention that saves the same tensors as a fused kernel: queries, keys, values, output and log-sums of rows."""
 
     @staticmethod
     def forward(
         ctx: Any, recorder: KernelRecorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
     ) -> torch.Tensor:
         *outer, heads, rows, _ = query.shape
-        # Fused kernels return their heads interleaved by row, so the next layer reads the output without a copy.
+        # Fused kernels store the output as (rows, heads, width), so the next layer reads it without a copy.
         out = query.new_empty((*outer, rows, heads, value.shape[-1])).transpose(-2, -3)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         recorder.attended(query, key, [out, sums], causal)
@@ -277,7 +277,7 @@ def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
 
 
 def _convolution(args: Any, output: torch.Tensor) -> tuple[float, ...]:
-    """Return a convolution's sizes as products: one row for each position of each sample, one product for each group."""
+    """Return a convolution's sizes as products: one row per position of each sample, one product per group."""
     weight, transposed, groups = args[1], args[6], args[8]
     if transposed:
         channels = args[0].shape[1]
@@ -394,7 +394,7 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
-        """Return the layer's inputs, and the outputs of its heavy operations up to the last tensor that backward needs."""
+        """Return the layer's inputs, and the outputs of its heavy operations up to the last tensor that is saved."""
         last = max((each.place for each in self.saved.values()), default=0)
         kept = dict(self.part.inputs)
         for place, row in enumerate(self.recorder.rows):

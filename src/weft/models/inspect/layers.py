@@ -30,7 +30,7 @@ class KnownModel(Protocol):
 
     @property
     def has_routers(self) -> bool:
-        """True if values decide which weights a token uses. A forward on the meta device then does not show the work."""
+        """True if values decide which weights a token uses. A forward on the meta device then hides the work."""
         ...
 
     def tensor_layout(self) -> Layout:

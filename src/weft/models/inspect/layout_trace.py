@@ -147,7 +147,7 @@ class _Trace:
                 yield module.register_forward_hook(self._after_around)
 
     def _before_heads(self, module: nn.Module, args: Any) -> None:
-        """Trust head counts inside this module, because its attributes are set to those of a rank."""
+        """Trust head counts inside this module, because its attributes are set to a rank's counts."""
         del module, args
         self.flow.trusted += 1
 

@@ -398,7 +398,7 @@ class TokenStep:
             yield from self._give(mark, mark.dim)
 
     def _op_gather(self) -> Iterator[Any]:
-        """Follow a gather along a dim other than the tokens', or a scatter into a tensor that has tokens or is uniform."""
+        """Follow a gather along another dim than the tokens', or a scatter into a tensor with tokens or a constant one."""
         tensor = self.args[0]
         dim = self._get(1, "dim") % tensor.dim()
         others = [one for one in (tensor, *self.args[2:]) if isinstance(one, torch.Tensor) and one.dim()]
