@@ -1,5 +1,6 @@
-"""Devices and clusters: specifications of one device, and how many devices a cluster has. Base units: bytes, FLOP/s,
-watts.
+"""Specifications of devices and clusters.
+
+Base units: bytes, FLOP/s, watts.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ class DeviceSpec:
         return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32", or None if the device lacks the
-        precision.
-        """
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32", or None if unsupported."""
         return dict(self.peaks).get(precision)
 
 

@@ -31,7 +31,7 @@ def _asks_on_cpu(config: RunConfig) -> bool:
     try:
         return Plan.read_open(config.plan)[0].graphs
     except PlanError:
-        return False  # the plan's own problems are told
+        return False  # the plan's own problems are reported
 
 
 GRAPH_CONFIG_RULES: tuple[ConfigRule, ...] = (
@@ -412,7 +412,7 @@ def _plan_problems(
     open_axis = None
     try:
         if _touches("plan", broken) or is_auto(config.plan):
-            plan, world_size = Plan(), None  # one rank keeps all rules of plans; the other rules are still asked
+            plan, world_size = Plan(), None  # one rank satisfies all plan rules; the other rules are still checked
         elif world_size is None:
             plan, open_axis = Plan.read_open(config.plan)
         else:

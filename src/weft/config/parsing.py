@@ -54,9 +54,7 @@ def _unfinished_line(text: str) -> int:
 
 
 def split_key(text: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c"). Raise ValueError for anything
-    else.
-    """
+    """Return the parts of a dotted key in TOML syntax: 'a."b.c"' -> ("a", "b.c"). Raise ValueError for other text."""
     if "=" in text or "\n" in text or "#" in text:
         raise ValueError("not a dotted key")
     node: object = tomllib.loads(f"{text} = 0")
@@ -253,7 +251,7 @@ def apply_override(tables: dict[str, object], text: str, problems: list[Problem]
         return None
     path = _indexed(parts)
     if path == ("task",):
-        path = ("task", "name")  # options that the file gives stay
+        path = ("task", "name")  # options of the file stay
     parsed = override_value(path, value)
     if path[0] == "plan" and len(path) > 1:
         _open_plan(tables)
@@ -295,7 +293,7 @@ def _open_plan(tables: dict[str, object]) -> None:
     text = tables.get("plan", RunConfig().plan)
     if isinstance(text, str):
         table, wrong = split_plan(text)
-        if not wrong:  # else the text stays, and is refused with the line it was typed on
+        if not wrong:  # else the text stays and is rejected with its line
             tables["plan"] = table
 
 

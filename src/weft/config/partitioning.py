@@ -1,5 +1,6 @@
-"""Partitioning: chunk sizes, layers to stages, samples to microbatches, sequences to ranks. Runtime and planner share
-it.
+"""Partitioning: chunk sizes, layers to stages, samples to microbatches, sequences to ranks.
+
+Runtime and planner share these functions.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
         for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
             for start in range(stage, end):
                 if least[start] >= following[end]:
-                    break  # it costs no less the more layers lie before
+                    break  # the cost does not decrease with more layers before
                 cost = max(least[start], sums[end] - sums[start] + extra)
                 if cost < following[end] * (1 - 1e-12):
                     following[end], cut[end] = cost, start
@@ -238,7 +239,7 @@ def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[
         low, high = (low, middle) if sum(room(middle)) >= num_layers else (middle, high)
     found = room(high)
     surplus = sum(found) - num_layers
-    while surplus > 0:  # take from the longest, the last of equals: late ranks have least in flight
+    while surplus > 0:  # take from the longest, and the last of equal ones: late ranks hold the fewest activations
         able = [rank for rank, count in enumerate(found) if count > num_stages[rank]]
         if not able:
             break
@@ -276,8 +277,7 @@ def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> boo
 
 
 def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_len: int, tp: int = 1) -> str:
-    """Return the mode of a plan's `cp_mode`. "auto" selects a mode by the shape, and other values are returned
-    unchanged.
+    """Return the context-parallel mode of a plan. "auto" selects a mode by the shape.
 
     "auto" selects Ulysses if it sends no more than the others: each rank sends its queries, keys, values and outputs
     once, while gather and ring receive every other rank's keys and values. Otherwise it selects the ring from

@@ -58,7 +58,7 @@ class Writer:
         self._num_microbatches = num_microbatches
         self._forwards: dict[int, int] = {}
         self._backwards: dict[int, int] = {}
-        self._held: deque[Action] = deque()  # weight gradients to be written later
+        self._held: deque[Action] = deque()  # delayed weight gradients
 
     def num_forwards(self, stage: int) -> int:
         """Return the number of forwards of this stage so far."""
@@ -491,7 +491,7 @@ def receiving_early(program: Program) -> Program:
     messages of another content, sender or receiver: two ranks may each post a receive before they send.
     """
     found: Program = []
-    place = 0  # where receives that come next are posted: before the last action
+    place = 0  # position for the next receives: before the last action
     for step in program:
         if isinstance(step, Transfer) and step.way == "receive":
             found.insert(place, step)

@@ -213,7 +213,7 @@ class Plan:
     )
     compile: bool = described(
         Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
-        tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
+        tried=(False,),  # few plans compile deep models: tests/parity/test_compile.py
     )
     graphs: bool = described(
         Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so small "
@@ -257,8 +257,9 @@ class Plan:
 
     @property
     def sync_fragments(self) -> int:
-        """Number of fragments that are synchronized one after another during steps; 0: all together, while no rank
-        computes.
+        """Number of fragments that are synchronized one after another during steps.
+
+        0: all together, while no rank computes.
         """
         return sync_of(self.sync)[2]
 

@@ -313,7 +313,7 @@ class PolicyOrBudget(Kind):
                 if not value.isdigit() and units.parse_bytes(value) > 0:
                     return "".join(value.split())
             except ValueError:
-                pass  # neither a name nor a size: refused below with what it may be
+                pass  # neither a name nor a size: rejected below with the legal values
         raise refused(
             name,
             f"{name}={shown(value)}: not one of {', '.join(self.known)}, nor a budget. "

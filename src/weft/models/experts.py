@@ -234,8 +234,9 @@ def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
-    """Return the method for the products of all experts: "kernel" (torch's grouped kernel) or "loop" (expert by
-    expert).
+    """Return the method for the products of all experts.
+
+    "kernel" is torch's grouped kernel, and "loop" is one product for each expert.
     """
     if dtype not in _KERNEL_TYPES.get(device.type, ()):
         return "loop"
@@ -246,8 +247,9 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
 
 
 def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
-    """Return `ends_E` for `grouped_linear` on all these stacks. If all of them use the loop, it is copied to the host
-    once.
+    """Return `ends_E` for `grouped_linear` on all these stacks.
+
+    It is copied to the host once if all of them use the loop.
 
     Args:
         ends_E: cumulative row counts by expert.

@@ -82,8 +82,9 @@ def write_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Load an adapter written by peft or `save_adapter` into a model in place, which adds its layers as `add_adapter`
-    does.
+    """Load an adapter written by peft or `save_adapter` into a model in place.
+
+    The model's layers are adapted as by `add_adapter`.
 
     Args:
         model: the base model of the adapter, unsharded on this process and not parallelized.

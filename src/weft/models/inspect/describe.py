@@ -152,7 +152,7 @@ class Layers:
             yield
         finally:
             for path, block in self.blocks.items():
-                del block.forward  # the class's own is there again
+                del block.forward  # restores the class's forward
                 before = own[path]
                 if before is not None:
                     block.forward = before

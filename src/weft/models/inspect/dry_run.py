@@ -57,7 +57,7 @@ def call_without_numbers(
         ):  # fmt: skip
             model.eval()
             return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
-    except Exception as error:  # the model's own code, called with what it may not expect
+    except Exception as error:  # the model's code may raise anything for these inputs
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(f"{type(model).__name__} cannot be traced on the meta device: {first}.") from error
 
@@ -117,7 +117,7 @@ def _call_once(
             if not training:
                 model.eval()
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
-    except Exception as error:  # the model's own code, called with what it may not expect
+    except Exception as error:  # the model's code may raise anything for these inputs
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(f"{type(model).__name__} cannot be traced: {first}.") from error
 
@@ -265,7 +265,7 @@ class Inputs:
     def __init__(self, model: nn.Module, example: Any):
         self.given = example is not None
         made = example_of(model) if example is None else example(0, 2) if callable(example) else example
-        if callable(example):  # as the training step calls a model with its batch
+        if callable(example):  # a batch_fn: use the model inputs of its batch
             made = _model_inputs(made)
         self.example = tree_map(_to_meta, made)
         tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -273,7 +273,9 @@ class Inputs:
             raise ModelError("its example holds no tensor. Return (model, example), with the arguments of a forward")
         self._batch = tensors[0].shape[0]
         ids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2]
-        bands = {module.in_channels for module in model.modules() if isinstance(module, nn.Conv1d)}  # before frames
+        bands = {
+            module.in_channels for module in model.modules() if isinstance(module, nn.Conv1d)
+        }  # the channel dim of (batch, bands, frames)
         features = [
             each for each in tensors if each.is_floating_point() and each.dim() == 3 and each.shape[1] not in bands
         ]
@@ -304,7 +306,7 @@ class Inputs:
         step = max(1, min(SHORTEST, (longest or 4 * SHORTEST) // 4))
         if not self.seq_len or self._sure:
             return step if self.seq_len else 0
-        try:  # three dims of features may be a sequence; a model that has a fixed second dim takes no other
+        try:  # features with three dims may be a sequence, unless the model requires a fixed second dim
             with torch.no_grad():
                 self.call(model, 2, self.seq_len + 1)
         except (RuntimeError, ValueError, IndexError, AssertionError):
@@ -454,7 +456,7 @@ class _Watch(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         del args
-        if module is self._model:  # its tensors are stand-ins for this call
+        if module is self._model:  # its parameters are replaced for this call
             self._owners = {}
             for part in module.modules():
                 for each in part.parameters(recurse=False):
@@ -492,7 +494,7 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """
     try:
         function = named_object(source)
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         rule = f"it cannot be imported ({error})"
         raise ModelError(
             f"model={source}: {rule}. Write package.module:function, importable from this folder."

@@ -37,10 +37,10 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 def is_worth_saving(op: Any, made: float, read: float) -> bool:
-    """Return True if a product should be saved instead of recomputed. Batched products are saved only if not larger
-    than their inputs.
+    """Return True if a product should be saved instead of recomputed.
 
-    Larger ones are attention scores, which are expensive to save and cheap to recompute.
+    All products are saved except batched ones that are larger than their inputs. Those are attention scores, which are
+    expensive to save and cheap to recompute.
 
     Args:
         op: the operation, or its name without the overload.
@@ -94,7 +94,7 @@ class KernelRecorder(TorchDispatchMode):
     """
 
     def __init__(self, styles: Mapping[int, str]):
-        mode: Any = super()  # whose argument has no type
+        mode: Any = super()  # its argument is untyped
         mode.__init__()
         self.styles = styles
         self.part: int | None = None
@@ -103,7 +103,7 @@ class KernelRecorder(TorchDispatchMode):
         self.cut: set[int] = set()
         self.last_op = ""
         self._alive: list[torch.UntypedStorage] = []
-        self._starts: list[int] = []  # autograd's numbers where parts of forward begin, ascending
+        self._starts: list[int] = []  # first autograd node number of each part of forward, ascending
         self._parts: list[int | None] = []
         self._attending = False
 
@@ -203,7 +203,7 @@ class KernelRecorder(TorchDispatchMode):
             )
         if row.kind == "product" and style in ("columns", "rows"):
             row.cut = style
-            inside = (style == "columns") != row.backward  # backward towards the input goes the other way round
+            inside = (style == "columns") != row.backward  # the input gradient is reversed
         elif inside:
             row.cut = "inside"
         if inside:
@@ -230,12 +230,13 @@ class KernelRecorder(TorchDispatchMode):
             else:
                 known.place = len(self.rows) if known.part == self.part else known.place
                 known.in_attention &= self._attending
-        return tensor.detach()  # itself it would hold the graph that holds it
+        return tensor.detach()  # the tensor itself would form a reference cycle with its graph
 
 
 class _Calls(TorchFunctionMode):
-    """Replaces calls of fused attention by the recorded function, because on the meta device torch would decompose
-    them.
+    """Replaces calls of fused attention by the recorded function.
+
+    On the meta device torch would decompose them.
     """
 
     def __init__(self, original: Any, attend: Any):
@@ -371,7 +372,9 @@ class PartReader:
         none: frozenset[int] = frozenset()
         kept = {name: self._divided(((key, sizes[key]) for key in keys), none) for name, keys in saved.items()}
         kept["full"] = self._divided(self.part.inputs.items(), none)
-        summed = {key for row in self.heavy if row.cut == "rows" for key in row.writes}  # kept before ranks add them up
+        summed = {
+            key for row in self.heavy if row.cut == "rows" for key in row.writes
+        }  # saved before the sum over ranks
         kept["selective"] = self._divided(self._selective().items(), summed)
         moved = {
             "moved_forward": self._moved(self.forward),
@@ -385,9 +388,7 @@ class PartReader:
         return Measured(self.heavy, moved, kept, values, kernels)
 
     def _divided(self, items: Iterable[tuple[int, float]], gathered: Set[int]) -> Bytes:
-        """Return the bytes that tp divides, those that it does not divide even under sp, and those that it divides
-        under sp.
-        """
+        """Return the bytes that tp divides, bytes in full on every rank even under sp, and bytes that sp divides."""
         found = [0.0, 0.0, 0.0]
         for key, size in items:
             found[0 if key in self.recorder.cut else 1 if key in gathered else 2] += size
@@ -434,8 +435,9 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _fused(self, rows: list[Row]) -> Bytes:
-        """Return the bytes moved if each chain of element-wise kernels reads only its inputs and writes only its
-        outputs.
+        """Return the bytes moved if each chain of element-wise kernels is fused.
+
+        A fused chain reads only its inputs and writes only its outputs.
         """
         found = [0.0, 0.0, 0.0]
         for chain in _chains(rows):

@@ -204,7 +204,7 @@ class Heads:
         if rows % self.width:
             return [(rows, 1, False)]
         if rows > whole and rows % whole == 0:
-            return [(rows, rows // self.count, False)]  # query, key and value of one head after another
+            return [(rows, rows // self.count, False)]  # query, key and value of each head are adjacent
         return [(rows, self.width, rows < whole)]
 
     def numbers(self, tp: int) -> list[tuple[tuple[str, ...], int, int]]:

@@ -92,13 +92,13 @@ class _Trace:
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
-        self.beside: dict[str, int] = {}  # ids of parameters that modules hold beside linear layers
-        self.own: list[str] = []  # parameters that modules hold beside linear layers
-        self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
+        self.beside: dict[str, int] = {}  # ids of direct parameters of modules with linear children
+        self.own: list[str] = []  # direct parameters of modules with linear children
+        self.ends: dict[str, frozenset[str]] = {}  # row-parallel candidates -> layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
-        self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
-        self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
-        self.normed: dict[str, frozenset[str]] = {}  # norms that take features together, and of which layers
+        self.inside: dict[str, frozenset[str]] = {}  # modules with parameters -> layers whose features they read
+        self.gives: dict[str, frozenset[str]] = {}  # parents of linear layers -> layers whose features they output
+        self.normed: dict[str, frozenset[str]] = {}  # norms over all features -> layers of these features
         table = input_embeddings(self.model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
         self.ids = [
@@ -183,8 +183,9 @@ class _Trace:
             self.embedding = self.paths[id(module)]
 
     def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        """Mark the output of a table that does not read the ids. It may have a column per head, like T5's relative
-        positions.
+        """Mark the output of a table that does not read the ids.
+
+        Such a table may have a column per head, like T5's relative positions.
         """
         del args
         assert isinstance(module, nn.Embedding)
@@ -222,8 +223,9 @@ class _Trace:
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
     def _before_around(self, module: nn.Module, args: Any) -> None:
-        """Mark the module's direct parameters. They may have one number per head, like attention sinks, and shard with
-        heads.
+        """Mark the module's direct parameters.
+
+        They may have one number per head, like attention sinks, and are then sharded with the heads.
         """
         del args
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
@@ -255,10 +257,10 @@ class _Trace:
         for path in self.order:
             sources = self.ends.get(path, frozenset())
             if path in styles or not sources or any(styles.get(source, "colwise") in ENDS for source in sources):
-                continue  # a head, or the first layer is the second of another pair
+                continue  # an output layer, or the first layer is the second of another pair
             family = frozenset[str]().union(*(families[source] for source in sources))
             if path.startswith(blocks) and not all(source.startswith(blocks) for source in family):
-                continue  # a pair of a layer outside of the blocks, such as a condition's, and one inside
+                continue  # a pair with one layer outside of the blocks, such as a conditioning layer
             if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
             names = ", ".join(sorted({source.rpartition(".")[2] for source in family.difference(self.own)}))
@@ -292,8 +294,7 @@ class _Trace:
                 styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
-        """Add unsharded linear layers within a sharded part. Latent attention computes queries and keys of all heads
-        so.
+        """Add unsharded linear layers within a sharded part, such as in latent attention.
 
         The output of the part is a sum over ranks, and its input feeds the heads of one rank, so all modules between
         them have partial gradients.
@@ -319,8 +320,9 @@ class _Trace:
                     styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
 
     def _families(self) -> dict[str, frozenset[str]]:
-        """Return families of layers whose features combine element by element. A family is sharded together or not at
-        all.
+        """Return families of layers whose features combine element by element.
+
+        A family is sharded together or not at all.
         """
         families = {path: frozenset((path,)) for path in (*self.order, *self.own)}
         for group in self.flow.rank_group:
