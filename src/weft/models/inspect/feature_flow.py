@@ -80,9 +80,7 @@ class FeatureFlow(TorchFunctionMode):
         self.rank_group: list[frozenset[str]] = []
         self.counts: dict[str, int] = {}
         self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # keeps tensors alive so that ids stay unique
-        self._fresh: dict[
-            int, tuple[torch.Tensor, set[int]]
-        ] = {}  # uninitialized tensors, and their dims without features so far
+        self._fresh: dict[int, tuple[torch.Tensor, set[int]]] = {}  # uninitialized tensors, and their unmarked dims
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # views of fresh tensors, and their indices
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:

@@ -372,9 +372,7 @@ class PartReader:
         none: frozenset[int] = frozenset()
         kept = {name: self._divided(((key, sizes[key]) for key in keys), none) for name, keys in saved.items()}
         kept["full"] = self._divided(self.part.inputs.items(), none)
-        summed = {
-            key for row in self.heavy if row.cut == "rows" for key in row.writes
-        }  # saved before the sum over ranks
+        summed = {key for row in self.heavy if row.cut == "rows" for key in row.writes}  # saved before the all-reduce
         kept["selective"] = self._divided(self._selective().items(), summed)
         moved = {
             "moved_forward": self._moved(self.forward),
