@@ -1,5 +1,6 @@
-"""Devices and clusters: specifications of one device, and how many devices a cluster has. Base units: bytes, FLOP/s,
-watts.
+"""Specifications of devices and clusters.
+
+Base units: bytes, FLOP/s, watts.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class DeviceSpec:
         return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
+<<<<<<< HEAD
         """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None if the device lacks it."""
+=======
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32", or None if unsupported."""
+>>>>>>> p-models
         return dict(self.peaks).get(precision)
 
 
@@ -96,7 +101,7 @@ def slowest_of(kinds: Sequence[tuple[DeviceSpec, int]]) -> DeviceSpec:
 
 
 def _least(values: Iterable[float | None]) -> float | None:
-    """Return the smallest known value, or None."""
+    """Return the smallest value that is not None, or None."""
     known = [value for value in values if value is not None]
     return min(known, default=None)
 
@@ -141,10 +146,8 @@ class ClusterSpec:
     """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` returns the shorthand.
 
     rack_nodes: nodes of a rack (one leaf switch of the network), or 0 for a flat network. oversubscription: ratio of
-    the
-    bandwidth of a rack's adapters to its links to other racks. kinds: number of devices of each kind in a mixed
-    cluster;
-    `device` then has the slowest rate of all kinds in every respect.
+    the bandwidth of a rack's adapters to its links to other racks. kinds: number of devices of each kind in a mixed
+    cluster; `device` then has the slowest rate of all kinds in every respect.
     """
 
     nodes: int
@@ -190,16 +193,15 @@ class ClusterSpec:
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
-        """Read a table: nodes (default 1), devices_per_node, and device: a name, or a table of numbers.
+        """Read a table: nodes (default 1), devices_per_node, and device, which is a name or a table of numbers.
 
-        rack_nodes and oversubscription describe racks that share thin links. devices_per_host_link is the number of
-        devices
-        that share one link to their host, as behind one PCIe switch.
+        rack_nodes and oversubscription describe racks that share slow links. devices_per_host_link is the number of
+        devices that share one link to their host, such as behind one PCIe switch.
 
         A device's table starts from a known device if it has `like = "h100"`.
 
         Raises:
-            ConfigError: with every mistake of the table, each from `origin`.
+            ConfigError: with every mistake in the table, each with `origin`.
         """
         problems = _unknown_keys(table, _CLUSTER_KEYS, "cluster")
         counts: dict[str, int] = {}

@@ -73,7 +73,7 @@ class State:
 class NoImprovement:
     """A metric without a new best for a span.
 
-    way: direction of improvement. by: gain that counts, as a fraction if `relative`.
+    way: direction of improvement. by: minimum gain, as a fraction if `relative`.
     """
 
     series: Series
@@ -348,7 +348,7 @@ Severity = Literal["info", "warning", "critical"]
 
 @dataclass(frozen=True, slots=True)
 class StandardAlert:
-    """One standard alert. says: the advice in its message. after_step: first step that counts."""
+    """One standard alert. says: advice in its message. after_step: first step that counts."""
 
     name: str
     when: str

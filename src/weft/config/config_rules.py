@@ -31,7 +31,7 @@ def _asks_on_cpu(config: RunConfig) -> bool:
     try:
         return Plan.read_open(config.plan)[0].graphs
     except PlanError:
-        return False  # the plan's own problems are told
+        return False  # the plan's own problems are reported
 
 
 GRAPH_CONFIG_RULES: tuple[ConfigRule, ...] = (
@@ -365,15 +365,15 @@ def config_problems(
     world_size: int | None = None,
     device: DeviceSpec | None = None,
 ) -> list[Problem]:
-    """Return every rule that a config breaks: between its keys, of the model's shape, and of the plan.
+    """Return every rule that a config breaks: rules between keys, rules of the model's shape, and rules of the plan.
 
     Args:
-        config: with defaults in place of refused values.
-        broken: dotted keys that hold a default because their value was refused; no rule reads them.
+        config: the config, with defaults instead of rejected values.
+        broken: dotted keys that hold a default because their value was rejected; no rule reads them.
         origins: dotted key -> origin of its value.
-        fallback: the origin of values that were not typed.
+        fallback: origin of values that were not set.
         world_size: the number of ranks, or None if unknown.
-        device: the device kind of the ranks, or None if unknown.
+        device: device kind of the ranks, or None if unknown.
     """
     found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
     for rule in CONFIG_RULES:
@@ -412,7 +412,7 @@ def _plan_problems(
     open_axis = None
     try:
         if _touches("plan", broken) or is_auto(config.plan):
-            plan, world_size = Plan(), None  # one rank keeps all rules of plans; the other rules are still asked
+            plan, world_size = Plan(), None  # one rank satisfies all plan rules; the other rules are still checked
         elif world_size is None:
             plan, open_axis = Plan.read_open(config.plan)
         else:

@@ -18,15 +18,14 @@ EXPERT_FIELDS = (
 class DecoderSpec:
     """Shape of one decoder transformer.
 
-    family: "llama" (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases) or
-    "gpt2" (learned positions, LayerNorm, GELU, biases).
+    family: "llama" (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases) or "gpt2" (learned positions, LayerNorm,
+    GELU, biases).
     ffn_dim: width of the feed-forward hidden layer. num_kv_heads: key-value heads (num_heads = no grouping).
     max_seq_len: longest sequence; the size of the position table in the gpt2 family.
     tied: the output head shares the embedding's weight.
     rope_theta: base of the rotary frequencies (llama family).
     rope_scale: factor by which the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192
-    tokens;
-    1 leaves them unchanged.
+    tokens; 1 leaves them unchanged.
     norm_eps: added to the mean square (or the variance) inside the norms.
 
     With experts (llama family), some feed-forward layers are a router and `num_experts` SwiGLU layers:

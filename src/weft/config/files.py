@@ -129,7 +129,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     """
     if path is None:
         return parse_config("", "", overrides)
-    name = shown(str(path), 200)  # one line, whatever the path holds
+    name = shown(str(path), 200)  # one line, whatever the path contains
     return parse_config(_read_text(Path(path), name), name, overrides, Path(path))
 
 
@@ -164,7 +164,7 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
         problems.append(replace(problem, origin=origin_of(named, [problem.field], name)))
     broken = {problem.field for problem in problems}
     if config.train.epochs is not None:
-        broken.add("train.steps")  # known once the data is; the rules are asked again then
+        broken.add("train.steps")  # available with the data; the rules are checked again then
     problems += config_problems(config, broken=broken, origins=named, fallback=name)
     if problems:
         raise ConfigError(sorted(dict.fromkeys(problems), key=by_line))
@@ -256,7 +256,7 @@ def _as_integers(node: object, path: KeyPath = ()) -> object:
     """Return the tables with 1e3 as 1000 for integer settings; TOML reads 1e3 as a float."""
     if isinstance(node, float):
         return int(node) if node.is_integer() and takes_integers(node_at(path)) else node
-    if isinstance(node, dict) and len(path) < 4:  # no setting lies deeper, whatever was typed
+    if isinstance(node, dict) and len(path) < 4:  # no setting is nested deeper
         table = cast(dict[str, object], node)
         for name, value in table.items():
             table[name] = _as_integers(value, (*path, name))
@@ -283,7 +283,7 @@ def _read_plan(tables: dict[str, object]) -> list[Problem]:
     """Replace the plan in `tables` by its text, or remove it if it cannot be read."""
     plan = tables.get("plan")
     if not isinstance(plan, str | dict):
-        return []  # absent, or of a type that validation refuses
+        return []  # absent, or of a type that validation rejects
     source = plan if isinstance(plan, str) else cast(dict[str, object], plan)
     try:
         if isinstance(source, str) and is_auto(source):
@@ -299,7 +299,7 @@ def _read_plan(tables: dict[str, object]) -> list[Problem]:
 
 
 def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
-    """Return the config, with defaults in place of wrong values, and the problems."""
+    """Return the config, with defaults instead of wrong values, and the problems."""
     problems: list[Problem] = []
     while True:
         try:
@@ -359,7 +359,7 @@ def _remove(tables: dict[str, object], path: KeyPath) -> None:
     node: object = tables
     for depth, part in enumerate(path):
         if not isinstance(node, dict):
-            return  # what was around it is gone already
+            return  # its parent was removed already
         table = cast(dict[str | int, object], node)
         node = table.get(part)
         if depth == len(path) - 1 or isinstance(node, list):

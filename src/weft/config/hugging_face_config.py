@@ -116,8 +116,7 @@ def resize(config: Any, **sizes: int) -> None:
     """Set numbers of a transformers config to other values, in place, under all names that the config uses.
 
     sizes: by the keys of `number`, or by the keyword names. Numbers that the config leaves to its model (None) or
-    derives
-    from others are unchanged.
+    derives from others are unchanged.
     """
     for field, value in sizes.items():
         # Models without dense layers use the name of a layer's width for the width of an expert.

@@ -19,10 +19,8 @@ class Figure:
     """One kind of metric.
 
     name: dotted, as in conditions and events. unit: "s", "bytes", "ratio", ... or "" for a plain number. label: the
-    label
-    of its series, such as "phase", or "" for a single series. owner: the rank, machine or run that it measures. grows:
-    it
-    is a total that only rises during a run. worse: the bad direction, or "".
+    label of its series, such as "phase", or "" for a single series. owner: the rank, machine or run that it measures.
+    grows: it is a total that only rises during a run. worse: the bad direction, or "".
     """
 
     name: str
@@ -256,5 +254,5 @@ _RUN = (
 FIGURES: Mapping[str, Figure] = {
     figure.name: figure for figure in (*_TRAINING, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)
 }
-#: Short names in conditions and the metrics that they stand for.
+#: Short names in conditions, and the full names of their metrics.
 SHORT: Mapping[str, str] = {"disk.free": "disk.free_bytes", "host.memory_free": "host.memory_free_bytes"}

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 class DecoderWidths:
     """Widths and counts of a decoder, in values (no bytes).
 
-    head_dim: width of one head; heads x head_dim may differ from hidden. ffn: width of the feed-forward layer (0 where
-    every layer is a mixture). gated: two matrices go up (SwiGLU), else one. num_experts, top_k, expert_ffn: of the
-    mixture layers; shared_ffn: width that every token passes beside its experts. dense_layers: layers without experts.
-    window: tokens that a windowed layer looks back (0: all); windowed_layers: how many layers have the window.
-    q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: none), where head_dim is the
-    part of a head without positions and rope_dim the part with them.
-    tied: the head shares the embedding's weight. biases: linear layers have biases.
-    layer_norm: LayerNorm (always one kernel), else RMSNorm. learned_positions: rows of the
-    position table (0: rotary or none).
+    head_dim: width of one head; heads x head_dim may differ from hidden. ffn: width of the feed-forward layer (0 if
+    every layer is a mixture). gated: True for two up projections (SwiGLU), else one. num_experts, top_k, expert_ffn:
+    sizes of the mixture layers; shared_ffn: width of the shared experts, which every token uses. dense_layers: layers
+    without experts.
+    window: tokens that a windowed layer attends to (0: all); windowed_layers: number of layers with the window.
+    q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: not latent). With these,
+    head_dim is the part of a head without positions and rope_dim the part with them.
+    tied: True if the head shares the embedding's weight. biases: True if linear layers have biases.
+    layer_norm: True for LayerNorm (always one kernel), else RMSNorm. learned_positions: rows of the position table (0:
+    rotary or no positions).
     """
 
     vocab: int
@@ -228,7 +229,7 @@ def _block_path(layers: list[int], num_layers: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NamedSize:
-    """A named model size. open_vocab: the vocabulary is the tokenizer's, not that of `spec`."""
+    """A named model size. open_vocab: True if the vocabulary comes from the tokenizer, and not from `spec`."""
 
     name: str
     spec: DecoderSpec

@@ -1,5 +1,6 @@
-"""Partitioning: chunk sizes, layers to stages, samples to microbatches, sequences to ranks. Runtime and planner share
-it.
+"""Partitioning: chunk sizes, layers to stages, samples to microbatches, sequences to ranks.
+
+Runtime and planner share these functions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def bucket_bytes(device: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LossChunk:
-    """How many tokens the loss of a head takes at a time: num_bytes of logits, in the format of the sum."""
+    """Number of tokens per chunk of a head's loss, given by num_bytes of logits in the format of the sum."""
 
     num_bytes: int = _LOSS_CHUNK
 
@@ -46,9 +47,8 @@ class LossChunk:
     def of_device(cls, device_bytes: int = 0) -> LossChunk:
         """Choose by the memory of a GPU in bytes; 0 for a CPU, whose caches should hold the logits.
 
-        A GPU needs large products: each chunk reads and writes the gradient of the weight. The result is a power of
-        two, so
-        that sizes reported by vendors and drivers are equal.
+        A GPU needs large products, because each chunk reads and writes the gradient of the weight. The result is a
+        power of two, so that sizes reported by vendors and drivers give the same result.
         """
         if not device_bytes:
             return cls(_LOSS_CHUNK)
@@ -56,12 +56,12 @@ class LossChunk:
         return cls(min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, share)))
 
     def rows(self, tokens: Any, vocab: Any, sum_bytes: Any) -> Any:
-        """Return the number of tokens at a time: in equal chunks, as few as there can be; the last may be smaller.
+        """Return the number of tokens per chunk, for as few equal chunks as possible. The last one may be smaller.
 
         Args:
-            tokens: of one microbatch on a rank. Arrays give an array.
-            vocab: entries on a rank.
-            sum_bytes: of one logit in the format of the sum.
+            tokens: tokens of one microbatch on a rank. Arrays give an array.
+            vocab: vocabulary entries on a rank.
+            sum_bytes: bytes of one logit in the format of the sum.
         """
         most = self.num_bytes // (vocab * sum_bytes)
         most = most + (most < 1)
@@ -83,12 +83,12 @@ def samples_per_microbatch(global_batch: int, data_ranks: int, num_microbatches:
 @overload
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any: ...
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
-    """Return how many samples one microbatch of one rank holds, in whole ones.
+    """Return the number of samples in one microbatch of one rank, rounded down.
 
     Args:
         global_batch: samples of a step.
-        data_ranks: ranks that see different samples; an array gives an array.
-        num_microbatches: of each of them, or an array.
+        data_ranks: ranks with different samples; an array gives an array.
+        num_microbatches: microbatches per rank, or an array.
     """
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
@@ -99,7 +99,7 @@ def even_passes(global_batch: int, data_ranks: int) -> list[int]:
 
 
 def share_out(count: int, num_parts: int) -> list[range]:
-    """Divide 0 to count - 1 into runs in order: the first may have one more than the others, which may be empty."""
+    """Divide 0 to count - 1 into ranges in order. The first ones may be longer by one. Ranges may be empty."""
     size, rest = divmod(count, num_parts)
     starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
@@ -108,14 +108,14 @@ def share_out(count: int, num_parts: int) -> list[range]:
 def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[range]:
     """Return the samples of each microbatch of a rank, by their numbers in the global batch.
 
-    The batch is shared out as the first microbatch of every rank, then the second of every rank, and so on. So ranks
-    differ by at most one sample, as do microbatches; the last ones may be empty.
+    The batch is distributed as the first microbatch of every rank, then the second of every rank, and so on. So ranks
+    differ by at most one sample, as do microbatches. The last ones may be empty.
 
     Args:
         global_batch: samples of a step.
-        data_ranks: ranks that see different samples.
-        num_microbatches: of each of them.
-        rank: the place of this one among them.
+        data_ranks: ranks with different samples.
+        num_microbatches: microbatches per rank.
+        rank: index of this rank among them.
     """
     return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
@@ -123,25 +123,25 @@ def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int
 def divide_layers(
     costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0
 ) -> tuple[int, ...]:
-    """Return how many layers each stage takes, so that the most costly stage costs least; at least one each.
+    """Return the number of layers of each stage that minimizes the cost of the most expensive stage; at least one each.
 
-    Among equally good divisions the one whose later stages have most: they hold fewer activations.
+    Among equally good divisions, later stages get more layers, because they hold fewer activations.
 
     Args:
-        costs: of each layer, in any unit.
-        num_stages: of the whole model.
-        before: cost of what the first stage has besides (the embedding).
-        after: cost of what the last one has besides (norm, head, loss).
+        costs: cost of each layer, in any unit.
+        num_stages: number of stages of the full model.
+        before: additional cost of the first stage (the embedding).
+        after: additional cost of the last stage (norm, head, loss).
 
     Raises:
-        ValueError: for fewer layers than stages.
+        ValueError: if there are fewer layers than stages.
     """
     return _divided(tuple(costs), num_stages, before, after)
 
 
 @functools.lru_cache(maxsize=256)
 def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: float) -> tuple[int, ...]:
-    """What `divide_layers` returns. A search asks for one division several times."""
+    """Compute the result of `divide_layers`. It is cached because a search repeats the same divisions."""
     num_layers = len(costs)
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")
@@ -155,7 +155,7 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
         for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
             for start in range(stage, end):
                 if least[start] >= following[end]:
-                    break  # it costs no less the more layers lie before
+                    break  # the cost does not decrease with more layers before
                 cost = max(least[start], sums[end] - sums[start] + extra)
                 if cost < following[end] * (1 - 1e-12):
                     following[end], cut[end] = cost, start
@@ -172,7 +172,7 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
 def _evened(
     counts: tuple[int, ...], costs: Sequence[float], limit: float, before: float, after: float
 ) -> tuple[int, ...]:
-    """The same pace with no stage needlessly small: layers move to a lighter neighbour while that evens both."""
+    """Move layers to a lighter neighbor while that evens both stages, without exceeding the limit."""
     ends = list(accumulate(counts))
     stages = len(counts)
 
@@ -201,16 +201,16 @@ def _evened(
 def divide_by_rank(
     num_layers: int, stages: Sequence[Sequence[int]], *, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """Divide equal layers among stages so that the rank with most to do has least, where ranks hold several stages.
+    """Divide equal layers among stages to minimize the load of the busiest rank, if ranks hold several stages.
 
-    A bound is halved until no smaller one can be kept, and ranks are filled up to it (the classic linear partition).
-    Stages are counted from the embedding; every stage holds at least one layer where there are enough.
+    The bound on the load is found by bisection, and ranks are filled up to it (the classic linear partition). Stages
+    are counted from the embedding. Every stage holds at least one layer if there are enough.
 
     Args:
-        num_layers: of the whole model.
-        stages: those of each rank.
-        first: what the first stage holds besides, in layers' time.
-        last: what the last stage holds besides, in layers' time.
+        num_layers: number of layers of the full model.
+        stages: stages of each rank.
+        first: additional load of the first stage, in units of a layer's time.
+        last: additional load of the last stage, in units of a layer's time.
     """
     num_stages = sum(map(len, stages))
     owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
@@ -228,7 +228,7 @@ def divide_by_rank(
 
 
 def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[float]) -> list[int]:
-    """Layers of each rank so that the longest rank is as short as can be."""
+    """Return the layers of each rank that minimize the longest rank."""
 
     def room(bound: float) -> list[int]:
         return [max(count, math.floor(bound - more + 1e-9)) for count, more in zip(num_stages, extra, strict=True)]
@@ -239,7 +239,7 @@ def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[
         low, high = (low, middle) if sum(room(middle)) >= num_layers else (middle, high)
     found = room(high)
     surplus = sum(found) - num_layers
-    while surplus > 0:  # take from the longest, the last of equals: late ranks have least in flight
+    while surplus > 0:  # take from the longest, and the last of equal ones: late ranks hold the fewest activations
         able = [rank for rank, count in enumerate(found) if count > num_stages[rank]]
         if not able:
             break
@@ -261,14 +261,15 @@ RING_TOKENS = 4096
 
 
 def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> bool:
-    """Return whether the heads of one tensor-parallel rank can be shared out over cp ranks.
+    """Return True if the heads of one tensor-parallel rank can be divided over cp ranks.
 
-    Query heads must come out even. Key-value heads are shared out, or, where they are fewer, each goes to several.
+    The number of query heads must be divisible. Key-value heads are divided, or each is repeated on several ranks if
+    there are fewer heads than ranks.
 
     Args:
         cp: ranks that share a sequence.
-        num_heads: query heads of the whole model.
-        num_kv_heads: key-value heads of the whole model.
+        num_heads: query heads of the full model.
+        num_kv_heads: key-value heads of the full model.
         tp: ranks that share the heads.
     """
     heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
@@ -276,18 +277,19 @@ def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> boo
 
 
 def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_len: int, tp: int = 1) -> str:
-    """Return the way that a plan's `cp_mode` stands for: itself, or for "auto" the one that suits the shape.
+    """Return the context-parallel mode of a plan. "auto" selects a mode by the shape.
 
-    Ulysses where it sends no more than the others would: each rank sends its queries, keys, values and outputs once,
-    while gather and ring take every other rank's keys and values. Else the ring, from RING_TOKENS tokens on a rank,
-    and for less gather, whose calls are fewer. Sequences that are no multiple of 2 * cp have Ulysses alone.
+    "auto" selects Ulysses if it sends no more than the others: each rank sends its queries, keys, values and outputs
+    once, while gather and ring receive every other rank's keys and values. Otherwise it selects the ring from
+    RING_TOKENS tokens on a rank, and gather, which has fewer calls, below that. Only Ulysses supports sequences that
+    are no multiple of 2 * cp.
 
     Args:
         mode: the plan's `cp_mode`.
         cp: ranks that share a sequence.
-        num_heads: query heads of the whole model.
-        num_kv_heads: key-value heads of the whole model.
-        seq_len: tokens of a whole sequence.
+        num_heads: query heads of the full model.
+        num_kv_heads: key-value heads of the full model.
+        seq_len: tokens of a full sequence.
         tp: ranks that share the heads.
     """
     if mode != "auto" or cp == 1:
@@ -301,7 +303,7 @@ def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_le
 
 
 def num_chunks(mode: str, cp: int) -> int:
-    """Return into how many equal chunks a sequence is cut; its length must be a multiple of that."""
+    """Return the number of equal chunks of a sequence. The sequence length must be a multiple of it."""
     return cp if mode == "ulysses" else 2 * cp
 
 
@@ -318,13 +320,12 @@ def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
 
 def sent_bytes(mode: str, *, cp: int, tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int,
                sum_itemsize: int, backward: bool) -> int:  # fmt: skip
-    """Bytes that the ledger counts for one layer's attention on one rank, in forward or in backward.
+    """Return the bytes that the ledger counts for one layer's attention on one rank, in forward or in backward.
 
-    tokens: batch * sequence / cp, those of one rank. sum_itemsize: of the format in which the gradients of keys and
-    values are summed. The ledger counts the larger side of each collective: an all_gather's result, a
-    reduce_scatter's input.
-    Forward: ring (cp - 1) messages of keys and values; gather all ranks' keys and values; ulysses queries, keys,
-    values and outputs. Backward: the same again, and the gradients of keys and values back (ring, gather).
+    tokens: tokens of one rank, batch * sequence / cp. sum_itemsize: bytes per value of summed key and value gradients.
+    The ledger counts the larger side of each collective: an all_gather's result, a reduce_scatter's input.
+    Forward: ring sends (cp - 1) messages of keys and values, gather all ranks' keys and values, and ulysses queries,
+    keys, values and outputs. Backward: the same again, plus the gradients of keys and values (ring, gather).
     """
     kv = 2 * tokens * num_kv_heads * head_dim
     if mode == "ulysses":

@@ -48,9 +48,9 @@ def parts(step: Step) -> tuple[Action, ...]:
 
 
 class Writer:
-    """Appends actions; the n-th forward (or backward) of a stage is that of microbatch n.
+    """Appends actions. The n-th forward (or backward) of a stage is for microbatch n.
 
-    num_microbatches: actions of microbatches from here on are counted, but left out.
+    num_microbatches: actions of microbatches from here on are counted but not appended.
     """
 
     def __init__(self, num_microbatches: int):
@@ -58,37 +58,37 @@ class Writer:
         self._num_microbatches = num_microbatches
         self._forwards: dict[int, int] = {}
         self._backwards: dict[int, int] = {}
-        self._held: deque[Action] = deque()  # weight gradients to be written later
+        self._held: deque[Action] = deque()  # delayed weight gradients
 
     def num_forwards(self, stage: int) -> int:
-        """Forwards written of this stage."""
+        """Return the number of forwards of this stage so far."""
         return self._forwards.get(stage, 0)
 
     def num_backwards(self, stage: int) -> int:
-        """Backwards written of this stage, whole ones and of the input alone."""
+        """Return the number of backwards of this stage so far, including those of the input alone."""
         return self._backwards.get(stage, 0)
 
     def forward(self, stage: int) -> None:
-        """F of the stage's next microbatch."""
+        """Append F of the stage's next microbatch."""
         self._append(self._next_forward(stage))
 
     def backward(self, stage: int) -> None:
-        """BW of the stage's next microbatch."""
+        """Append BW of the stage's next microbatch."""
         self._append(self._next_backward(stage, whole=True))
 
     def input_gradient(self, stage: int) -> None:
-        """B of the stage's next microbatch; its W is held back."""
+        """Append B of the stage's next microbatch, and delay its W."""
         action = self._next_backward(stage, whole=False)
         self._append(action)
         self._held.append(Action("W", stage, action.microbatch))
 
     def pair(self, forward_stage: int, backward_stage: int) -> None:
-        """F on one stage beside BW on the other."""
+        """Append F on one stage in parallel with BW on the other."""
         forward = self._next_forward(forward_stage)
         self.steps.append(Pair(forward, self._next_backward(backward_stage, whole=True)))
 
     def weight_gradient(self, stage: int | None = None) -> None:
-        """The oldest W that is held back (of this stage); nothing where there is none."""
+        """Append the oldest delayed W (of this stage), if any."""
         for action in self._held:
             if stage is None or action.stage == stage:
                 self._held.remove(action)
@@ -96,7 +96,7 @@ class Writer:
                 return
 
     def weight_gradients(self, stage: int | None = None, *, but: int = 0) -> None:
-        """Every W that is held back (of this stage), except for the last few."""
+        """Append every delayed W (of this stage), except the last `but`."""
         held = sum(stage is None or action.stage == stage for action in self._held)
         for _ in range(held - but):
             self.weight_gradient(stage)
@@ -217,8 +217,9 @@ def _split_backward(writer: Writer, stage: int) -> None:
 
 
 def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
-    """DualPipeV: forwards of one stage beside backwards of the other (DeepSeek-AI 2024, arXiv 2412.19437, folded in
-    half); m is at least 2p. In flight: p + 1/2.
+    """DualPipeV: overlaps forwards of one stage with backwards of the other; m is at least 2p. In flight: p + 1/2.
+
+    Source: DualPipe (DeepSeek-AI 2024, arXiv 2412.19437), folded in half.
     """
     down, up = r, 2 * p - 1 - r
     writer = Writer(m)
@@ -259,7 +260,7 @@ def _drain(writer: Writer, p: int, r: int, down: int, up: int) -> None:
     writer.weight_gradients()
 
 
-# The order of a pipeline: for each rank of `pp`, what it does in one optimizer step, as a list.
+# The order of a pipeline: a list of actions in one optimizer step for each rank of `pp`.
 
 Generator = Callable[[int, int, int, int], list[Step]]
 
@@ -315,9 +316,9 @@ class Schedule:
         return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
 
     def in_flight(self, rank: int) -> int:
-        """Return the most forwards of which the rank keeps activations at once, counted in stages of one microbatch.
+        """Return the maximum number of forwards whose activations the rank holds, counted in stages of one microbatch.
 
-        Divided by `virtual_stages` it is in microbatches. They are let go by W, or by the whole backward.
+        Divide it by `virtual_stages` for microbatches. Activations are freed by W, or by the full backward.
         """
         held = most = 0
         for step in self.ranks[rank]:
@@ -331,9 +332,9 @@ def stage_owner(name: str, num_ranks: int, stage: int) -> int:
     """Return the rank (on the axis pp) that holds a stage.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         num_ranks: size of the axis pp.
-        stage: counted from the embedding, from 0.
+        stage: index of the stage, counted from the embedding.
     """
     if FORMS[name].is_v:
         return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
@@ -344,10 +345,10 @@ def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tupl
     """Return the stages of a rank, ascending.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         num_ranks: size of the axis pp.
-        virtual_stages: stages that each rank holds; schedules in the form of a V have two.
-        rank: on the axis pp.
+        virtual_stages: stages per rank; V-shaped schedules have two.
+        rank: index on the axis pp.
     """
     if FORMS[name].is_v:
         return rank, 2 * num_ranks - 1 - rank
@@ -360,11 +361,11 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_sta
     Args:
         name: one of SCHEDULES.
         num_ranks: size of the axis pp.
-        num_microbatches: of one rank, in one step.
-        virtual_stages: stages that each rank holds.
+        num_microbatches: microbatches per rank and step.
+        virtual_stages: stages per rank.
 
     Raises:
-        PlanError: where the schedule cannot order these numbers.
+        PlanError: if the schedule does not support these numbers.
     """
     problems = schedule_problems(name, num_ranks, num_microbatches, virtual_stages)
     if problems:
@@ -374,10 +375,10 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_sta
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule that a plan asks for.
+    """Return the schedule of a plan.
 
     Raises:
-        PlanError: where the schedule cannot order the plan's numbers.
+        PlanError: if the schedule does not support the plan's numbers.
     """
     return build_schedule(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages)
 
@@ -406,7 +407,7 @@ def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
-    """Return the actions, F and B, whose outputs this action needs; see `makes`."""
+    """Return the actions (F and B) whose outputs this action reads; see `makes`."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
@@ -416,7 +417,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def makes(action: Action) -> tuple[Action, ...]:
-    """Return what others may need of this action: a whole backward makes B and W."""
+    """Return the actions whose outputs this action provides. BW provides those of B and W."""
     if action.kind != "BW":
         return (action,)
     return action._replace(kind="B"), action._replace(kind="W")
@@ -447,13 +448,12 @@ Program = list[Action | Transfer]
 
 
 def with_transfers(schedule: Schedule) -> list[Program]:
-    """Return the ranks' lists, action by action, with receives before and sends after what needs and makes them.
+    """Return the ranks' lists with transfers: each action after its receives and before its sends.
 
-    The receive is placed among the receiver's steps at the moment at which the sender sends, when all steps take
-    one unit of time.
+    A receive is inserted among the receiver's steps at the time of the send, if all steps take one unit of time.
 
     Raises:
-        ValueError: where the lists wait for each other in a circle.
+        ValueError: if the lists wait for each other in a circle.
     """
     programs: list[Program] = [[] for _ in schedule.ranks]
     place, done = [0] * schedule.num_ranks, set[Action]()
@@ -485,13 +485,13 @@ def with_transfers(schedule: Schedule) -> list[Program]:
 
 
 def receiving_early(program: Program) -> Program:
-    """Post each receive before the action beside which its message travels, and not after it.
+    """Move each receive before the action that runs during its transfer.
 
-    The message is then there when that action ends. Only where none of what travels is in the way of a computation,
-    nor of another message, by content, sender and receiver: two ranks may each post a receive before they send.
+    The message has then arrived when that action ends. Use it only if transfers delay neither computations nor other
+    messages of another content, sender or receiver: two ranks may each post a receive before they send.
     """
     found: Program = []
-    place = 0  # where receives that come next are posted: before the last action
+    place = 0  # position for the next receives: before the last action
     for step in program:
         if isinstance(step, Transfer) and step.way == "receive":
             found.insert(place, step)
@@ -504,7 +504,7 @@ def receiving_early(program: Program) -> Program:
 
 
 def flows(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
-    """List what this rank sends and receives in a step: content, sender and receiver, each once."""
+    """List the transfers of this rank in a step as (content, sender, receiver), each once."""
     found: dict[tuple[str, int, int], None] = {}
     for stage in range(1, schedule.num_stages):
         above, below = schedule.owner(stage - 1), schedule.owner(stage)
@@ -518,9 +518,10 @@ Key = tuple[str, int, int]
 
 
 def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
-    """List what this rank has sent and need not keep: for each message that it receives, those that are surely there.
+    """Return, for each message that this rank receives, the sent messages that have certainly arrived by then.
 
-    A message from another rank says that whatever that rank has worked with before is no longer on its way to it.
+    This rank can free those. A message from another rank implies that all inputs of that rank's earlier actions have
+    arrived there.
     """
     sent = {(step.peer, *step[1:4]) for step in programs[rank] if isinstance(step, Transfer) and step.way == "send"}
     found: dict[Key, list[Key]] = {}

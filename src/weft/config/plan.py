@@ -213,7 +213,7 @@ class Plan:
     )
     compile: bool = described(
         Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
-        tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
+        tried=(False,),  # few plans compile deep models: tests/parity/test_compile.py
     )
     graphs: bool = described(
         Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so small "
@@ -257,7 +257,14 @@ class Plan:
 
     @property
     def sync_fragments(self) -> int:
+<<<<<<< HEAD
         """Number of fragments that are synchronized in turn during steps; 0: all at once, while no rank computes."""
+=======
+        """Number of fragments that are synchronized one after another during steps.
+
+        0: all together, while no rank computes.
+        """
+>>>>>>> p-models
         return sync_of(self.sync)[2]
 
     @property
@@ -277,7 +284,7 @@ class Plan:
 
     @property
     def axis_order(self) -> tuple[str, ...]:
-        """All mesh axes, outermost first; those missing in `order` have one rank and come first."""
+        """All mesh axes, outermost first. Axes that are missing in `order` have one rank and precede the others."""
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     def axis_sizes(self) -> dict[str, int]:
@@ -449,7 +456,7 @@ def auto_fields(text: str) -> dict[str, object]:
     """Return the fields that an auto plan decides, with their values.
 
     Raises:
-        PlanError: where they cannot be read.
+        PlanError: if they cannot be read.
     """
     words, problems = split_plan(text.partition("auto")[2])
     if problems:

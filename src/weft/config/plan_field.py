@@ -1,7 +1,7 @@
-"""What belongs to a field of the plan: its values, its meaning, and what the planner and the tests do with it.
+"""Description of a plan field: its values, its meaning, and its use in the planner and in tests.
 
-`plan.py` declares each field with its description, and that is the one place of a field: parsing, printing, checks and
-documentation, the planner's arrays, space and moves, and the plans that tests try all read it from there.
+`plan.py` declares each field with its description. Parsing, printing, checks, documentation, the planner's arrays,
+search space and moves, and the plans that tests try all read this description.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ Tried = Callable[[int, Sequence[int]], Sequence[Any]]
 class PlanField:
     """One field of the plan.
 
-    kind: how its values are read, checked, printed and encoded. default: the value of plans that do not set it.
+    kind: reads, checks, prints and encodes its values. default: the value of plans that do not set it.
     help: its meaning, for the documentation.
     needs: axes; if none of them is in use the field has its default.
-    searched: the values that the planner enumerates; None: the default, or the user's value. If it decides
-    several fields together it has tuples, and these fields name it in `searched_with`.
+    searched: the values that the planner enumerates; None: the default, or the user's value. If it decides several
+    fields together it has tuples, and these fields name it in `searched_with`.
     nearby: additional values for refinement. tried: values that tests try. divides_work: True if it decides how ranks
     divide the work, and not how one rank does its part.
-    asks: what a model may refuse of it: "" nothing, "use" any value but the default, "value" single values.
-    probed: tests try it alone before they combine it.
+    asks: restrictions by the model: "" none, "use" it may reject any value but the default, "value" it may reject
+    single values.
+    probed: True if tests try it alone before they combine it.
     """
 
     name: str

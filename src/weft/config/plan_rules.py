@@ -1,4 +1,4 @@
-"""The rules of plans that concern single layers: experts, and cut layers that multiply in pieces."""
+"""Plan rules about single layers: experts, and sharded layers that multiply in chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.units import counted
 
 
 def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
-    """Return the sizes that divide the experts, and the ranks if their number is known."""
+    """Return the sizes that divide the experts, and the ranks if their number is given."""
     if facts.open_axis in ("dp_shard", "cp", "tp"):
         return common_divisors(facts.model.num_experts)
     return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)

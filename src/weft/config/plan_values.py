@@ -87,7 +87,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Integer(Kind):
-    """An integer. rule: text for errors about the limits. star: `*` may stand for the remaining ranks."""
+    """An integer. rule: text for errors about the limits. star: True if `*` may be used for the remaining ranks."""
 
     low: int = 1
     high: int = LARGEST
@@ -124,7 +124,7 @@ class Integer(Kind):
 
 @dataclass(frozen=True, slots=True)
 class PassCount(Integer):
-    """Passes of a step. The planner counts them separately, in the same way for every plan."""
+    """Passes of a step. The planner counts them separately, by the same rule for every plan."""
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
         return ()
@@ -266,7 +266,11 @@ class ReshardPolicy(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class SyncEvery(Kind):
+<<<<<<< HEAD
     """How often replicas synchronize: "step", or a method with numbers of steps ("diloco:50") and fragments ("/4")."""
+=======
+    """Synchronization of replicas: "step", or a method with a number of steps ("diloco:50") and of fragments ("/4")."""
+>>>>>>> p-models
 
     def check(self, name: str, value: object) -> str:
         try:
@@ -313,7 +317,7 @@ class PolicyOrBudget(Kind):
                 if not value.isdigit() and units.parse_bytes(value) > 0:
                     return "".join(value.split())
             except ValueError:
-                pass  # neither a name nor a size: refused below with what it may be
+                pass  # neither a name nor a size: rejected below with the legal values
         raise refused(
             name,
             f"{name}={shown(value)}: not one of {', '.join(self.known)}, nor a budget. "
@@ -367,7 +371,7 @@ def refused(field: str, message: str) -> PlanError:
 
 
 def choice(name: str, value: object, known: Sequence[str]) -> str:
-    """Return the value if it is one of the known names. Raise PlanError otherwise."""
+    """Return the value if it is one of the allowed names. Raise PlanError otherwise."""
     if not isinstance(value, str) or value not in known:
         hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
         rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
@@ -431,7 +435,7 @@ class Counts(_Listed):
 
 @dataclass(frozen=True, slots=True)
 class AxisOrder(_Listed):
-    """Some of the axes, each once, outermost first. Missing axes have one rank and come first."""
+    """Some of the axes, each once, outermost first. Missing axes have one rank and precede the others."""
 
     axes: tuple[str, ...]
 

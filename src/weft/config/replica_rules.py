@@ -21,7 +21,7 @@ def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
 
 
 def _meets_never_rarely(config: RunConfig) -> bool:
-    """Return True if the plan is known to have no local SGD."""
+    """Return True if the plan certainly has no local SGD."""
     found = _plan(config)
     if not config.launch.replicas_apart or found is None:
         return False

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class UnknownFact(Exception):
-    """Raised when a rule reads a fact that is not known yet."""
+    """Raised when a rule reads a fact without a value."""
 
 
 class Facts:
@@ -141,7 +141,7 @@ class Rule:
         try:
             return self.fix(plan, facts)
         except PlanError:
-            return None  # the numbers are so large that no plan holds the mended one
+            return None  # numbers so large that no plan can hold the corrected one
 
     def _value(self, plan: Plan, facts: Facts) -> str:
         if self.field == facts.open_axis:

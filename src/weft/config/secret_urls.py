@@ -1,11 +1,11 @@
-"""Which URLs hold a secret: many services give each customer an address that is its own password."""
+"""Detection of secrets in URLs. Many services give each customer an address that acts as a password."""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import unquote
 
-#: Services whose addresses are secrets, by what is in the URL.
+#: Services whose addresses are secrets, by a part of the URL.
 _SERVICES = re.compile(
     r"hooks\.slack\.com|discord(app)?\.com/api/webhooks|webhook\.office\.com|outlook\.office\.com/webhook|"
     r"logic\.azure\.com|powerplatform\.com|open\.feishu\.cn|open\.larksuite\.com|oapi\.dingtalk\.com|qyapi\.weixin|"
@@ -16,17 +16,17 @@ _SERVICES = re.compile(
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?P<query>[?#].*)?", re.DOTALL
 )
-#: A part of a path that a person has thought of: words with at most three humps and a short number.
+#: A readable part of a path: up to three capitalized terms and a short number.
 _WORD = re.compile(r"([A-Z]?[a-z]{2,20}){1,3}\d{0,3}|[A-Za-z]\d{0,4}|[A-Z]{1,5}\d{0,3}|[A-Z]{2,4}[a-z]{1,12}|\d{1,5}|")
 _BETWEEN_WORDS = re.compile(r"[-_.~ :,+]")
-#: What follows one of these is a secret, unless it is a short word or one of the names below.
+#: A path part after one of these is a secret, unless it is short and lowercase or one of the names below.
 _BEFORE_SECRETS = re.compile(r"(?i)services?|(web)?hooks?|bot|robots?|tokens?|(api)?keys?|secrets?|auth|integrations?")
 _PUBLIC = frozenset({"collector", "event", "events", "metrics", "messages", "training", "monitoring"})
 _SHORT = 8
 
 
 def holds_secret(url: str) -> bool:
-    """Return True if a URL has user info, a query, or a path that does not read like words: any may be a secret."""
+    """Return True if a URL may hold a secret: user info, a query, a listed service, or an unreadable path."""
     match = _URL.fullmatch(url)
     if match is None:
         return False

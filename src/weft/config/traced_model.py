@@ -39,10 +39,10 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`batch` products of an m x k with a k x n matrix; a convolution is one too.
+    """`batch` products of an m x k with a k x n matrix, or a convolution in this form.
 
-    cut: what tensor parallelism divides: "columns" n, "rows" k, "inside" the batch, "none" nothing.
-    input_grad, weight_grad: whether backward makes the product for the left side, for the right side.
+    cut: the size that tensor parallelism divides: "columns" n, "rows" k, "inside" the batch, "none" nothing.
+    input_grad, weight_grad: True if backward computes the product for the left side, or for the right side.
     """
 
     m: Growth
@@ -86,7 +86,11 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class TracedAttention:
+<<<<<<< HEAD
     """One fused attention. queries: total number, B S; keys: visible to each. cut: t divides the heads."""
+=======
+    """One fused attention. queries: total number, B S per sequence; keys: visible to each. cut: t divides the heads."""
+>>>>>>> p-models
 
     heads: int
     kv_heads: int
@@ -97,13 +101,13 @@ class TracedAttention:
     cut: bool = False
 
     def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
-        """Return the FLOPs of forward on one rank; a causal mask halves the square.
+        """Return the FLOPs of forward on one rank. A causal mask halves the scores.
 
         Args:
             batch: sequences.
             seq: tokens of each sequence on this rank.
             t: tensor-parallel ranks, if heads are sharded.
-            c: context-parallel ranks; keys are those of the full sequence.
+            c: context-parallel ranks; keys come from the full sequence.
         """
         heads = self.heads / t if self.cut else self.heads
         rows = self.queries.at(batch, seq)
@@ -146,13 +150,12 @@ FORMAT, VERSION = "weft-traced-model", 3
 class TracedLayer:
     """One unique layer, or the part before or after the layers. Bytes are for a half precision.
 
-    path: of its first instance; count: number of identical layers. params_cut: parameters that t divides;
+    path: path of its first instance. count: number of identical layers. params_cut: parameters that t divides.
     params_whole: parameters that every rank of tp has. moved_*: bytes that kernels other than products and attention
-    read
-    and write, kernel by kernel, or with chains fused as by torch.compile (fused_*). saved: bytes kept for
+    read and write, kernel by kernel; fused_*: the same with chains fused as by torch.compile. saved: bytes kept for
     backward by policy: "none", "attention", "selective", "full", and "compiled" for "none" under torch.compile.
     reduced: values that tensor parallelism sums over its ranks in forward.
-    kernels_forward: launches of forward; fused_kernels: the same, compiled.
+    kernels_forward: launches of forward. fused_kernels: the same, compiled.
     """
 
     path: str
@@ -239,8 +242,7 @@ class TracedModel:
     reads_sequence: True if S has a meaning. max_seq_len: longest input. default_seq_len: length of the example.
     limits: fields of a plan that cannot take every value with it. linears: inputs and outputs of the linear layers that
     may have an adapter, with their counts. crossings: tensors of `hidden` values per token that are sent from one
-    pipeline
-    stage to the next, averaged over all borders; an encoder's output is sent along with its decoder's.
+    pipeline stage to the next, averaged over all borders; an encoder's output is sent along with its decoder's.
     """
 
     name: str

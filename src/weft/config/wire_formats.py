@@ -57,7 +57,11 @@ _KNOWN: dict[str, WireSpec] = {}
 
 
 def register(wire: WireSpec) -> WireSpec:
+<<<<<<< HEAD
     """Make a format a legal value of `reduce`. Repeating it changes nothing; raise PlanError for a taken name."""
+=======
+    """Make a format a legal value of `reduce`. Registering it again has no effect; raise PlanError for a taken name."""
+>>>>>>> p-models
     if _KNOWN.setdefault(wire.name, wire) != wire:
         raise PlanError(f"reduce={wire.name}: another wire has this name. Register it under a name of its own.")
     return wire
@@ -135,9 +139,9 @@ _SYNC = re.compile(r"(average|diloco):([1-9][0-9]{0,5})(?:/([1-9][0-9]{0,5}))?",
 
 
 def sync_of(text: str) -> tuple[str, int, int]:
-    """Return how `diloco:50/4` synchronizes, after how many steps, and in how many fragments, ("diloco", 50, 4).
+    """Return mode, steps and fragments of a `sync` value, such as ("diloco", 50, 4) for `diloco:50/4`.
 
-    "step" is ("step", 1, 0); 0 fragments: all together, without computation at the same time.
+    "step" is ("step", 1, 0). 0 fragments: all parameters are synchronized together, without overlapped computation.
 
     Raises:
         ValueError: if it is none of SYNCS with a number of steps, and at most as many fragments.

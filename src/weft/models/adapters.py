@@ -156,7 +156,7 @@ class AdaptedLinear(nn.Module):
         read = line.drop(self.lora_dropout, x) if self.lora_dropout is not None else x
         read = read.to(self.lora_A.dtype)
         low = line.low(F.linear(read, self.lora_A))
-        if self.lora_magnitude is None and low.dtype == product.dtype:  # one pass over the product in place of three
+        if self.lora_magnitude is None and low.dtype == product.dtype:  # one pass over the product instead of three
             return torch.addmm(product.flatten(0, -2), low.flatten(0, -2), self.lora_B.t(), alpha=factor).view(
                 product.shape
             )
@@ -165,7 +165,7 @@ class AdaptedLinear(nn.Module):
             return product + added
         weight, bias = layers.weight_of(self), layers.bias_of(self) if has_bias else None
         plain = product if bias is None else product - bias
-        if drops:  # both terms read what was left
+        if drops:  # both terms use the inputs after dropout
             plain = F.linear(line.into_weight(read).to(weight.dtype), weight)
         grown = (self.lora_magnitude / self._norm(line)).to(product.dtype)
         return product + (grown - 1) * plain + grown * added
@@ -266,7 +266,7 @@ def add_adapter(
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
             "nf4": in blocks of 64 with one scale, unpacked in each product.
-        seed: seed of A's initial values, combined with each parameter's name.
+        seed: seed of the initial values of A, combined with each parameter's name.
 
     Returns:
         The same model.

@@ -123,7 +123,7 @@ def document_attention(
         if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
             return _by_lengths(*given, starts_BM, q_BHTC.shape[2], is_causal=True)
     if ids_BT is None:
-        assert starts_BM is not None  # one of them says where documents are
+        assert starts_BM is not None  # starts_BM or ids_BT is always set
         ids_BT = ids_of(starts_BM, q_BHTC.shape[2])
     return _by_rows(*given, ids_BT, is_causal=True, window=window)
 

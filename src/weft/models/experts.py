@@ -134,7 +134,7 @@ def move_bias(bias_ppm_E: Tensor, tokens_E: Tensor, rate: float) -> None:
     Args:
         bias_ppm_E: int64, in units of BIAS_UNIT.
         tokens_E: tokens that chose each expert in this step, over all ranks.
-        rate: size of one step.
+        rate: update per step.
     """
     surplus = tokens_E * tokens_E.numel() - tokens_E.sum()
     bias_ppm_E -= round(rate / BIAS_UNIT) * surplus.sign()
@@ -234,8 +234,9 @@ def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
-    """Return the method for the products of all experts: "kernel" (torch's grouped kernel) or "loop" (expert by
-    expert).
+    """Return the method for the products of all experts.
+
+    "kernel" is torch's grouped kernel, and "loop" is one product for each expert.
     """
     if dtype not in _KERNEL_TYPES.get(device.type, ()):
         return "loop"
@@ -248,11 +249,15 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
 def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
     """Return `ends_E` for `grouped_linear` on all these stacks.
 
-    If all of them use the loop, it is copied to the host once.
+    <<<<<<< HEAD
+        If all of them use the loop, it is copied to the host once.
+    =======
+        It is copied to the host once if all of them use the loop.
+    >>>>>>> p-models
 
-    Args:
-        ends_E: cumulative row counts by expert.
-        stacks: stacked matrices of the experts.
+        Args:
+            ends_E: cumulative row counts by expert.
+            stacks: stacked matrices of the experts.
     """
     return ends_E.tolist() if all(_kernel_choice(weights) == "loop" for weights in stacks) else ends_E
 
@@ -384,7 +389,8 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.dim))
         has_bias = spec.balance == "bias"
-        # Never on the meta device, where its values would be lost: it is small, and no initializer has a rule for it.
+        # Never on the meta device, where its values would be lost, because no initializer has a rule for it. It is
+        # small.
         bias_ppm = torch.zeros(spec.num_experts, dtype=torch.int64, device="cpu") if has_bias else None
         self.register_buffer("bias_ppm", bias_ppm)
         self.load = Load(spec.num_experts)

@@ -31,7 +31,7 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
     Args:
         module: the full model or a part of it.
-        seed: seed of the weights, combined with each parameter's name in the full model.
+        seed: seed of all weights, combined with each parameter's name in the full model.
         prefix: path of `module` in the full model, such as "blocks.3.". With it a part gets the same weights as in the
             full model.
 

@@ -84,7 +84,7 @@ def write_adapter(
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """Load an adapter written by peft or `save_adapter` into a model in place.
 
-    It adds the adapter as `add_adapter` does.
+    The model's layers are adapted as by `add_adapter`.
 
     Args:
         model: the base model of the adapter, unsharded on this process and not parallelized.

@@ -57,7 +57,7 @@ class BaseFormat:
     def pack(self, weight_FD: Tensor) -> Tensor:
         """Return a weight's packed bytes, uint8.
 
-        Blocks are rounded independently, so shards give shards of the same bytes.
+        Blocks are rounded independently, so shards of the weight give shards of the same bytes.
         """
         rows, width = weight_FD.shape
         if weight_FD.is_meta:

@@ -76,8 +76,7 @@ class SpeechBlock(nn.Module):
 
 
 class SpeechStem(nn.Module):
-    """Two convolutions that each halve the number of frames, and a depthwise convolution that encodes relative
-    positions.
+    """Two convolutions that each halve the number of frames, and a depthwise positional convolution.
 
     With relative positions, the blocks get the same input for the same sound at any time (wav2vec 2.0, arXiv
     2006.11477).

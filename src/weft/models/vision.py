@@ -19,8 +19,9 @@ Norm = Callable[[int], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class ResNetSpec:
-    """A residual network. depths: blocks of the four stages. is_wide: True for blocks with four times the output
-    channels.
+    """A residual network.
+
+    depths: blocks of the four stages. is_wide: True for blocks with four times the output channels.
     """
 
     depths: tuple[int, int, int, int]

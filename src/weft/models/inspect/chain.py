@@ -10,7 +10,7 @@ The order is the order of calls if the model can be called on the meta device (`
 registration otherwise. A stage checks the order again when it runs.
 
 An encoder and a decoder are one chain that starts with the encoder's blocks. If a model reads images or audio into its
-text, the chain is that of the text model, and each encoder (tower) is one module before it.
+text, only the text model's blocks are in the chain, and each encoder (tower) is one module before it.
 """
 
 from __future__ import annotations

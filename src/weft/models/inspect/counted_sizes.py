@@ -79,7 +79,7 @@ class Counted(int):
         found.part, found.misuse = part, misuse
         return found
 
-    def __hash__(self) -> int:  # code that caches by size, such as einops, computes without its cache then
+    def __hash__(self) -> int:  # so that code that caches by size, such as einops, skips its cache
         raise TypeError("unhashable: the size of a divided dim")
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:

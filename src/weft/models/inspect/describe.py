@@ -152,7 +152,7 @@ class Layers:
             yield
         finally:
             for path, block in self.blocks.items():
-                del block.forward  # the class's own is there again
+                del block.forward  # restores the class's forward
                 before = own[path]
                 if before is not None:
                     block.forward = before
@@ -331,7 +331,7 @@ def trace_model(
 def _width(fit: _Fit, runs: Sequence[_Run], reads_sequence: bool) -> int:
     """Return the number of values per token, or per sample, of the first layer whose output grows with these.
 
-    Layers whose output does not grow are skipped, because an image encoder may come first.
+    Layers with a constant output are skipped, because an image encoder may be first.
     """
     found = [fit.growth([run.parts[number].output_values for run in runs]) for number in runs[0].parts if number >= 0]
     widths = [round(growth.tokens if reads_sequence else growth.batch) for growth in found]

@@ -57,7 +57,7 @@ def call_without_numbers(
         ):  # fmt: skip
             model.eval()
             return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
-    except Exception as error:  # the model's own code, called with what it may not expect
+    except Exception as error:  # the model's code may raise anything for these inputs
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(f"{type(model).__name__} cannot be traced on the meta device: {first}.") from error
 
@@ -117,7 +117,7 @@ def _call_once(
             if not training:
                 model.eval()
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
-    except Exception as error:  # the model's own code, called with what it may not expect
+    except Exception as error:  # the model's code may raise anything for these inputs
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(f"{type(model).__name__} cannot be traced: {first}.") from error
 
@@ -222,7 +222,11 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
+<<<<<<< HEAD
     """Return arguments that fit the model: all inputs of a transformers model, else ids, an image or audio."""
+=======
+    """Return arguments that fit the model: all inputs of a transformers model, else ids, an image, audio or vectors."""
+>>>>>>> p-models
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
@@ -265,7 +269,7 @@ class Inputs:
     def __init__(self, model: nn.Module, example: Any):
         self.given = example is not None
         made = example_of(model) if example is None else example(0, 2) if callable(example) else example
-        if callable(example):  # as the training step calls a model with its batch
+        if callable(example):  # a batch_fn: use the model inputs of its batch
             made = _model_inputs(made)
         self.example = tree_map(_to_meta, made)
         tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -304,7 +308,7 @@ class Inputs:
         step = max(1, min(SHORTEST, (longest or 4 * SHORTEST) // 4))
         if not self.seq_len or self._sure:
             return step if self.seq_len else 0
-        try:  # three dims of features may be a sequence; a model that has a fixed second dim takes no other
+        try:  # features with three dims may be a sequence, unless the model requires a fixed second dim
             with torch.no_grad():
                 self.call(model, 2, self.seq_len + 1)
         except (RuntimeError, ValueError, IndexError, AssertionError):
@@ -454,7 +458,7 @@ class _Watch(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         del args
-        if module is self._model:  # its tensors are stand-ins for this call
+        if module is self._model:  # its parameters are replaced for this call
             self._owners = {}
             for part in module.modules():
                 for each in part.parameters(recurse=False):
@@ -492,7 +496,7 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """
     try:
         function = named_object(source)
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # user code may raise anything
         rule = f"it cannot be imported ({error})"
         raise ModelError(
             f"model={source}: {rule}. Write package.module:function, importable from this folder."

@@ -64,7 +64,7 @@ class FeatureFlow(TorchFunctionMode):
     """Marks of all tensors of one forward. `inside` is True in a layer whose own operations are ignored.
 
     broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
-    trusted: above zero where constant numbers of heads and widths are replaced by those of a rank.
+    trusted: above zero if constant numbers of heads and widths are replaced by a rank's.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -72,16 +72,16 @@ class FeatureFlow(TorchFunctionMode):
         self.trusted = int(is_trusted)
         self.is_over = False
         self.params: set[int] = set()
-        self.met: dict[int, frozenset[str]] = {}  # features that parameters met
+        self.met: dict[int, frozenset[str]] = {}  # features that were combined with parameters
         self.inside = False
         self.broken: dict[str, str] = {}
         self.alone: set[str] = set()
         self.segments: dict[str, set[tuple[int, int]]] = {}
         self.rank_group: list[frozenset[str]] = []
         self.counts: dict[str, int] = {}
-        self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # the tensors are kept, so that ids stay theirs
-        self._fresh: dict[int, tuple[torch.Tensor, set[int]]] = {}  # made to be filled; dims that say nothing so far
-        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # of fresh tensors, and their indices
+        self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # keeps tensors alive so that ids stay unique
+        self._fresh: dict[int, tuple[torch.Tensor, set[int]]] = {}  # uninitialized tensors, and their unmarked dims
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # views of fresh tensors, and their indices
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
         """Mark a tensor."""
@@ -147,7 +147,7 @@ class FeatureFlow(TorchFunctionMode):
         return counted_result(name, args, kwargs, result, mark.dim, size // ranks_of(mark), misuse)
 
     def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, before: Mark | None) -> None:
-        """End marks if a rank's part is reshaped by sizes of the full tensor, or if sizes are used in other ways."""
+        """End marks if a rank's part is reshaped by sizes of the full tensor, or if sizes are used elsewhere."""
         after = self.of(result)
         if name in RESHAPES and before is not None and after is not None:
             shape, made, ranks = [*args[0].shape], [*result.shape], ranks_of(before)
@@ -233,7 +233,7 @@ def plain_name(func: Any) -> str:
     """Return an operation's name, the same for its in-place, reflected, method and attribute forms."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
-        name = getattr(func.__self__, "__name__", name)  # of an attribute: `x.mT`
+        name = getattr(func.__self__, "__name__", name)  # an attribute: `x.mT`
     name = name.strip("_")
     return name[1:] if name[:1] in "ri" and name[1:] in _POINTWISE else name
 
@@ -272,7 +272,7 @@ class FlowStep:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def _is_part(self, size: Any) -> bool:
-        """Return True if a number of features becomes that of a rank's part."""
+        """Return True if a number of features becomes the number of a rank's part."""
         return self.flow.trusted > 0 or (
             isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0)
         )
@@ -386,7 +386,7 @@ class FlowStep:
 
     def _stay(self) -> bool:
         """Return True if all tensors of a list have their features in the same dim."""
-        parts = [part for part in self._argument(0, "tensors") if part.numel()]  # an empty cache joins nothing
+        parts = [part for part in self._argument(0, "tensors") if part.numel()]  # skip an empty cache
         for part in parts:
             mark = self.flow.of(part)
             if mark is None and not uniform(part, self.first.dim - part.dim()):
@@ -419,8 +419,9 @@ class FlowStep:
     _chunk = _split_with_sizes = _tensor_split = _split
 
     def _segment(self, output: torch.Tensor, start: int, size: int) -> Iterator[tuple[torch.Tensor, Mark]]:
-        """Yield a segment of a fused layer's features, but only of a full output, because a part of heads is no
-        segment.
+        """Yield a segment of a fused layer's features.
+
+        The segment must be of a full output, because a part of heads is no segment.
         """
         whole = self.args[0]
         if self.first.segment is None and len(self.first.sources) == 1 and self.first.dim == whole.dim() - 1:
@@ -502,7 +503,7 @@ def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int |
             if any(size != 1 for size in old[first_i:dim]):
                 return None
             while len(old) == 1 and first_j < j - 1 and new[first_j] == 1:
-                first_j += 1  # a number a head, in the shape of scores; else a one is the number of heads
+                first_j += 1  # one number per head in the shape of scores; else the 1 is the number of heads
             return first_j if first_j < len(new) else None
     return None
 

@@ -1,8 +1,8 @@
-"""Check that a layout covers the modules between the layers that it shards. Their parameters work on part of the
-features.
+"""Find the layout of a model, and check that it covers the modules between sharded layers.
 
-The gradient of such a parameter is a partial sum (the norm of queries is the common case), which its shape does not
-show. If the layout omits it or replicates it, training continues with wrong gradients.
+Parameters of such modules work on a part of the features. Their gradient is a partial sum (the norm of queries is the
+common case), which the shape does not show. If the layout omits such a parameter or replicates it, training continues
+with wrong gradients.
 """
 
 from __future__ import annotations

@@ -62,16 +62,16 @@ def load_model_config(path: Path) -> Any:
     """
     env.set_for_children(HF_HUB_OFFLINE="1")
     try:
-        transformers: Any = importlib.import_module("transformers")  # which has few types
+        transformers: Any = importlib.import_module("transformers")  # its types are incomplete
     except ImportError:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
     folder = path.parent if path.is_file() else path
-    if not (folder / "config.json").is_file():  # else transformers takes the path for the name of a download
+    if not (folder / "config.json").is_file():  # else transformers reads the path as a model name on the hub
         what = "it has no config.json" if folder.is_dir() else "there is no such folder"
         raise ModelError(f"model={path}: {what}. Give the folder of a Hugging Face model, or package.module:function.")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on what the file holds
+    except Exception as error:  # the error type depends on the file
         # Some errors name the failed check in the first line and the cause in the second.
         first = " ".join(line.strip() for line in str(error).strip().splitlines()[:2]) or type(error).__name__
         raise ModelError(
@@ -100,7 +100,7 @@ def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
     stride: Any = getattr(config, "conv_stride", None)
     positions = getattr(config, "max_source_positions", None)
     samples = None
-    if stride and not isinstance(stride, int):  # in other families it is one number, of something else
+    if stride and not isinstance(stride, int):  # in other families it is an int with another meaning
         samples = (seq_len * math.prod(stride) + sum(config.conv_kernel),)
     known: dict[str, Any] = {
         "pixel_values": None if reads_images_as_tokens(model) else image_shape(config),
@@ -160,7 +160,7 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
     kind = getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel")
     try:
         return kind.from_config(config, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on what the config holds
+    except Exception as error:  # the error type depends on the config
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise ModelError(
             f"model.path: transformers has no {words} for model_type={family} ({first}). Give the folder of a {words}."
@@ -197,7 +197,7 @@ def load_tokenizer(folder: Path, **options: Any) -> Any:
         DataError: if the folder has no tokenizer that transformers can read.
     """
     transformers: Any = importlib.import_module("transformers")
-    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):  # else transformers makes an empty one
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):  # else transformers creates an empty one
         raise DataError(
             f"model.path={folder}: it has no tokenizer. Put tokenizer.json and tokenizer_config.json of the model into "
             "the folder."
@@ -206,7 +206,7 @@ def load_tokenizer(folder: Path, **options: Any) -> Any:
         found = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **options
         )
-    except Exception as error:  # what it raises depends on what the files hold
+    except Exception as error:  # the error type depends on the files
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise DataError(
             f"model.path={folder}: transformers cannot read its tokenizer ({first}). Put tokenizer.json and "
@@ -228,9 +228,7 @@ def attention_heads(model: Any) -> tuple[int, int] | None:
 
 
 def attention_name(module: nn.Module) -> str | None:
-    """Return the attention implementation in a module's config ("sdpa", "eager", ...), or None if it has no such
-    setting.
-    """
+    """Return the attention implementation in a module's config ("sdpa", "eager", ...), or None without one."""
     config: Any = getattr(module, "config", None)
     return (
         (config._attn_implementation_internal or "eager") if hasattr(config, "_attn_implementation_internal") else None
@@ -348,8 +346,9 @@ def _table_past_padding(model: nn.Module) -> nn.Embedding | None:
 
 
 def has_gated_experts(experts: nn.Module) -> bool:
-    """Return True if a transformers module has experts of the form down(gate(x)), (outputs, inputs) weights and no
-    biases.
+    """Return True if a transformers module has experts of the form down(gate(x)).
+
+    Their weights are (outputs, inputs), without biases.
     """
     said = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
     return callable(getattr(experts, "_apply_gate", None)) and all(
@@ -370,7 +369,11 @@ def is_router(module: Any) -> bool:
 
 @contextlib.contextmanager
 def one_document() -> Generator[None]:
+<<<<<<< HEAD
     """Treat each sample as one document. Otherwise transformers infers documents from position ids."""
+=======
+    """Treat each sample as one document inside the context. Otherwise transformers infers documents from positions."""
+>>>>>>> p-models
     masks: Any = sys.modules.get("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
     if masks is None or look is None:
@@ -401,8 +404,9 @@ def quiet() -> Generator[None]:
 
 @contextlib.contextmanager
 def experts_at_once(model: nn.Module) -> Generator[None]:
-    """Compute transformers' experts as one batched product inside the context, because a loop has value-dependent
-    shapes.
+    """Compute transformers' experts as one batched product inside the context.
+
+    Their default loop has shapes that depend on values.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     before = [(one, one.__dict__[_EXPERTS]) for one in configs.values() if _EXPERTS in getattr(one, "__dict__", ())]

@@ -1,8 +1,8 @@
 """Record the kernels of one forward and backward on the meta device.
 
-Matrix products and attention get rows of their own kind. Everything else is a pass over memory. Values that tensor
-parallelism divides are followed from the outputs of column-parallel layers to the inputs of row-parallel ones, in
-forward and backward.
+Matrix products and attention get rows with sizes. Everything else is a pass over memory. Values that tensor parallelism
+divides are followed from the outputs of column-parallel layers to the inputs of row-parallel ones, in forward and
+backward.
 """
 
 from __future__ import annotations
@@ -38,10 +38,14 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 def is_worth_saving(op: Any, made: float, read: float) -> bool:
     """Return True if a product should be saved instead of recomputed.
+<<<<<<< HEAD
 
     Batched products are saved only if not larger than their inputs.
+=======
+>>>>>>> p-models
 
-    Larger ones are attention scores, which are expensive to save and cheap to recompute.
+    All products are saved except batched ones that are larger than their inputs. Those are attention scores, which are
+    expensive to save and cheap to recompute.
 
     Args:
         op: the operation, or its name without the overload.
@@ -95,7 +99,7 @@ class KernelRecorder(TorchDispatchMode):
     """
 
     def __init__(self, styles: Mapping[int, str]):
-        mode: Any = super()  # whose argument has no type
+        mode: Any = super()  # its argument is untyped
         mode.__init__()
         self.styles = styles
         self.part: int | None = None
@@ -104,7 +108,7 @@ class KernelRecorder(TorchDispatchMode):
         self.cut: set[int] = set()
         self.last_op = ""
         self._alive: list[torch.UntypedStorage] = []
-        self._starts: list[int] = []  # autograd's numbers where parts of forward begin, ascending
+        self._starts: list[int] = []  # first autograd node number of each part of forward, ascending
         self._parts: list[int | None] = []
         self._attending = False
 
@@ -204,7 +208,7 @@ class KernelRecorder(TorchDispatchMode):
             )
         if row.kind == "product" and style in ("columns", "rows"):
             row.cut = style
-            inside = (style == "columns") != row.backward  # backward towards the input goes the other way round
+            inside = (style == "columns") != row.backward  # the input gradient is reversed
         elif inside:
             row.cut = "inside"
         if inside:
@@ -231,12 +235,13 @@ class KernelRecorder(TorchDispatchMode):
             else:
                 known.place = len(self.rows) if known.part == self.part else known.place
                 known.in_attention &= self._attending
-        return tensor.detach()  # itself it would hold the graph that holds it
+        return tensor.detach()  # the tensor itself would form a reference cycle with its graph
 
 
 class _Calls(TorchFunctionMode):
-    """Replaces calls of fused attention by the recorded function, because on the meta device torch would decompose
-    them.
+    """Replaces calls of fused attention by the recorded function.
+
+    On the meta device torch would decompose them.
     """
 
     def __init__(self, original: Any, attend: Any):
@@ -248,14 +253,18 @@ class _Calls(TorchFunctionMode):
 
 
 class _Attention(Function):
+<<<<<<< HEAD
     """Attention that saves the same tensors as a fused kernel: q, k, v, the output and log-sum of each row."""
+=======
+    """Attention that saves the same tensors as a fused kernel: queries, keys, values, output and log-sums of rows."""
+>>>>>>> p-models
 
     @staticmethod
     def forward(
         ctx: Any, recorder: KernelRecorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
     ) -> torch.Tensor:
         *outer, heads, rows, _ = query.shape
-        # Fused kernels return their heads interleaved by row, so the next layer reads the output without a copy.
+        # Fused kernels store the output as (rows, heads, width), so the next layer reads it without a copy.
         out = query.new_empty((*outer, rows, heads, value.shape[-1])).transpose(-2, -3)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         recorder.attended(query, key, [out, sums], causal)
@@ -278,7 +287,11 @@ def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
 
 
 def _convolution(args: Any, output: torch.Tensor) -> tuple[float, ...]:
+<<<<<<< HEAD
     """Return a convolution's sizes as products: a row for each position of each sample, a product for each group."""
+=======
+    """Return a convolution's sizes as products: one row per position of each sample, one product per group."""
+>>>>>>> p-models
     weight, transposed, groups = args[1], args[6], args[8]
     if transposed:
         channels = args[0].shape[1]
@@ -372,7 +385,7 @@ class PartReader:
         none: frozenset[int] = frozenset()
         kept = {name: self._divided(((key, sizes[key]) for key in keys), none) for name, keys in saved.items()}
         kept["full"] = self._divided(self.part.inputs.items(), none)
-        summed = {key for row in self.heavy if row.cut == "rows" for key in row.writes}  # kept before ranks add them up
+        summed = {key for row in self.heavy if row.cut == "rows" for key in row.writes}  # saved before the all-reduce
         kept["selective"] = self._divided(self._selective().items(), summed)
         moved = {
             "moved_forward": self._moved(self.forward),
@@ -386,16 +399,18 @@ class PartReader:
         return Measured(self.heavy, moved, kept, values, kernels)
 
     def _divided(self, items: Iterable[tuple[int, float]], gathered: Set[int]) -> Bytes:
-        """Return the bytes that tp divides, those that it does not divide even under sp, and those that it divides
-        under sp.
-        """
+        """Return the bytes that tp divides, bytes in full on every rank even under sp, and bytes that sp divides."""
         found = [0.0, 0.0, 0.0]
         for key, size in items:
             found[0 if key in self.recorder.cut else 1 if key in gathered else 2] += size
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
+<<<<<<< HEAD
         """Return the layer's inputs, and its heavy operations' outputs up to the last one that backward needs."""
+=======
+        """Return the layer's inputs, and the outputs of its heavy operations up to the last tensor that is saved."""
+>>>>>>> p-models
         last = max((each.place for each in self.saved.values()), default=0)
         kept = dict(self.part.inputs)
         for place, row in enumerate(self.recorder.rows):
@@ -435,8 +450,9 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _fused(self, rows: list[Row]) -> Bytes:
-        """Return the bytes moved if each chain of element-wise kernels reads only its inputs and writes only its
-        outputs.
+        """Return the bytes moved if each chain of element-wise kernels is fused.
+
+        A fused chain reads only its inputs and writes only its outputs.
         """
         found = [0.0, 0.0, 0.0]
         for chain in _chains(rows):

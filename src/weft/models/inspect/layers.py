@@ -30,7 +30,11 @@ class KnownModel(Protocol):
 
     @property
     def has_routers(self) -> bool:
+<<<<<<< HEAD
         """True if values decide which weights a token uses. A forward on the meta device cannot show the work."""
+=======
+        """True if values decide which weights a token uses. A forward on the meta device then hides the work."""
+>>>>>>> p-models
         ...
 
     def tensor_layout(self) -> Layout:
@@ -204,7 +208,7 @@ class Heads:
         if rows % self.width:
             return [(rows, 1, False)]
         if rows > whole and rows % whole == 0:
-            return [(rows, rows // self.count, False)]  # query, key and value of one head after another
+            return [(rows, rows // self.count, False)]  # query, key and value of each head are adjacent
         return [(rows, self.width, rows < whole)]
 
     def numbers(self, tp: int) -> list[tuple[tuple[str, ...], int, int]]:

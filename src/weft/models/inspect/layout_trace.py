@@ -92,13 +92,13 @@ class _Trace:
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
-        self.beside: dict[str, int] = {}  # ids of parameters that modules hold beside linear layers
-        self.own: list[str] = []  # parameters that modules hold beside linear layers
-        self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
+        self.beside: dict[str, int] = {}  # ids of direct parameters of modules with linear children
+        self.own: list[str] = []  # direct parameters of modules with linear children
+        self.ends: dict[str, frozenset[str]] = {}  # row-parallel candidates -> layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
-        self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
-        self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
-        self.normed: dict[str, frozenset[str]] = {}  # norms that take features together, and of which layers
+        self.inside: dict[str, frozenset[str]] = {}  # modules with parameters -> layers whose features they read
+        self.gives: dict[str, frozenset[str]] = {}  # parents of linear layers -> layers whose features they output
+        self.normed: dict[str, frozenset[str]] = {}  # norms over all features -> layers of these features
         table = input_embeddings(self.model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
         self.ids = [
@@ -147,7 +147,7 @@ class _Trace:
                 yield module.register_forward_hook(self._after_around)
 
     def _before_heads(self, module: nn.Module, args: Any) -> None:
-        """Trust head counts inside this module, because its attributes are set to those of a rank."""
+        """Trust head counts inside this module, because its attributes are set to a rank's counts."""
         del module, args
         self.flow.trusted += 1
 
@@ -185,7 +185,11 @@ class _Trace:
     def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         """Mark the output of a table that does not read the ids.
 
+<<<<<<< HEAD
         It may have a column per head, like T5's relative positions.
+=======
+        Such a table may have a column per head, like T5's relative positions.
+>>>>>>> p-models
         """
         del args
         assert isinstance(module, nn.Embedding)
@@ -225,7 +229,11 @@ class _Trace:
     def _before_around(self, module: nn.Module, args: Any) -> None:
         """Mark the module's direct parameters.
 
+<<<<<<< HEAD
         They may have one number per head, like attention sinks, and shard with heads.
+=======
+        They may have one number per head, like attention sinks, and are then sharded with the heads.
+>>>>>>> p-models
         """
         del args
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
@@ -257,10 +265,10 @@ class _Trace:
         for path in self.order:
             sources = self.ends.get(path, frozenset())
             if path in styles or not sources or any(styles.get(source, "colwise") in ENDS for source in sources):
-                continue  # a head, or the first layer is the second of another pair
+                continue  # an output layer, or the first layer is the second of another pair
             family = frozenset[str]().union(*(families[source] for source in sources))
             if path.startswith(blocks) and not all(source.startswith(blocks) for source in family):
-                continue  # a pair of a layer outside of the blocks, such as a condition's, and one inside
+                continue  # a pair with one layer outside of the blocks, such as a conditioning layer
             if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
             names = ", ".join(sorted({source.rpartition(".")[2] for source in family.difference(self.own)}))
@@ -294,9 +302,13 @@ class _Trace:
                 styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
+<<<<<<< HEAD
         """Add unsharded linear layers within a sharded part.
 
         Latent attention computes queries and keys of all heads so.
+=======
+        """Add unsharded linear layers within a sharded part, such as in latent attention.
+>>>>>>> p-models
 
         The output of the part is a sum over ranks, and its input feeds the heads of one rank, so all modules between
         them have partial gradients.

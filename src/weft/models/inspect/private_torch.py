@@ -30,7 +30,7 @@ def number_of(node: Any) -> int:
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
     """Return a module's forward hooks by id. Hooks that are removed from the dict no longer run."""
-    untyped: Any = module  # the types of its hooks are partly unknown
+    untyped: Any = module  # the hooks are only partly typed
     return untyped._forward_hooks
 
 

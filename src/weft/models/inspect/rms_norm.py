@@ -25,9 +25,13 @@ _ROWS, _FEATURES = 3, 8
 class RmsForm:
     """Variant of a norm.
 
-    Attributes:
-        from_one: the weight is added to one.
-        rounds_first: the cast to the input's dtype precedes the scale.
+    <<<<<<< HEAD
+        Attributes:
+            from_one: the weight is added to one.
+            rounds_first: the cast to the input's dtype precedes the scale.
+    =======
+        from_one: the weight is added to one. rounds_first: the cast to the input's dtype precedes the scale.
+    >>>>>>> p-models
     """
 
     eps: float
@@ -60,7 +64,7 @@ def rms_form(module: nn.Module) -> RmsForm | None:
         return None
     try:
         with without_modes(), torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of formats that do not suit a fused kernel
+            warnings.simplefilter("ignore")  # warnings about dtypes without a fused kernel
             return _attributes_of(module, eps)
     except (RuntimeError, TypeError, ValueError, AttributeError):  # a norm of another kind
         return None

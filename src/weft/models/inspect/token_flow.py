@@ -118,7 +118,7 @@ def _called_units(
         if not any(one.startswith(f"{path}.") for one in cut):
             return
         if path in called:
-            if not division.is_full(path):  # such a module gets all tokens, and divides none
+            if not division.is_full(path):  # such a module gets all tokens and divides no tokens
                 found.append(path)
             return
         for name, _ in modules[path].named_children():

@@ -254,9 +254,7 @@ class TokenStep:
         yield from self._give(mark, mark.dim)
 
     def _joined(self, dim: int, rank: int) -> TokenDim:
-        """Check tensors that are joined along a dim other than the tokens', and return the position of the tokens in
-        each.
-        """
+        """Check tensors that are joined along a dim other than the tokens'. Return the position of the tokens."""
         parts = [part for part in self.args[0] if part.numel()]
         marks = [mark for part in parts if (mark := self.of(part)) is not None]
         for part in parts:
@@ -284,7 +282,7 @@ class TokenStep:
         """Return the position of the tokens in a matrix product or a batch of products."""
         one, other = self.of(left), self.of(right)
         rank = left.dim()
-        if one is not None and one.dim < rank - 2:  # a batch of products, each of one token
+        if one is not None and one.dim < rank - 2:  # a batch of products, one per token
             fits = other == one if other is not None else self.is_uniform(right, rank - one.dim)
             if fits:
                 return one
@@ -398,7 +396,14 @@ class TokenStep:
             yield from self._give(mark, mark.dim)
 
     def _op_gather(self) -> Iterator[Any]:
+<<<<<<< HEAD
         """Follow a gather along another dim than the tokens', or a scatter into a token or uniform tensor."""
+=======
+        """Follow a gather along another dim than the tokens'.
+
+        Also follow a scatter along such a dim, into a tensor with tokens or a constant one.
+        """
+>>>>>>> p-models
         tensor = self.args[0]
         dim = self._get(1, "dim") % tensor.dim()
         others = [one for one in (tensor, *self.args[2:]) if isinstance(one, torch.Tensor) and one.dim()]
@@ -444,7 +449,7 @@ def follow_tokens(old: tuple[int, ...], new: tuple[int, ...], mark: TokenDim) ->
     """Return the position of the tokens after a reshape, or None if no single dim holds all of them."""
     if 0 in old or math.prod(old[: mark.dim + 1]) * math.prod(old[mark.dim + 1 :]) != math.prod(new):
         return None
-    stride = math.prod(old[mark.dim + 1 :]) * mark.inner  # elements from a token to the next
+    stride = math.prod(old[mark.dim + 1 :]) * mark.inner  # elements between consecutive tokens
     after = math.prod(new)
     for dim, size in enumerate(new):
         span, after = after, after // size

@@ -103,13 +103,13 @@ class TokenTrace:
 
     def _reset(self) -> None:
         self._stack: list[str] = []
-        self._depth = 0  # modules under way that get all tokens
-        self._open: str | None = None  # the module at whose end tokens are gathered
+        self._depth = 0  # number of running modules that get all tokens
+        self._open: str | None = None  # tokens are gathered after this module
         self._ends: list[str] = []
         self._unit: list[str] = []
         self._trusted: list[str] = []
         self._own: list[set[int]] = []
-        self._kept: list[torch.Tensor] = []  # so that ids stay theirs
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive so that ids stay unique
         self._marks: dict[int, TokenDim] = {}
         self._uniform: set[int] = set()
         self._inner: set[int] = set()
@@ -308,8 +308,9 @@ class TokenTrace:
         return after
 
     def _check_kept(self, model: nn.Module) -> None:
-        """Check that blocks store no numbers with a gradient, such as a loss, since they would be of a part of the
-        tokens.
+        """Check that blocks store no numbers with a gradient, such as a loss.
+
+        Such a number would come from a part of the tokens.
         """
         for path, module in named_modules(model):
             for name, value in module.__dict__.items():
@@ -382,7 +383,7 @@ class TokenTrace:
     def _follow_tokens(self, name: str, step: TokenStep, is_uniform: bool) -> None:
         try:
             made = step.marks()
-        except (TokensMeet, IndexError, TypeError):  # an argument that a rule does not expect is not known to be right
+        except (TokensMeet, IndexError, TypeError):  # a rule does not support these arguments
             self.meet(name)
             return
         for tensor, tokens in made:
