@@ -1,8 +1,8 @@
 """Private names of torch that several packages use, or that the mesh uses, and types that torch lacks.
 
 A package that needs other private names has them in its `private_torch.py`. No other file of Weft uses one.
-`tests/repo/test_private_torch.py` checks that, and reports names that a release of torch has moved. Verified in torch
-2.11 and 2.13 unless noted.
+`tests/repo/test_private_torch.py` checks that, and reports names that a release of torch has moved. Verified in
+torch 2.11 and torch 2.13 unless noted.
 """
 
 # This file is where private names are used.

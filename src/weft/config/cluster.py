@@ -62,11 +62,7 @@ class DeviceSpec:
         return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
-<<<<<<< HEAD
-        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None if the device lacks it."""
-=======
         """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32", or None if unsupported."""
->>>>>>> p-models
         return dict(self.peaks).get(precision)
 
 

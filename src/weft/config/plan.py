@@ -257,14 +257,10 @@ class Plan:
 
     @property
     def sync_fragments(self) -> int:
-<<<<<<< HEAD
-        """Number of fragments that are synchronized in turn during steps; 0: all at once, while no rank computes."""
-=======
         """Number of fragments that are synchronized one after another during steps.
 
         0: all together, while no rank computes.
         """
->>>>>>> p-models
         return sync_of(self.sync)[2]
 
     @property

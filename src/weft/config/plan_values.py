@@ -266,11 +266,7 @@ class ReshardPolicy(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class SyncEvery(Kind):
-<<<<<<< HEAD
-    """How often replicas synchronize: "step", or a method with numbers of steps ("diloco:50") and fragments ("/4")."""
-=======
     """Synchronization of replicas: "step", or a method with a number of steps ("diloco:50") and of fragments ("/4")."""
->>>>>>> p-models
 
     def check(self, name: str, value: object) -> str:
         try:

@@ -86,11 +86,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class TracedAttention:
-<<<<<<< HEAD
-    """One fused attention. queries: total number, B S; keys: visible to each. cut: t divides the heads."""
-=======
     """One fused attention. queries: total number, B S per sequence; keys: visible to each. cut: t divides the heads."""
->>>>>>> p-models
 
     heads: int
     kv_heads: int

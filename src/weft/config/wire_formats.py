@@ -57,11 +57,7 @@ _KNOWN: dict[str, WireSpec] = {}
 
 
 def register(wire: WireSpec) -> WireSpec:
-<<<<<<< HEAD
-    """Make a format a legal value of `reduce`. Repeating it changes nothing; raise PlanError for a taken name."""
-=======
     """Make a format a legal value of `reduce`. Registering it again has no effect; raise PlanError for a taken name."""
->>>>>>> p-models
     if _KNOWN.setdefault(wire.name, wire) != wire:
         raise PlanError(f"reduce={wire.name}: another wire has this name. Register it under a name of its own.")
     return wire

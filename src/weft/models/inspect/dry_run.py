@@ -222,11 +222,7 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
-<<<<<<< HEAD
-    """Return arguments that fit the model: all inputs of a transformers model, else ids, an image or audio."""
-=======
     """Return arguments that fit the model: all inputs of a transformers model, else ids, an image, audio or vectors."""
->>>>>>> p-models
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):

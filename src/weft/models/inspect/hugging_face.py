@@ -369,11 +369,7 @@ def is_router(module: Any) -> bool:
 
 @contextlib.contextmanager
 def one_document() -> Generator[None]:
-<<<<<<< HEAD
-    """Treat each sample as one document. Otherwise transformers infers documents from position ids."""
-=======
     """Treat each sample as one document inside the context. Otherwise transformers infers documents from positions."""
->>>>>>> p-models
     masks: Any = sys.modules.get("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
     if masks is None or look is None:

@@ -38,11 +38,6 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 def is_worth_saving(op: Any, made: float, read: float) -> bool:
     """Return True if a product should be saved instead of recomputed.
-<<<<<<< HEAD
-
-    Batched products are saved only if not larger than their inputs.
-=======
->>>>>>> p-models
 
     All products are saved except batched ones that are larger than their inputs. Those are attention scores, which are
     expensive to save and cheap to recompute.
@@ -253,11 +248,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Attention(Function):
-<<<<<<< HEAD
-    """Attention that saves the same tensors as a fused kernel: q, k, v, the output and log-sum of each row."""
-=======
     """Attention that saves the same tensors as a fused kernel: queries, keys, values, output and log-sums of rows."""
->>>>>>> p-models
 
     @staticmethod
     def forward(
@@ -287,11 +278,7 @@ def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
 
 
 def _convolution(args: Any, output: torch.Tensor) -> tuple[float, ...]:
-<<<<<<< HEAD
-    """Return a convolution's sizes as products: a row for each position of each sample, a product for each group."""
-=======
     """Return a convolution's sizes as products: one row per position of each sample, one product per group."""
->>>>>>> p-models
     weight, transposed, groups = args[1], args[6], args[8]
     if transposed:
         channels = args[0].shape[1]
@@ -406,11 +393,7 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
-<<<<<<< HEAD
-        """Return the layer's inputs, and its heavy operations' outputs up to the last one that backward needs."""
-=======
         """Return the layer's inputs, and the outputs of its heavy operations up to the last tensor that is saved."""
->>>>>>> p-models
         last = max((each.place for each in self.saved.values()), default=0)
         kept = dict(self.part.inputs)
         for place, row in enumerate(self.recorder.rows):

@@ -30,11 +30,7 @@ class KnownModel(Protocol):
 
     @property
     def has_routers(self) -> bool:
-<<<<<<< HEAD
-        """True if values decide which weights a token uses. A forward on the meta device cannot show the work."""
-=======
         """True if values decide which weights a token uses. A forward on the meta device then hides the work."""
->>>>>>> p-models
         ...
 
     def tensor_layout(self) -> Layout:

@@ -185,11 +185,7 @@ class _Trace:
     def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         """Mark the output of a table that does not read the ids.
 
-<<<<<<< HEAD
-        It may have a column per head, like T5's relative positions.
-=======
         Such a table may have a column per head, like T5's relative positions.
->>>>>>> p-models
         """
         del args
         assert isinstance(module, nn.Embedding)
@@ -229,11 +225,7 @@ class _Trace:
     def _before_around(self, module: nn.Module, args: Any) -> None:
         """Mark the module's direct parameters.
 
-<<<<<<< HEAD
-        They may have one number per head, like attention sinks, and shard with heads.
-=======
         They may have one number per head, like attention sinks, and are then sharded with the heads.
->>>>>>> p-models
         """
         del args
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
@@ -302,13 +294,7 @@ class _Trace:
                 styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
-<<<<<<< HEAD
-        """Add unsharded linear layers within a sharded part.
-
-        Latent attention computes queries and keys of all heads so.
-=======
         """Add unsharded linear layers within a sharded part, such as in latent attention.
->>>>>>> p-models
 
         The output of the part is a sum over ranks, and its input feeds the heads of one rank, so all modules between
         them have partial gradients.

@@ -396,14 +396,10 @@ class TokenStep:
             yield from self._give(mark, mark.dim)
 
     def _op_gather(self) -> Iterator[Any]:
-<<<<<<< HEAD
-        """Follow a gather along another dim than the tokens', or a scatter into a token or uniform tensor."""
-=======
         """Follow a gather along another dim than the tokens'.
 
         Also follow a scatter along such a dim, into a tensor with tokens or a constant one.
         """
->>>>>>> p-models
         tensor = self.args[0]
         dim = self._get(1, "dim") % tensor.dim()
         others = [one for one in (tensor, *self.args[2:]) if isinstance(one, torch.Tensor) and one.dim()]
