@@ -290,3 +290,46 @@ def test_a_published_plan_that_leaves_out_norms_of_heads_is_not_believed():
             continue
         norm = layout.match("model.layers.1.self_attn.q_norm")
         assert norm == ("partial" if asked else None)
+
+
+def scaled(ff, h):
+    return ff.down(h) / ff.up.weight.norm()
+
+
+def tied(ff, h):
+    return h @ ff.up.weight
+
+
+def penalised(ff, h):
+    return ff.down(h) + ff.down.weight.square().sum()
+
+
+def shifted(ff, h):
+    return ff.down(h + ff.up.bias)
+
+
+class ReadsWeights(nn.Module):
+    """The embedding's weight, or one of a pair of layers, is used outside of its layer."""
+
+    def __init__(self, operation=lambda ff, h: ff.down(h), head=lambda net, x: net.head(x)):
+        super().__init__()
+        self.embed, self.up, self.down, self.head = (
+            nn.Embedding(8, 4), nn.Linear(4, 16), nn.Linear(16, 4), nn.Linear(4, 8),
+        )  # fmt: skip
+        self.operation, self.last = operation, head
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.last(self, x + self.operation(self, self.up(x).relu()))
+
+
+def test_weights_that_are_read_outside_of_their_layers_stay_full():
+    full = "embed=vocab up=colwise down=rowwise head=vocab"
+    assert find_layout(ReadsWeights()).format() == full
+    for operation in (scaled, tied, penalised, shifted):
+        assert find_layout(ReadsWeights(operation)).format() == "embed=vocab head=vocab", operation.__name__
+    assert find_layout(ReadsWeights(head=lambda net, x: net.head(x.to(net.head.weight)))).format() == full
+    product = find_layout(ReadsWeights(head=lambda net, x: x @ net.embed.weight.t() + net.head(x)))
+    assert product.format() == "up=colwise down=rowwise head=vocab"
+    table = find_layout(ReadsWeights(head=lambda net, x: net.head(x) + net.head.weight.mean(1)))
+    assert table.format() == "embed=vocab up=colwise down=rowwise"

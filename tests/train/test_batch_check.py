@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.batch_kinds import DEPENDENT, MOVES, NOISE, ORDINARY, Counter, D, Fixed, Net, Renormed, squares
+from tests.train.batch_kinds import (
+    DEPENDENT,
+    MOVES,
+    NOISE,
+    ORDINARY,
+    CallCounter,
+    Counter,
+    D,
+    Fixed,
+    Net,
+    Renormed,
+    squares,
+)
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
@@ -103,13 +115,15 @@ def said_of_tp(names: list[str]) -> dict[str, list[str]]:
 def test_what_moves_with_each_forward_matters_under_accumulation_alone(ranks2):
     counted = said_of(start("accumulation=2"), lambda: Net(Counter()))
     assert any("each forward changes between.steps" in said for said in counted), counted
+    [said] = said_of(start("accumulation=2"), lambda: Net(CallCounter()))
+    assert "attributes: each forward changes between.calls, and" in said
     assert not any(ranks2.run(said_of_counter, "dp_replicate=2"))
     [said], _ = ranks2.run(said_of_renormed, "dp_replicate=2")
     assert "max_norm=0.5: between.table scales rows" in said
 
 
 def said_of_counter(plan: str) -> list[str]:
-    return said_of(start(plan), lambda: Net(Counter()))
+    return [said for kind in (Counter, CallCounter) for said in said_of(start(plan), lambda kind=kind: Net(kind()))]
 
 
 def said_of_renormed(plan: str) -> list[str]:

@@ -65,6 +65,8 @@ class FeatureFlow(TorchFunctionMode):
 
     broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
     trusted: above zero if constant numbers of heads and widths are replaced by a rank's.
+    weights: ids of parameters that a layer may shard. read: those that are used outside of their layer, and the
+    operation. lookup: id of the embedding that a layer is reading.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -74,6 +76,9 @@ class FeatureFlow(TorchFunctionMode):
         self.params: set[int] = set()
         self.met: dict[int, frozenset[str]] = {}  # features that were combined with parameters
         self.inside = False
+        self.weights: set[int] = set()
+        self.read: dict[int, str] = {}
+        self.lookup: int | None = None
         self.broken: dict[str, str] = {}
         self.alone: set[str] = set()
         self.segments: dict[str, set[tuple[int, int]]] = {}
@@ -118,6 +123,7 @@ class FeatureFlow(TorchFunctionMode):
             return result
         name = getattr(func, "__name__", "")
         name = getattr(func.__self__, "__name__", name) if name == "__get__" else name
+        self._note_reads(name, args, kwargs)
         marked = [leaf for leaf in tree_leaves((args, kwargs)) if self.of(leaf) is not None]
         first = self.of(args[0]) if args else None
         if first is not None and name in _SIZES and not self.trusted:
@@ -131,6 +137,15 @@ class FeatureFlow(TorchFunctionMode):
         if not self.trusted:
             self._check_sizes(name, args, kwargs, result, first)
         return result
+
+    def _note_reads(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note weights whose numbers an operation outside of their layers uses: a shard of one is not enough there."""
+        if name in _ASKED or name in _FRESH:
+            return
+        used = args[:1] if name in ("to", "type_as") else (args, kwargs)  # of the second only the format
+        for leaf in tree_leaves(used):
+            if id(leaf) in self.weights and not (name == "embedding" and id(leaf) == self.lookup):
+                self.read.setdefault(id(leaf), name)
 
     def _end_of(self, value: Any, reason: str) -> None:
         if (mark := self.of(value)) is not None:

@@ -98,6 +98,7 @@ class _Trace:
         self.sizes: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, frozenset[str]] = {}  # modules with parameters -> layers whose features they read
         self.gives: dict[str, frozenset[str]] = {}  # parents of linear layers -> layers whose features they output
+        self.weights: dict[int, list[tuple[str, str]]] = {}  # (layer, name) by id of a parameter
         self.normed: dict[str, frozenset[str]] = {}  # norms over all features -> layers of these features
         table = input_embeddings(self.model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
@@ -108,7 +109,8 @@ class _Trace:
 
     def run(self, example: Any) -> _Trace:
         """Call the model and record what `styles` needs."""
-        handles = [hook for module in self.model.modules() for hook in self._watch(module)]
+        handles = [self.model.register_forward_pre_hook(self._before_model)]
+        handles += [hook for module in self.model.modules() for hook in self._watch(module)]
         try:
             output = call_traced(self.model, example, self._begin)
         except ModelError as error:
@@ -146,6 +148,17 @@ class _Trace:
                 yield module.register_forward_pre_hook(self._before_around)
                 yield module.register_forward_hook(self._after_around)
 
+    def _before_model(self, module: nn.Module, args: Any) -> None:
+        """Weights that are read outside of their layers, as a penalty or a tied product does, stay unsharded."""
+        del args
+        if isinstance(self.model, KnownModel):
+            return
+        for path, layer in named_modules(module):
+            if is_linear(layer) or isinstance(layer, nn.Embedding):
+                for name, param in layer.named_parameters(recurse=False):
+                    self.weights.setdefault(id(param), []).append((path, name))
+        self.flow.weights = set(self.weights)
+
     def _before_heads(self, module: nn.Module, args: Any) -> None:
         """Trust head counts inside this module, because its attributes are set to a rank's counts."""
         del module, args
@@ -167,8 +180,8 @@ class _Trace:
 
     def _after_linear(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         del args
-        self.flow.inside = False
         path, (outputs, inputs) = self.paths[id(module)], weight_of(module).shape
+        self.flow.inside = False
         if path in self.sizes:
             self.flow.broken.setdefault(path, "it is called twice")
         else:
@@ -177,6 +190,7 @@ class _Trace:
         self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, outputs))
 
     def _before_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.flow.lookup = id(module.weight)
         # The wrapper of meta tensors may have made a new object, so the ids are recognized as the first ones that are
         # read.
         if self.embedding is None and args and any(args[0] is ids for ids in self.ids):
@@ -189,6 +203,7 @@ class _Trace:
         """
         del args
         assert isinstance(module, nn.Embedding)
+        self.flow.lookup = None
         path = self.paths[id(module)]
         if path != self.embedding:
             if path in self.sizes:
@@ -251,12 +266,18 @@ class _Trace:
         """Return style and reason of each module that is sharded or works on sharded features, in module order."""
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
-        self._vocabulary(styles, reasons)
+        read = self._read_outside()
+        self._vocabulary(styles, reasons, read)
         families = self._families()
         blocks = tuple(f"{block}." for block in repeated_blocks(self.model))
         for path in self.order:
             sources = self.ends.get(path, frozenset())
-            if path in styles or not sources or any(styles.get(source, "colwise") in ENDS for source in sources):
+            if (
+                path in styles
+                or not sources
+                or (path, "weight") in read
+                or any(styles.get(source, "colwise") in ENDS for source in sources)
+            ):
                 continue  # an output layer, or the first layer is the second of another pair
             family = frozenset[str]().union(*(families[source] for source in sources))
             if path.startswith(blocks) and not all(source.startswith(blocks) for source in family):
@@ -319,6 +340,13 @@ class _Trace:
                 for path in rest:
                     styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
 
+    def _read_outside(self) -> set[tuple[str, str]]:
+        """Return (layer, name) of parameters that are read outside of their layers, whose columns stay together."""
+        read = {place for number in self.flow.read for place in self.weights[number]}
+        for path, name in read:
+            self.flow.broken.setdefault(path, f"its {name} is read outside of the layer")
+        return read
+
     def _families(self) -> dict[str, frozenset[str]]:
         """Return families of layers whose features combine element by element.
 
@@ -346,19 +374,21 @@ class _Trace:
         text = str(len(sizes)) if equal else "+".join(map(str, sizes))
         return f"colwise:{text}", f"{len(sizes)} segments; {reason}"
 
-    def _vocabulary(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
+    def _vocabulary(self, styles: dict[str, str], reasons: dict[str, str], read: set[tuple[str, str]]) -> None:
         if self.embedding is None:
             return
         modules = dict(named_modules(self.model))
         table = modules[self.embedding]
         assert isinstance(table, nn.Embedding)
         for path, module in modules.items():  # T5 reads ids by two tables that are tied to a third
-            if isinstance(module, nn.Embedding) and module.weight is table.weight:
+            if isinstance(module, nn.Embedding) and module.weight is table.weight and (path, "weight") not in read:
                 styles[path], reasons[path] = "vocab", f"reads the token ids, {table.num_embeddings} entries"
         for path in reversed(self.order):
             if not is_linear(modules[path]):
                 continue
             tied = modules[path].weight is table.weight
+            if any(layer == path for layer, _ in read):
+                continue
             if tied or self.sizes[path][0] == table.num_embeddings:
                 styles[path] = "vocab"
                 what = "tied to the embedding" if tied else "as many outputs as the embedding has entries"

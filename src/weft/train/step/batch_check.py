@@ -65,6 +65,7 @@ class Probed:
         limit: relative difference that counts as rounding.
         parts: number of parts that the plan divides a batch into.
         forwards: forwards in one step on one rank.
+        counters: attributes that every forward changes, by name: module, attribute and value. Each run starts from it.
     """
 
     model: nn.Module
@@ -74,11 +75,15 @@ class Probed:
     limit: float = _ROUNDING["fp64"]
     parts: int = 2
     forwards: int = 2
+    counters: dict[str, tuple[nn.Module, str, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Ran:
-    """One small forward: tensors of the output, the loss, and inputs and outputs of modules, if recorded."""
+    """One small forward: tensors of the output, the loss, and inputs and outputs of modules, if recorded.
+
+    buffers: those that it changed. counters: names of attributes with numbers that it changed.
+    """
 
     samples: int
     outputs: list[Tensor] = field(default_factory=list)
@@ -87,6 +92,7 @@ class Ran:
     drawn: list[str] = field(default_factory=list)
     calls: list[tuple[str, list[Tensor], list[Tensor]]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    counters: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +167,10 @@ def check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) 
     if not _agree(mesh, small is not None and buffers <= _MOST_BUFFERS, "min") or small is None:
         return
     with traceless(probed.model) as kept:
+        before = _numbers(probed.model)
         runs = _runs(probed, small, kept, (1, 2, 3))
         findings = [] if runs is None else _suspected(probed, runs)
+        probed.counters = _counters(before, runs)
         # Forward may communicate, so all ranks look closer, or none.
         looks, works = _agree(mesh, bool(findings), "max"), _agree(mesh, runs is not None, "min")
         if not looks or not works or runs is None:
@@ -184,7 +192,9 @@ def causes_of(probed: Probed, batch: Any) -> list[str]:
     if small is None:
         return []
     with traceless(probed.model) as kept:
+        before = _numbers(probed.model)
         runs = _runs(probed, small, kept, (1, 2, 3))
+        probed.counters = _counters(before, runs)
         return [] if runs is None else find_causes(probed, small, kept, runs)
 
 
@@ -257,6 +267,9 @@ def _run(
     """Run one small batch from the saved state. still: random functions return constants."""
     for buffer, values in kept.values():
         buffer.copy_(values)
+    for module, name, value in probed.counters.values():
+        setattr(module, name, value)
+    before = _numbers(probed.model)
     seed_all(seed)
     ran, draws = Ran(len(small.samples.numbers)), _Draws(still)
     handles = _record(probed.model, ran) if records else []
@@ -272,6 +285,9 @@ def _run(
         for handle in handles:
             handle.remove()
     ran.drawn = draws.names
+    ran.counters = {
+        name for name, now in _numbers(probed.model).items() if name in before and now[2] != before[name][2]
+    }
     now = dict(probed.model.named_buffers())
     for name, (buffer, values) in kept.items():
         moved = now.get(name, buffer)
@@ -289,7 +305,25 @@ def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
     is_sum = every.number is None or abs(every.number - sum(one.number or 0.0 for one in halves)) <= 1e-6
     if not is_sum and (found or every.number == 1):  # otherwise a constant: the size of the microbatches
         found.append("number")
-    return found + ["buffers"] * bool(every.buffers)
+    return found + ["buffers"] * bool(every.buffers) + ["counters"] * bool(every.counters)
+
+
+def _numbers(model: nn.Module) -> dict[str, tuple[nn.Module, str, float]]:
+    """Return attributes of modules with numbers: module, attribute and value by name."""
+    return {
+        f"{path}.{name}".lstrip("."): (module, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float) and not name.startswith("_weft")
+    }
+
+
+def _counters(
+    before: dict[str, tuple[nn.Module, str, float]], runs: list[Ran] | None
+) -> dict[str, tuple[nn.Module, str, float]]:
+    """Return the numbers that every run changed: others are computed once and kept."""
+    changed = set[str]() if runs is None else set[str].intersection(*(ran.counters for ran in runs))
+    return {name: found for name, found in before.items() if name in changed}
 
 
 def _outputs_differ(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
@@ -352,6 +386,8 @@ def find_causes(
         runs: results of the small batches.
     """
     first = [small[1]] * 2
+    if probed.counters:  # which made other numbers of each run
+        runs = _runs(probed, small, kept, (1, 2, 3)) or runs
     again, same = (_runs(probed, first, kept, (1, 2), records=True, still=still) for still in (False, True))
     alike = _runs(probed, small, kept, (1, 1, 1), records=True)
     still = _runs(probed, small, kept, (1, 2, 3), records=True, still=True)
@@ -422,12 +458,12 @@ def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[
 def _moved_buffers(probed: Probed, runs: list[Ran], kept: dict[str, tuple[Tensor, Tensor]]) -> str:
     """Return a sentence if forward changes buffers and the result depends on the plan, else "". runs: both halves."""
     moved = [name for name in runs[0].buffers if probed.parts > 1]
-    if not moved:
+    if not moved and not (probed.counters and probed.forwards > 1):
         return ""
     by_data = [
         name for name in moved if not torch.equal(runs[0].buffers[name], runs[1].buffers.get(name, kept[name][1]))
     ]
-    names = by_data or moved
+    names = by_data or [*moved, *probed.counters]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if by_data:
         return (
@@ -437,8 +473,9 @@ def _moved_buffers(probed: Probed, runs: list[Ran], kept: dict[str, tuple[Tensor
         )
     if probed.forwards == 1:
         return ""
+    what = "buffers" if moved else "attributes"
     return (
-        f"buffers: each forward changes {shown}, and a step of this plan has {probed.forwards} forwards, so the values "
+        f"{what}: each forward changes {shown}, and a step of this plan has {probed.forwards} forwards, so the values "
         "depend on the plan. Use accumulation=1, or change them between steps."
     )
 
