@@ -299,7 +299,6 @@ class _RankRun:
             watch = RequestWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
             limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
         figures, book = self._figures(recorder), TimeBook()
-        beside = self._plan_watch(recorder, book)
         trainer = Trainer(
             task=self.task,
             engine=self.engine,
@@ -308,7 +307,7 @@ class _RankRun:
             ended=keeper.ended,
             confirm=keeper.confirm,
             halted=keeper.halted,
-            hooks=[hook for hook in (limit, figures, recorder, beside, *hooks) if hook],
+            hooks=[hook for hook in (limit, figures, recorder, self._plan_watch(recorder, book), *hooks) if hook],
             book=book,
             left_out=steps_left_out(self.folder),
             progress=progress,
@@ -331,12 +330,11 @@ class _RankRun:
             raise
         finally:
             self.voice.display = self.voice.log = None
-            for one in (watch, figures.collector if figures else None, recorder):
-                if one:
-                    one.close()
+            for one in filter(None, (watch, figures.collector if figures else None, recorder)):
+                one.close()
+        if limit and reason == ASKED_TO_STOP:
+            reason = limit.reason or reason
         if is_first:
-            if limit and reason == ASKED_TO_STOP:
-                reason = limit.reason or reason
             self._close(Ending(progress, reason, shown, times))
         return RunResult(progress.step, reason, parting)
 

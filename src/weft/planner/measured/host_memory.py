@@ -71,8 +71,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     passes = np.where(piped, passes, 1.0)
     saved = tokens * layers * passes * kept
     norm = (3 * h + 1) / outside
-    turns = 0.0 if shape.learned_positions else 2.0 * shape.head_dim
-    ends = tokens * (head * norm + turns)
+    ends = tokens * (head * norm + (0.0 if shape.learned_positions else 2.0 * shape.head_dim))
     # At the loss.
     cut = is_loss_fused(columns, tokens, vocab)
     parts = fused_loss_bytes(columns, tokens, vocab, h, width, frozen=adapter is not None) / width
