@@ -161,10 +161,10 @@ def test_a_rank_on_the_processor_stays_where_it_is(monkeypatch):
 
 
 def test_the_doctor_tells_what_holds(monkeypatch, tmp_path):
-    import weft.mesh.cores
+    import weft.comm.gpu_settings
 
     there = machine(tmp_path, TWO_NODES, [0, 1])
-    monkeypatch.setattr(weft.mesh.cores, "Topology", lambda: there)
+    monkeypatch.setattr(weft.comm.gpu_settings, "Topology", lambda: there)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(ALL))
     assert [(line.name, line.text) for line in doctor_cores(GPUS[:2])] == [
         ("cores of gpu 0", "a rank is bound to cores 0-7,16-23 of NUMA node 0, where GPU 0000:3b:00.0 hangs"),

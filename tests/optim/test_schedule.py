@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config.sections import ScheduleSection
-from weft.optim.build import lr_factor
+from weft.optim.schedule import lr_factor
 
 schedules = st.builds(
     ScheduleSection,

@@ -13,7 +13,7 @@ from tests.parity.dropout_cases import PlainModel
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.config.sections import ScheduleSection
-from weft.optim.build import lr_factor
+from weft.optim.schedule import lr_factor
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.step.train_step import TrainStep

@@ -91,7 +91,7 @@ class FakeEngine:
     def evaluate(self) -> Evaluation:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
 
-    def talk(self):
+    def store_channel(self):
         return RankGroup()
 
     def save(self, *, aside=False):

@@ -18,7 +18,7 @@ from weft.monitor.accounting import goodput
 from weft.monitor.events import last_per_step, read_events
 from weft.monitor.live import Display
 from weft.monitor.terminal import LastingStream
-from weft.optim.build import lr_factor
+from weft.optim.schedule import lr_factor
 from weft.train.engine import Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import Progress

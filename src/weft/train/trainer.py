@@ -15,7 +15,7 @@ from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
 from weft.monitor.guards import GarbageTurns, NonFiniteGuard, SpikeWatch, mfu
 from weft.monitor.step_times import StepTimes, TimeBook, busy_seconds, memory_bytes, own_seconds
-from weft.optim.build import lr_factor
+from weft.optim.schedule import lr_factor
 from weft.train.batching_by_cost import StepBorders
 from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.hooks import Hook, Progress, SaveEnd, stretches

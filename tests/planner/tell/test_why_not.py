@@ -64,7 +64,8 @@ def test_a_broken_rule_is_told_first_with_the_plan_that_mends_it(question):
     text = told(question, "dp_replicate=4 tp=2 zero=3 precision=bf16 accumulation=16")
     assert text.splitlines()[:4] == [
         "plan    dp_replicate=4 tp=2 zero=3 accumulation=16 precision=bf16",
-        "why not zero=3: ZeRO shards over dp_shard and cp, and both are 1. Use zero=0, or dp_shard=2 or more.",
+        "why not zero=3: ZeRO shards over dp_shard and cp, and both are 1. "
+        "Use zero=0, dp_shard=2 or more, or offload=params with zero=3.",
         "changes that mend it, the smallest first",
         "  without zero                                 12.5 s a step; 39.8 GiB, fits (99%)",
     ]

@@ -66,7 +66,7 @@ def test_model_and_batches_come_to_the_gpu(tmp_path):
     # Four batches of two tensors each, and four parameters.
     to_device = {what: number for what, number in report.copies.items() if what.startswith("to device")}
     assert sum(number for what, number in to_device.items() if "batches.py" in what) == 8
-    assert sum(number for what, number in to_device.items() if "materialise.py" in what) == 4
+    assert sum(number for what, number in to_device.items() if "materialize.py" in what) == 4
 
 
 @pytest.mark.full
@@ -133,4 +133,4 @@ def test_the_host_does_not_wait_to_hear_where_documents_begin(family, whose, tmp
     assert (report.mismatch, report.races, report.syncs) == ("", {}, {}), report.lines()
     assert report.kernels > 100
     # What the host knows travels: places where documents begin, or ids; the device works out the rest.
-    assert sum("position_borders" in what for what in report.copies) == (whose == "moved by Weft"), report.lines()
+    assert sum("layers/documents.py" in what for what in report.copies) == (whose == "moved by Weft"), report.lines()

@@ -32,7 +32,7 @@ def test_torch_for_cuda_keeps_its_own_devices(monkeypatch, tmp_path):
 def test_a_process_that_has_torch_cannot_get_one():
     import torch  # noqa: F401
 
-    with pytest.raises(LaunchError, match=r"torch is loaded already.*python -m weft\.testing\.paper script SCRIPT"):
+    with pytest.raises(LaunchError, match=r"torch is loaded already.*python -m weft\.gpu_sim script SCRIPT"):
         build.load_stub()
 
 

@@ -1,5 +1,8 @@
 """Private names of torch that models/inspect uses, each with its purpose. Checked against torch 2.11 and 2.13."""
 
+# This file is where private names are used.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -122,7 +122,7 @@ def _found(name: str, where: str) -> type[Task]:
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
     if not (isinstance(made, type) and issubclass(made, Task)):
-        _refuse("name", f"={name}: it is not a subclass of weft.train.tasks.base.Task. Name one that is.")
+        _refuse("name", f"={name}: it is not a subclass of weft.train.Task. Name one that is.")
     if missing := _left_out(made):
         _refuse("name", f"={name}: a task needs {' and '.join(missing)}. Define what is missing in the class.")
     return made
