@@ -92,7 +92,7 @@ def test_calls_that_say_nothing_of_documents_stay_as_they_are(monkeypatch):
         model(input_ids=tokens, position_ids=positions, attention_mask=pairs)
         call_in_documents(model, {"input_ids": tokens, "positions": positions})
         model(input_ids=tokens)
-    assert not called
+    assert len(called) == 1  # of call_in_documents itself
 
 
 @pytest.mark.parametrize("family", ["mamba", "lfm2", "openai-gpt"])

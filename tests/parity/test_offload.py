@@ -53,7 +53,7 @@ def test_a_plan_with_offload_equals_one_process(layout, offloads, accumulation, 
 @pytest.mark.parametrize("recompute", gate_runs(["full", "selective", "attention", "60%"], 1, 3))
 def test_what_a_policy_keeps_is_kept_on_the_host(recompute, references, ranks2):
     """Without ranks, and under zero=3, whose parameters come and go while blocks are replayed."""
-    chosen = {"decoder": cases()["decoder"]} if recompute == "attention" else chosen_cases()
+    chosen = chosen_cases() if recompute == "selective" else {"decoder": cases()["decoder"]}
     rest = f"accumulation=2 precision=fp64 recompute={recompute} offload=activations"
     alone = train_quietly(rest, chosen)
     for result in (alone, *ranks2.run(train_quietly, f"dp_shard=2 zero=3 {rest}", chosen)):

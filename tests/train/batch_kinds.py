@@ -250,7 +250,8 @@ DEPENDENT: dict[str, Kind] = {
     "random mask": net(lambda x: x * (torch.rand_like(x).argsort(-1) < D // 2), NOISE),
     "times of diffusion": net(lambda x: x * torch.randint(1, 1000, (len(x), 1)), NOISE),
     "permuted features": net(lambda x: x[:, torch.randperm(D)], NOISE),
-    "channel dropout": Kind(lambda: Net(nn.Dropout1d(0.5)), NOISE, "between"),
+    # Of a 2-d input, it drops whole rows by their position.
+    "channel dropout": Kind(lambda: Net(nn.Dropout1d(0.5)), MEET, "between"),
     "dropout of a function": net(lambda x: F.dropout(x, 0.5), NOISE),
     "gumbel": net(lambda x: F.gumbel_softmax(x), NOISE),
     "rrelu": Kind(lambda: Net(nn.RReLU()), NOISE, "between"),

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from weft.train.tasks.base import Metric, Task
+from weft.train import Metric, Task
 
 
 @dataclass

@@ -193,9 +193,10 @@ def test_files_and_requests_of_a_rank_do_not_grow_with_the_ranks(tmp_path):
     """A rank writes as many files and asks as often for 8,192 ranks as for 64; the first asks nothing of each file."""
     found = {}
     for world in (64, 8192):
-        root, own, rank = tmp_path / f"all-{world}", tmp_path / f"one-{world}", world - 3
+        root, rank = tmp_path / f"all-{world}", world - 3
+        own = tmp_path / f"one-{world}" / ".tmp-step_00000001-1-ab"
         first = first_rank_saves(root, world)
-        one = one_rank_saves(own, world, rank)
+        one = one_rank_saves(own.parent, world, rank)
         assert sorted(os.listdir(own)) == [shard_name("model", rank), shard_name("optimizer", rank)]
         written = sum(file.stat().st_size for file in own.iterdir())
         for file in own.iterdir():

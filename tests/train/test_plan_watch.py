@@ -7,8 +7,8 @@ import pytest
 from weft.monitor.events import StepRecord
 from weft.monitor.metrics import readings
 from weft.monitor.step_times import TimeBook
+from weft.train.observers import PlanWatch
 from weft.train.planned import drifts
-from weft.train.time_report import PlanWatch
 
 PLANNED = {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1}
 

@@ -26,7 +26,6 @@ from weft.train.folder import RunFolder
 from weft.train.hooks import Progress, SaveEnd
 from weft.train.peer_copies import Copies
 from weft.train.reporting import rate_change, rate_state
-from weft.train.state_io import DigestsBehind
 from weft.units import counted
 
 #: Seconds before a failed save is retried: the first pause, and the maximum.
@@ -524,3 +523,42 @@ def refuse_unfit(group: str, values: RawArray) -> None:
         raise UnfitError("a weight is not finite" if group == "model" else "a state of the optimizer is not finite")
     if group == "model" and largest > _LARGEST_WEIGHT:
         raise UnfitError(f"a weight exceeds {_LARGEST_WEIGHT:g}")
+
+
+# Background verification of the resumed checkpoint. Each rank verifies its share.
+
+#: A share of up to this size is verified before the first step, which takes a second or less.
+_AT_ONCE = 256 * 2**20
+
+
+class DigestsBehind:
+    """Verifies a rank's share of a checkpoint in a thread. `problems` is complete after `wait`.
+
+    Args:
+        path: path of the checkpoint.
+        rank: this rank's share.
+        number: number of shares.
+        found: called in the thread with the problems, if there are any.
+    """
+
+    def __init__(self, path: Location, rank: int, number: int, found: Callable[[list[str]], None]):
+        self.path, self.problems, self._found = path, list[str](), found
+        # The thread must not communicate, so each rank verifies its share alone.
+        self._share = RankGroup(rank, number)
+        self._thread = threading.Thread(target=self._run, name="weft-digests", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def are_quick(path: Location, number: int) -> bool:
+        """Return True if `number` ranks verify a checkpoint in about a second."""
+        return sum(load_checkpoint(path, lazily=True).files.values()) <= _AT_ONCE * number
+
+    def _run(self) -> None:
+        self.problems = verify_checkpoint(self.path, together=self._share)
+        if self.problems:
+            self._found(self.problems)
+
+    def wait(self) -> list[str]:
+        """Wait for the digests, and return the problems in this rank's share."""
+        self._thread.join()
+        return self.problems

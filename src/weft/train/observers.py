@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import list_checkpoints
 from weft.checkpoint.prune import set_aside
-from weft.comm.mesh import members_of
 from weft.config.metrics import series
+from weft.config.plan import Plan
 from weft.env import RankEnv
 from weft.monitor.alerts import RequestQueue, RunRequest, action_line
 from weft.monitor.events import EventLog, StepRecord, read_events
@@ -22,9 +24,12 @@ from weft.monitor.live import Display
 from weft.monitor.machine_metrics import GpuSource, HostSource, host_name
 from weft.monitor.metrics import Collector, StepFigures
 from weft.monitor.plots import Artist, plot_loss
+from weft.monitor.step_times import TimeBook
+from weft.planner.measured.laws import measured_parts, parts_of
 from weft.train.engine import Engine, Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook, SaveEnd, leave_out
+from weft.train.planned import drifts, expect
 from weft.train.reporting import sample_digests
 from weft.train.tasks.base import Task
 
@@ -60,6 +65,8 @@ class FigureHook(Hook):
         self._memory: dict[str, float] = {}
         self._peak = 0
         self._num_steps = 0
+        from weft.comm.mesh import members_of
+
         self.collector = Collector(
             engine.rank,
             host_name(),
@@ -301,3 +308,132 @@ class RunRecorder(Hook):
         self._display.close()
         self._artist.close()
         self._log.close()
+
+
+# Comparison of a run with its plan during training.
+
+#: Steps before the first comparison, and steps and seconds between two comparisons.
+_FIRST, _EVERY, _EVERY_S = 20, 50, 30.0
+
+
+class PlanWatch(Hook):
+    """Writes the estimate as an event "plan", measurements as "actual", and deviations as "drift".
+
+    Args:
+        expected: the planner's estimate of one step.
+        on_gpu: measured memory is comparable with the estimate. On a CPU it covers the whole process.
+        book: this rank's times.
+        write: receives an event.
+        warn: receives a step and a line for users.
+        now: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, Any],
+        on_gpu: bool,
+        book: TimeBook,
+        write: Callable[[Mapping[str, object]], None],
+        warn: Callable[[int, str], None],
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self._expected, self._on_gpu, self._book = expected, on_gpu, book
+        self._write, self._warn, self._now = write, warn, now
+        self._planned = parts_of(expected["terms"])
+        self._num_steps = 0
+        self._looked_at, self._looked = 0, now()
+        self._drifted: frozenset[str] = frozenset()
+
+    @property
+    def step_s(self) -> float:
+        """Planned seconds per step."""
+        return float(self._expected["step_s"])
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        plan: Plan,
+        device: str,
+        book: TimeBook,
+        write: Callable[[Mapping[str, object]], None],
+        warn: Callable[[int, str], None],
+    ) -> PlanWatch | None:
+        """Return the hook of a run, or None if its machine is unknown.
+
+        Args:
+            task: the run's task.
+            plan: the run's plan.
+            device: this rank's device.
+            book: this rank's times.
+            write: receives an event.
+            warn: receives a step and a line for users.
+        """
+        expected, _ = expect(task, plan, device)
+        return None if expected is None else cls(expected, device.startswith("cuda"), book, write, warn)
+
+    def on_step(self, record: StepRecord) -> str | None:
+        """Count the step, and compare with the plan if due."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._write(self._plan_event(record))
+        since = self._num_steps - self._looked_at
+        again = since >= _EVERY and self._now() - self._looked >= _EVERY_S
+        if again if self._looked_at else since >= _FIRST:
+            self._looked_at, self._looked = self._num_steps, self._now()
+            self._compare(record)
+        return None
+
+    def _plan_event(self, record: StepRecord) -> dict[str, object]:
+        expected, step_s = self._expected, float(self._expected["step_s"])
+        figures: dict[str, float] = {"step_s": step_s, "memory.bytes": float(expected["memory_bytes"])}
+        if step_s > 0:
+            figures["tokens_per_s"] = record.count / step_s
+        return {
+            "event": "plan",
+            "basis": expected["basis"],
+            "step_s": step_s,
+            "memory_bytes": expected["memory_bytes"],
+            "parts": self._planned,
+            "terms": {name: seconds for name, seconds in expected["terms"].items() if seconds > 0},
+            "figures": figures,
+        }
+
+    def _compare(self, record: StepRecord) -> None:
+        measured = measured_parts(self._book.typical())
+        if not measured:
+            return
+        # The plan's computation time includes Python between kernels.
+        measured["compute"] = measured.get("compute", 0.0) + measured.pop("host", 0.0)
+        memory = (float(self._expected["memory_bytes"]), float(record.memory_bytes)) if self._on_gpu else None
+        found = drifts(self._planned, measured, memory, self._drifted)
+        self._write(
+            {
+                "event": "actual",
+                "step": record.step,
+                "step_s": round(sum(measured.values()), 6),
+                "memory_bytes": record.memory_bytes,
+                "parts": {part: round(seconds, 6) for part, seconds in measured.items()},
+                "drift": [f"{one.text}." for one in found],
+                "ratios": self._ratios(measured, memory),
+            }
+        )
+        for one in found:
+            if one.what not in self._drifted:
+                self._write({"event": "drift", "step": record.step, "what": one.what, "ratio": round(one.ratio, 3),
+                             "text": one.text})  # fmt: skip
+                self._warn(record.step, f"step {record.step} beside the plan: {one.text}")
+        self._drifted = frozenset(one.what for one in found)
+
+    def _ratios(self, measured: Mapping[str, float], memory: tuple[float, float] | None) -> dict[str, float]:
+        """Return measured / planned for the step, for its parts of at least 2 %, and for memory."""
+        step = sum(self._planned.values())
+        ratios = {"step": sum(measured.values()) / step} if step > 0 else {}
+        ratios |= {
+            part: measured[part] / seconds
+            for part, seconds in self._planned.items()
+            if part in measured and seconds >= 0.02 * step
+        }
+        if memory is not None and memory[0] > 0:
+            ratios["memory"] = memory[1] / memory[0]
+        return {name: round(ratio, 4) for name, ratio in ratios.items()}

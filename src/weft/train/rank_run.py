@@ -36,11 +36,10 @@ from weft.train.engine import Engine, EngineJob, Evaluation, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, SaveEnd, steps_left_out
 from weft.train.injected_faults import FaultHook, asked_fault
-from weft.train.observers import FigureHook, RequestWatch, RunRecorder, roll_back
+from weft.train.observers import FigureHook, PlanWatch, RequestWatch, RunRecorder, roll_back
 from weft.train.reporting import Ending, RunLogger, already_done, closing_lines, opening_lines
 from weft.train.signals import stop_on_signal
 from weft.train.tasks.registry import find_task
-from weft.train.time_report import PlanWatch
 from weft.train.trainer import ASKED_TO_STOP, GOES_BACK, Trainer
 from weft.units import parse_seconds
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,8 +12,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.folders import RankGroup
-from weft.checkpoint.load import Checkpoint, load_checkpoint, verify_checkpoint
-from weft.checkpoint.object_store import Location
+from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import SavedSlice
 from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.mesh import Mesh
@@ -96,45 +94,6 @@ def _notify_all(mesh: Mesh, value: Any) -> Any:
     if mesh.rank == 0:
         sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     return json.loads(bytes(broadcast(sent, mesh.world).tolist()))
-
-
-# Background verification of the resumed checkpoint. Each rank verifies its share.
-
-#: A share of up to this size is verified before the first step, which takes a second or less.
-_AT_ONCE = 256 * 2**20
-
-
-class DigestsBehind:
-    """Verifies a rank's share of a checkpoint in a thread. `problems` is complete after `wait`.
-
-    Args:
-        path: path of the checkpoint.
-        rank: this rank's share.
-        number: number of shares.
-        found: called in the thread with the problems, if there are any.
-    """
-
-    def __init__(self, path: Location, rank: int, number: int, found: Callable[[list[str]], None]):
-        self.path, self.problems, self._found = path, list[str](), found
-        # The thread must not communicate, so each rank verifies its share alone.
-        self._share = RankGroup(rank, number)
-        self._thread = threading.Thread(target=self._run, name="weft-digests", daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def are_quick(path: Location, number: int) -> bool:
-        """Return True if `number` ranks verify a checkpoint in about a second."""
-        return sum(load_checkpoint(path, lazily=True).files.values()) <= _AT_ONCE * number
-
-    def _run(self) -> None:
-        self.problems = verify_checkpoint(self.path, together=self._share)
-        if self.problems:
-            self._found(self.problems)
-
-    def wait(self) -> list[str]:
-        """Wait for the digests, and return the problems in this rank's share."""
-        self._thread.join()
-        return self.problems
 
 
 # Checkpoints of local SGD replicas.

@@ -17,10 +17,10 @@ from weft.parallel.zero_flat.prefetch import AwaitsWeights
 from weft.gpu_sim.decoder_plans import PaperModel, plan_report
 from weft.gpu_sim.cuda import current_device
 
-PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
+PARTS = ("parallel/zero", "parallel/state/gradients.py", "optim/", "comm/transports/", "train/step/train_step.py")
 # Layers of torch are counted at Weft's line that calls them: this one waits for weights and calls the module's forward.
 text, first = inspect.getsourcelines(AwaitsWeights)
-CALLS = {f"parallel/zero/flat/arrivals.py:{first + place}" for place in range(len(text))}
+CALLS = {f"parallel/zero_flat/prefetch.py:{first + place}" for place in range(len(text))}
 device, subject, found = current_device(), PaperModel(layers=2), {}
 number = sum(param.numel() for param in build_decoder(subject.spec).parameters())
 for plan in ("precision=bf16", "precision=fp32", "dp_shard=8 zero=1 precision=bf16"):
