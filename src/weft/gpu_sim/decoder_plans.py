@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.ledger import Ledger
-from weft.comm.mesh import build_mesh, members_of
+from weft.comm.mesh import build_mesh
+from weft.comm.rank_positions import members_of
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.plan_rules import check

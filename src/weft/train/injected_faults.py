@@ -22,6 +22,7 @@ from typing import Any
 
 from weft import env
 from weft.checkpoint.load import list_checkpoints
+from weft.comm.rank_positions import members_of
 from weft.config.plan import Plan
 from weft.monitor.events import StepRecord
 from weft.train.engine import Engine
@@ -71,8 +72,6 @@ def asked_fault(rank: int, plan: Plan) -> Fault | None:
     text = env.get("WEFT_DRILL")
     if not text:
         return None
-    from weft.comm.mesh import members_of
-
     fault = Fault(**json.loads(text))
     lasting = fault.kind == "lose_rank"
     hit = members_of(plan, fault.rank, ("pp",)) if fault.kind == "nan_gradient" else (fault.rank,)

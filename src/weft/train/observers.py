@@ -15,6 +15,7 @@ from typing import Any
 from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import list_checkpoints
 from weft.checkpoint.prune import set_aside
+from weft.comm.rank_positions import members_of
 from weft.config.metrics import series
 from weft.config.plan import Plan
 from weft.env import RankEnv
@@ -65,8 +66,6 @@ class FigureHook(Hook):
         self._memory: dict[str, float] = {}
         self._peak = 0
         self._num_steps = 0
-        from weft.comm.mesh import members_of
-
         self.collector = Collector(
             engine.rank,
             host_name(),

@@ -326,6 +326,24 @@ def _counters(
     return {name: found for name, found in before.items() if name in changed}
 
 
+def _influential(
+    probed: Probed, small: Any, kept: dict[str, tuple[Tensor, Tensor]]
+) -> dict[str, tuple[nn.Module, str, float]]:
+    """Return `counters` if the result differs after one forward has changed them, else none: a count of calls."""
+    before = probed.counters
+    first = _runs(probed, [small], kept, (1,))
+    probed.counters = {name: (module, key, getattr(module, key)) for name, (module, key, _) in before.items()}
+    second = _runs(probed, [small], kept, (1,))
+    if first is None or second is None:
+        return before
+    (one,), (other,) = first, second
+    is_same = all(
+        not _differ(left, right, probed.limit) for left, right in zip(one.outputs, other.outputs, strict=False)
+    )
+    is_same = is_same and (one.loss is None or other.loss is None or _equal(one.loss, other.loss))
+    return {} if is_same else before
+
+
 def _outputs_differ(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
     """Return True if some rows differ from the same rows in their half, among outputs that have rows for samples."""
     for half, ran in enumerate(halves):
@@ -386,7 +404,9 @@ def find_causes(
         runs: results of the small batches.
     """
     first = [small[1]] * 2
-    if probed.counters:  # which made other numbers of each run
+    if probed.counters:
+        probed.counters = _influential(probed, small[1], kept)
+    if probed.counters:  # the first runs began with different numbers
         runs = _runs(probed, small, kept, (1, 2, 3)) or runs
     again, same = (_runs(probed, first, kept, (1, 2), records=True, still=still) for still in (False, True))
     alike = _runs(probed, small, kept, (1, 1, 1), records=True)
