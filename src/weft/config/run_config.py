@@ -52,8 +52,7 @@ class RunSection(Section):
     mode: Literal["private", "group", "umask"] = "private"
     """Who may read a new run folder and checkpoints of `checkpoint.dir`. private: only you (0700, files 0600); group:
     your group too (0750, 0640); umask: as your umask allows. An existing run folder keeps its permissions, and new
-    files
-    in it get the same ones: use chmod to change them. Exported models and prepared data follow your umask.
+    files in it get the same ones: use chmod to change them. Exported models and prepared data follow your umask.
     """
 
 
