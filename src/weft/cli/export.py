@@ -15,8 +15,6 @@ from weft.errors import CheckpointError, ConfigError, MissingExtra
 from weft.files import copy_companions
 
 if TYPE_CHECKING:
-    import torch
-
     from weft.train.folder import RunFolder
 
 #: Size at which Hugging Face splits its files.
@@ -180,8 +178,9 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
         raise ConfigError(
             f"--like {like}: transformers cannot build its model ({error}). Give another folder."
         ) from error
-    wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
-    from weft.cli.adapter_export import merged_into
+    from weft.cli.adapter_export import FORMATS, merged_into
+
+    wanted = FORMATS.get(dtype or "")
 
     whole = merged_into(model, checkpoint, adapter) if adapter is not None else checkpoint.tensors(group)
     pretrained_from_full(model, whole, out, wanted)

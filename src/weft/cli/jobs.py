@@ -338,7 +338,7 @@ def slurm_job(job: JobAsked) -> str:
     else:
         lines += [
             f"{shell_line(run)} || exit",
-            '# Once all steps are done, the last event says "finished"; until then, queue the job again.',
+            '# The last event is "finished" after all steps. Until then, queue the job again.',
             f'{job.is_finished} || scontrol requeue "$SLURM_JOB_ID"',
         ]
     return "\n".join(lines) + "\n"

@@ -85,7 +85,7 @@ class RendezvousRounds:
         """
         number = int(said["replica"])
         one = self._replicas[number]
-        if said["session"] != one.session:  # a new process: what the old one began is over
+        if said["session"] != one.session:  # a new process; rounds of the old one have ended
             one.session, one.arrived, one.ended = said["session"], None, None
             if self._round is not None and number in self._round.told["members"]:
                 self._close("abort")

@@ -148,7 +148,7 @@ def _all_set(store: Store, keys: list[str]) -> bool:
 
 
 def _put(store: Store, signing: StoreKey, key: str, message: bytes) -> None:
-    store.set(key, signing.sign(key, message))  # pyright: ignore[reportArgumentType]  # bytes are taken too
+    store.set(key, signing.sign(key, message))  # pyright: ignore[reportArgumentType]  # accepts bytes
 
 
 # A message of rank 0 that the other ranks receive before there is a process group.
@@ -175,7 +175,7 @@ class RankZeroMessage:
     def say(self, word: bytes) -> None:
         """Send rank 0's message without waiting."""
         try:
-            self._store.set(self._key, word)  # pyright: ignore[reportArgumentType]  # bytes are taken too; the stub says str
+            self._store.set(self._key, word)  # pyright: ignore[reportArgumentType]  # accepts bytes; the stub declares str
         except (dist.DistError, RuntimeError) as error:
             raise self._lost(error) from error
 
@@ -243,7 +243,7 @@ class StoreReports:
         self._num_posted += 1
         name = f"{_PREFIX}{self._rank}"
         stored = self._key.sign(name, f"{self._num_posted} {text}")
-        self._open().set(name, stored)  # pyright: ignore[reportArgumentType]  # bytes are taken too
+        self._open().set(name, stored)  # pyright: ignore[reportArgumentType]  # accepts bytes
 
     def read(self) -> Sequence[str]:
         """Return the newest report of every rank, or "" for a rank without one."""

@@ -348,7 +348,7 @@ Severity = Literal["info", "warning", "critical"]
 
 @dataclass(frozen=True, slots=True)
 class StandardAlert:
-    """One standard alert. says: advice in its message. after_step: first step that counts."""
+    """One standard alert. says: advice that follows its message. after_step: the alert ignores earlier steps."""
 
     name: str
     when: str
@@ -408,6 +408,6 @@ STANDARD: tuple[StandardAlert, ...] = (
     StandardAlert(
         "gpu-error", "gpu.xid_errors > 0 or gpu.ecc_errors > 0", "critical", "Drain this machine and test its GPU.",
     ),
-    StandardAlert("failure", "event failure", "critical", "The log of the rank that failed says why."),
+    StandardAlert("failure", "event failure", "critical", "The log of the failed rank has the reason."),
     StandardAlert("held", "event held", "warning", "Look at it, and let it go on: weft resume RUN."),
 )  # fmt: skip

@@ -205,7 +205,7 @@ class Plan:
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(
-        NamedShares(OFFLOADS), (), "What is kept in host memory.",
+        NamedShares(OFFLOADS), (), "Tensors to keep in host memory.",
         searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
                   ("params", "activations")),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),

@@ -273,7 +273,7 @@ def as_shapes(*, vectors: bool = False) -> Iterator[None]:
         return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
     handle = register_module_parameter_registration_hook(
-        without_values  # pyright: ignore[reportArgumentType] - the stub says None; torch documents what this returns
+        without_values  # pyright: ignore[reportArgumentType] - torch documents this return value; its stub declares None
     )
     try:
         with _WithoutDraws():

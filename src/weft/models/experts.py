@@ -389,8 +389,7 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.dim))
         has_bias = spec.balance == "bias"
-        # Never on the meta device, where its values would be lost, because no initializer has a rule for it. It is
-        # small.
+        # On the CPU even under a meta device: initialization does not fill this buffer, so its zeros would be lost.
         bias_ppm = torch.zeros(spec.num_experts, dtype=torch.int64, device="cpu") if has_bias else None
         self.register_buffer("bias_ppm", bias_ppm)
         self.load = Load(spec.num_experts)

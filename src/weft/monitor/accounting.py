@@ -331,7 +331,7 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
         if kind == "resume" or not math.isfinite(when):
             continue  # the next start writes "resume" just before its "start"
         if kind == "go_on":
-            last = when  # while it was held nobody waited for it
+            last = when  # time on hold is not lost time
             continue
         if kind == "start":
             if begun and not in_order:

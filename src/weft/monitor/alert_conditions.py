@@ -69,7 +69,7 @@ class TimeWindow:
             return
         self._new += 1
         if self._new * _REFRESHED >= len(self._values):
-            self._known, self._new = None, 0  # what is usual moves slowly: sorting it at each step would cost more
+            self._known, self._new = None, 0  # the median changes slowly, so it is not recomputed at each step
         self._values.append((time, value))
         if self._span.unit == "s":
             while self._values and self._values[0][0] < time - self._span.amount:

@@ -187,7 +187,7 @@ class RequestQueue:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        with contextlib.suppress(OSError):  # of a full disk: the next start may hear it again
+        with contextlib.suppress(OSError):  # such as a full disk; the next start then reads these requests again
             self._heard.write_text(f"{self._offset}\n")
         return [wish for line in whole.splitlines() if (wish := _read(line, self._since)) is not None]
 
@@ -226,7 +226,7 @@ _REMEMBERED = 512
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """One alert as it is judged. It sends at most once per `quiet_s` seconds. `says` is advice for the reader."""
+    """State of one alert's condition. It sends at most once per `quiet_s` seconds. `says`: advice in the message."""
 
     name: str
     when: str
