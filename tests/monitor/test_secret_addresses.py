@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 
@@ -45,6 +46,10 @@ class Raw:
         with call:
             try:
                 got = call.recv(65536)
+                if b"Content-Length: " in got:  # unread bytes at the close would reset the connection
+                    length = int(got.split(b"Content-Length: ")[1].split(b"\r\n")[0])
+                    while len(got.partition(b"\r\n\r\n")[2]) < length and (more := call.recv(65536)):
+                        got += more
                 path = got.split(b" ")[1] if got.count(b" ") else b""
                 answer = (self._answer or b"").replace(b"{path}", path)
                 for at in range(len(answer)):
@@ -91,6 +96,24 @@ def test_an_answer_without_a_secret_is_quoted_in_one_line():
     with Raw(answer) as server, pytest.raises(SinkTrouble) as caught:
         Poster(f"http://127.0.0.1:{server.port}", {}, 5.0).post("", {})
     assert str(caught.value).startswith("the server answered 400 Bad Request: no such [31mexperiment")
+
+
+def test_an_answer_that_is_reset_before_its_body_gives_its_status():
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        call, _ = listener.accept()
+        call.recv(65536)
+        call.sendall(b"HTTP/1.1 400 No\r\nContent-Length: 29\r\n\r\n")
+        time.sleep(0.3)  # the client has read the status
+        call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        call.close()  # with a reset
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    with listener, pytest.raises(SinkTrouble, match=r"^the server answered 400 Bad Request$"):
+        Poster(f"http://127.0.0.1:{listener.getsockname()[1]}", {}, 5.0).post("", {})
+    thread.join()
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ class Poster:
                 return answer.read(_MOST_ANSWER)
         except urllib.error.HTTPError as error:
             with error:
-                said = "" if self._is_secret else _one_line(error.read(_MOST_QUOTED).decode(errors="replace"))
+                said = "" if self._is_secret else _body_of(error)
             # The server's phrase may repeat the request, like its body.
             phrase = http.client.responses.get(error.code, "")
             trouble = SinkTrouble(f"the server answered {error.code} {phrase}".rstrip() + (f": {said}" if said else ""))
@@ -318,6 +318,14 @@ class Poster:
             raise trouble from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise SinkTrouble(f"the server cannot be reached ({_reason(error)})") from None
+
+
+def _body_of(error: urllib.error.HTTPError) -> str:
+    """Return the start of an error answer's body in one line; "" if the connection ends before it."""
+    try:
+        return _one_line(error.read(_MOST_QUOTED).decode(errors="replace"))
+    except (OSError, http.client.HTTPException):
+        return ""
 
 
 def _reason(error: Exception) -> str:
