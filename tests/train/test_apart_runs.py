@@ -13,7 +13,6 @@ from tests.train.apart_runs import ApartRun, evaluations, saved, steps_of
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.monitor.events import read_events
 from weft.train import observers as recorder
-from weft.train import preparation as among_replicas
 from weft.train import rank_run
 
 ALL = ("model", "outer", "optimizer")
@@ -39,8 +38,7 @@ def assert_same(one: dict, other: dict) -> None:
 
 
 def test_a_replica_that_is_late_is_left_out_and_joins_where_the_others_are(run, monkeypatch):
-    for room in (rank_run, among_replicas):
-        monkeypatch.setattr(room, "stop_on_signal", contextlib.nullcontext)  # both run in threads of this process
+    monkeypatch.setattr(rank_run, "stop_on_signal", contextlib.nullcontext)  # both run in threads of this process
     monkeypatch.setattr(recorder, "plot_loss", lambda *words, **more: None)
     # Two seconds are short on a busy machine: whoever is not meant to be late has longer.
     both = run("late", timeout_s=5)
