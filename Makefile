@@ -71,7 +71,7 @@ lint: check
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so an installation that was interrupted is done again.
 $(VENV)/.ready-to-train: $(REQUIREMENTS) | $(VENV)/bin/python

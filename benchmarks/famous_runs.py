@@ -6,7 +6,7 @@ python benchmarks/famous_runs.py --learn RUNS.csv ...    first predict each run 
 
 The runs are rows of famous_runs.csv, as their sources print them. `unseen_iter_s` there is what was predicted when
 nothing of the run's source took part in any constant: `--learn` fills it in, from tables of published runs that
-`weft plan --score` reads.
+`tools/planner/score.py` reads.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.planner.scoring.metrics import Prediction, context
-from weft.planner.scoring.published_runs import PublishedRun, read_runs
-from weft.planner.scoring.scores import predict_run, score
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.planner.metrics import Prediction, context
+from tools.planner.published_runs import PublishedRun, read_runs
+from tools.planner.scores import predict_run, score
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Candidate, flops_per_token
 from weft.planner.search.question import Question

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.gpu_sim.plans import script_on_paper
 from weft.optim.muon import orthogonalise
 from weft.optim.one_pass import AdamRule, Lane, step_lane
 
@@ -31,8 +35,8 @@ MUON = {"24 x 256 x 256": (24, 256, 256), "12 x 256 x 704": (12, 256, 704), "6 x
 PAPER = """
 import json, sys
 from weft.models import build_decoder
-from weft.gpu_sim.decoder_plans import PaperModel, plan_report
-from weft.gpu_sim.cuda import current_device
+from tools.gpu_sim.decoder_plans import PaperModel, plan_report
+from tools.gpu_sim.cuda import current_device
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
 device = current_device()
@@ -104,8 +108,6 @@ def tell(title: str, steps: dict[str, Callable[[], object]], rounds: int) -> Non
 
 def on_paper(layers: int) -> None:
     """Print kernels and bytes of gradients, norm and step."""
-    from weft.gpu_sim.plans import script_on_paper
-
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "count.py"
         script.write_text(PAPER)

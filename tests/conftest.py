@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 #: Files that take half a minute and more. A worker that began one at the end would let the other one wait.
 LONG = (
-    "testing/paper/test_plans_on_paper",
+    "tools/gpu_sim/test_plans_on_paper",
     "parity/test_matrix",
     "parity/test_layouts",
     "parity/test_pipeline",

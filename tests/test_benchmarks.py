@@ -16,6 +16,7 @@ from weft import env
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+PROGRAMS = [*BENCHMARKS, ROOT / "tools" / "drill_campaign.py", ROOT / "tools" / "planner" / "score.py"]
 Definition = ast.FunctionDef | ast.ClassDef
 
 
@@ -68,7 +69,7 @@ def out_of_date(text: str) -> Iterator[str]:
                 yield from wrong_calls(tree, one.asname or one.name, found)
 
 
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_benchmark_names_what_there_is(path: Path):
     assert not list(out_of_date(path.read_text()))
 
@@ -90,7 +91,7 @@ def test_what_a_script_names_in_vain_is_found(text: str, told: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_benchmark_tells_how_it_is_used(path: Path, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(path), "--help"], cwd=tmp_path, env=env.child_env(), capture_output=True, text=True,

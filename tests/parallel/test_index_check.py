@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tests.parity.cases import LLAMA
+from tools.gpu_sim.plans import script_on_paper
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.data.batches import move_batch
 from weft.errors import ModelError
-from weft.gpu_sim.plans import script_on_paper
 from weft.parallel.layers.index_check import watch_indices
 from weft.parallel.parallelize import parallelize
 from weft.train.step.train_step import TrainStep
@@ -71,7 +71,7 @@ def test_what_the_host_moved_is_looked_at_there():
 
 SCRIPT = """
 import torch, weft
-from weft.gpu_sim.cuda import current_device
+from tools.gpu_sim.cuda import current_device
 
 class Model(torch.nn.Module):
     def __init__(self):

@@ -46,7 +46,7 @@ def test_classes_are_replaced_in_one_place():
         if (isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store))
         or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type" and len(node.args) == 3)
     }
-    assert {one for one in found if not one.startswith("gpu_sim/")} == {"models/inspect/blocks.py"}
+    assert found == {"models/inspect/blocks.py"}
 
 
 def test_one_room_says_how_transformers_calls_the_numbers_of_a_config():

@@ -42,7 +42,6 @@ CEILINGS: dict[str, float] = {
     "comm": 2.4,
     "config": 1.0,
     "data": 0.8,
-    "gpu_sim": 2.3,
     "interop": 0.8,
     "memory": 1.1,
     "models": 2.3,

@@ -233,6 +233,8 @@ _WORDS_OF_PLAN = {
     "--batch": "Write --global-batch.",
     "--lora": "Write --tune lora.",
     "--qlora": "Write --tune qlora.",
+    "--score": "Run this in a checkout of Weft: python tools/planner/score.py FILES [--json].",
+    "--experience": "Run this in a checkout of Weft: python tools/planner/score.py FILES --experience FILE.toml.",
 }
 
 

@@ -43,7 +43,7 @@ Cluster = Annotated[
         show_default=False,
     ),
 ]
-MoreRuns = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="RUNS.csv", show_default=False)]
+More = Annotated[list[str] | None, typer.Argument(hidden=True, show_default=False)]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a sequence.", show_default=False)]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", help="Sequences in an optimizer step.", show_default=False)
@@ -130,20 +130,6 @@ Price = Annotated[
     float | None, typer.Option("--price", min=0.0, help="Dollars per device and hour.", show_default=False)
 ]
 Tier = Annotated[str, typer.Option("--tier", help="datasheet: data sheets only; tables: also published measurements.")]
-Score = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--score",
-        metavar="RUNS.csv",
-        help="Compare predictions with measured runs instead of planning; more files may follow.",
-    ),
-]
-ExperienceFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--experience", metavar="FILE.toml", help="With --score: write what the errors on unseen runs teach the bands."
-    ),
-]
 ProfileFile = Annotated[
     Path | None,
     typer.Option("--profile", metavar="FILE.json", help="A profile that `weft calibrate` wrote."),
@@ -187,7 +173,7 @@ _NOTHING_TO_WRITE = "{}: no plan fits, so there is nothing to write. Leave it ou
 def plan(
     model: Model = None,
     cluster: Cluster = None,
-    more: MoreRuns = None,
+    more: More = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     documents: Documents = None,
@@ -211,8 +197,6 @@ def plan(
     price: Price = None,
     tier: Tier = "tables",
     refine: Refine = 0.0,
-    score: Score = None,
-    experience: ExperienceFile = None,
     profile: ProfileFile = None,
     learn: Learn = None,
 ) -> None:
@@ -220,8 +204,13 @@ def plan(
     if "numpy" not in sys.modules:  # threads for matrix products would take a third of the startup and stay idle
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext(), _without_collections():
-        if _needs_no_question(score, experience, (learn, profile), [model, cluster, *(more or ())], as_json=json):
-            return
+        if more:
+            rule = "there are MODEL and CLUSTER alone, and several clusters have commas between them"
+            raise ConfigError([Problem(more[0], f"{more[0]}: {rule}. Leave it out.")])
+        if learn is not None:
+            learn_from(learn, profile)
+            if model is None:
+                return
         if model is None or cluster is None:
             raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
         sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
@@ -243,31 +232,6 @@ def plan(
             print_findings(found, top=top, reasons=reasons, hour_price=price)
         if found.answer.best is None and not found.only_judges:
             raise typer.Exit(NOTHING_FITS)
-
-
-def _needs_no_question(
-    score: list[Path] | None,
-    experience: Path | None,
-    lesson: tuple[Path | None, Path | None],
-    words: list[str | None],
-    *,
-    as_json: bool,
-) -> bool:
-    """Score runs or update a profile. Return True if the command needs nothing else."""
-    learn, profile = lesson
-    if score:
-        from weft.cli.plan_score import score_runs
-
-        score_runs([*score, *(Path(each) for each in words if each)], as_json, experience)
-        return True
-    if len(words) > 2:
-        rule = "there are MODEL and CLUSTER alone, and several clusters have commas between them"
-        raise ConfigError([Problem(str(words[2]), f"{words[2]}: {rule}. Leave it out.")])
-    if learn is None:
-        return False
-
-    learn_from(learn, profile)
-    return words[0] is None
 
 
 @contextmanager

@@ -1,0 +1,14 @@
+"""Paper devices need g++; where there is none, what needs one is skipped with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.gpu_sim.stub_library import why_not
+
+
+def pytest_collection_modifyitems(items):
+    reason = why_not()
+    for item in items:
+        if item.get_closest_marker("paper") and reason:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,59 @@
+"""Where no simulated GPU can be had, one sentence says why."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.gpu_sim import stub_library as build
+from tools.gpu_sim.stub_library import why_not
+from weft.errors import LaunchError
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert why_not() == "g++ is not on PATH; install it (Debian: apt install g++)"
+    with pytest.raises(LaunchError, match=r"^paper device: g\+\+ is not on PATH; install it"):
+        build.built_stub()
+
+
+def test_torch_for_cuda_keeps_its_own_devices(monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(build, "_torch_dir", lambda: tmp_path)
+    assert why_not().endswith("is built for CUDA, and a simulated GPU needs torch's build for CPUs")
+
+
+def test_a_process_that_has_torch_cannot_get_one():
+    import torch  # noqa: F401
+
+    with pytest.raises(LaunchError, match=r"torch is loaded already.*python tools/gpu_sim script SCRIPT"):
+        build.load_stub()
+
+
+@pytest.mark.paper
+def test_what_cannot_be_compiled_is_told_and_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(build.env, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(build, "_torch_dir", lambda: tmp_path)  # no headers there
+    with pytest.raises(LaunchError, match=r"g\+\+ cannot build it for torch .* Use a g\+\+ that supports C\+\+20"):
+        build.built_stub()
+    assert list((tmp_path / "paper").iterdir()) == []
+
+
+def test_a_plan_that_breaks_a_rule_is_no_traceback():
+    if why_not():
+        pytest.skip(why_not())
+    done = subprocess.run(
+        [sys.executable, str(Path(build.__file__).parent), "plans", "zero=3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert Path(build.__file__).name not in done.stderr

@@ -1,0 +1,101 @@
+"""What is fitted, refitted without a source, and what the errors teach: nothing of a source reaches its own score."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools.planner.metrics import Residual, coverage, experience, experience_text
+from tools.planner.published_runs import read_runs
+from tools.planner.scores import predict_run, refit
+from weft.planner.uncertainty import ErrorContext
+
+SAMPLE = Path(__file__).with_name("sample_runs.csv")
+
+
+@pytest.fixture(scope="module")
+def predictions():
+    runs, _ = read_runs(SAMPLE)
+    return [predict_run(run, "tables") for run in runs if run.measured_s]
+
+
+def slower(predictions, source: str, factor: float):
+    return [
+        replace(each, run=replace(each.run, measured_s=factor * (each.run.measured_s or 0)))
+        if each.run.source == source
+        else each
+        for each in predictions
+    ]
+
+
+def test_a_source_does_not_reach_its_own_prediction(predictions):
+    plain, changed = refit(predictions), refit(slower(predictions, "made", 1.3))
+    own = [each.run.id for each in predictions if each.run.source == "made"]
+    others = [each.run.id for each in predictions if each.run.source != "made"]
+    assert own
+    assert others
+    for name in own:
+        assert changed.source_out[name] == pytest.approx(plain.source_out[name])
+        assert changed.seen[name] > plain.seen[name]
+    for name in others:
+        assert changed.source_out[name] > plain.source_out[name]
+
+
+def test_a_kind_is_left_out_whole(predictions):
+    plain, changed = refit(predictions), refit(slower(predictions, "other", 1.3))
+    experts = [each.run.id for each in predictions if each.run.job.shape.moe_layers]
+    assert list(plain.family_out["experts"]) == experts
+    for name in experts:
+        assert changed.family_out["experts"][name] == pytest.approx(plain.family_out["experts"][name])
+
+
+def test_every_factor_says_who_determines_it(predictions):
+    factors = refit(predictions).factors
+    gemm = next(each for each in factors if each.name == "gemm")
+    assert {source for source, _ in gemm.sources} <= {"made", "other"}
+    assert gemm.prior + sum(share for _, share in gemm.sources) <= 1.0 + 1e-9
+    idle = next(each for each in factors if each.name == "offload")  # no run of the sample offloads
+    assert (idle.value, idle.prior, idle.sources) == (pytest.approx(1.0), pytest.approx(1.0), ())
+
+
+def drawn(seed: int, wide: float = 1.0) -> list[Residual]:
+    """Forty sources of ten runs each: a bias of the source and an error of the run; those with experts are wider."""
+    draw = np.random.default_rng(seed)
+    found: list[Residual] = []
+    for source in range(40):
+        experts = source % 4 == 0
+        of = ErrorContext(generation="hopper", experts=experts, narrow=False, seq_len=4096, nodes=8, stages=1)
+        bias = draw.normal(0, 0.06)
+        found += [
+            Residual(f"s{source}", (wide if experts else 1.0) * (bias + draw.normal(0, 0.06)), of) for _ in range(10)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bands_hold_on_sources_that_took_no_part(seed):
+    held = coverage(drawn(seed, wide=3.0))
+    assert 0.72 <= held[0.8]["sources"] <= 0.88
+    assert held[0.5]["runs"] < held[0.8]["runs"] < held[0.95]["runs"]
+
+
+def test_what_is_less_certain_gets_a_wider_scale():
+    even, uneven = experience(drawn(0), []), experience(drawn(0, wide=3.0), [])
+    assert uneven.time.weights["experts"] > 0.5
+    assert even.time.weights.get("experts", 0.0) < 0.3
+    assert (uneven.runs, uneven.sources) == (400, 40)
+
+
+def test_experience_is_written_as_it_is_read():
+    import tomllib
+
+    from weft.planner.uncertainty import experience_of
+
+    known = experience(drawn(1, wide=2.0), drawn(2))
+    again = experience_of(tomllib.loads(experience_text(known)))
+    assert again.time.spread == pytest.approx(known.time.spread, abs=1e-4)
+    assert again.quantiles[0.8] == pytest.approx(known.quantiles[0.8], abs=1e-3)
+    assert again.memory.spread == pytest.approx(known.memory.spread, abs=1e-4)

@@ -1,0 +1,1 @@
+"""Developer tools of this repository. They are tested and not in the wheel."""
