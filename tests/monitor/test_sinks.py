@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.monitor.servers import Recorder, free_port, until
 from weft.config.sections import SinkSection
@@ -19,7 +19,6 @@ from weft.monitor.sinks.base import Poster, SinkJob, SinkTrouble, secret_of
 from weft.monitor.sinks.prometheus_sink import NewestFigures
 from weft.monitor.sinks.pump import EventFollower, Pump
 from weft.monitor.sinks.registry import make_sink
-from weft.monitor.sinks.tensorboard_sink import record, scalar_event
 
 SECRET = "PLANTED-SECRET-0815"
 
@@ -218,33 +217,26 @@ def test_otlp_is_what_the_protocol_says(tmp_path):
     assert metrics["weft.gpu.xid_errors"].sum.is_monotonic
 
 
-def test_tensorboard_files_are_read_by_the_format_and_by_tensorboard(tmp_path):
+def test_tensorboard_reads_what_its_sink_writes(tmp_path):
     one = Carried(tmp_path, "tensorboard")
-    one.write(step(1), step(2), FIGURES)
+    one.write(step(1), step(2, loss=float("nan")), step(3, loss=1e300), FIGURES)
     one.start()
     until(lambda: one.offset() > 0)
     assert one.end()
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert ".tfevents." in file.name
-    data, records = file.read_bytes(), []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        message = data[12 : 12 + length]
-        assert data[: 16 + length] == record(message)
-        records.append(message)
-        data = data[16 + length :]
-    assert records[0].endswith(b"brain.Event:2")
-    assert b"gpu.temperature/max" in records[3]
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = loader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(one.step, one.value) for one in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = found.Scalars("loss")
+    assert [(one.wall_time, one.step) for one in losses] == [(1001.0, 1), (1002.0, 2), (1003.0, 3)]
+    assert [str(one.value) for one in losses] == ["2.0", "nan", "inf"]
+    assert [one.value for one in found.Scalars("gpu.temperature/max")] == [88.0]
 
 
-def test_sums_of_records_are_those_of_the_format():
-    # CRC-32C of "123456789" is 0xE3069283; masked as TFRecord does.
-    masked = (((0xE3069283 >> 15) | (0xE3069283 << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-    assert record(b"123456789").endswith(struct.pack("<I", masked))
-    assert scalar_event(0.5, 300, {"a": 1.0}) == bytes.fromhex("09000000000000e03f10ac022a0a0a080a0161150000803f")
+def test_without_tensorboard_one_sentence_names_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    job = SinkJob(SinkSection.model_validate({"kind": "tensorboard"}), tmp_path, "run-1", {})
+    with pytest.raises(MissingExtra, match=r"sink\.kind=tensorboard needs it\. .*\[tensorboard\]"):
+        make_sink(job)
 
 
 def test_mlflow_gets_one_run_over_all_starts(tmp_path):
