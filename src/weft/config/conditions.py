@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, overload
 
 from weft.config.metrics import FIGURES, SHORT, Figure, split_series
 from weft.errors import did_you_mean
@@ -126,20 +127,18 @@ class Any_:
 Condition = Compare | State | NoImprovement | Trend | Missing | Happened | Every | Any_
 
 
-def simple_parts(condition: Condition) -> tuple[Condition, ...]:
-    """Return the conditions that it is made of, without "and" and "or"."""
-    if isinstance(condition, Every | Any_):
-        return tuple(inner for part in condition.parts for inner in simple_parts(part))
-    return (condition,)
+# The grammar of conditions: clauses of six forms, joined by "and" and "or". Nothing of a config is evaluated as code.
 
-
-# The grammar of conditions, read by hand: nothing of a config is ever evaluated as code.
-
-_TOKEN = re.compile(r"\s*(>=|<=|>|<|\(|\)|[A-Za-z_][A-Za-z0-9_.]*(?:\{[^{}]*\})?|-?[0-9.][^\s()<>]*)")
 #: Readings that a span may ask for at most: they are kept in memory.
 _MOST_READINGS = 100_000
 _LONGEST_S = 30 * 86400.0
-_DEEPEST = 20
+_EXAMPLE = "'eval.loss no better for 3 evaluations' or 'gpu.temperature > 87 for 60s'"
+_FORMS_TEXT = (
+    "METRIC > VALUE [sigma over 200 steps | of median over 200 steps | of plan] [for 60s], METRIC is nan, METRIC no "
+    "better for 3 evaluations, METRIC rises by 20% over 1h, no METRIC for 10m, or event failure, joined by and, or"
+)
+# Words between braces belong to a label.
+_OR, _AND = (re.compile(rf" {word} (?![^{{]*\}})") for word in ("or", "and"))
 
 
 def parse_condition(text: str) -> Condition:
@@ -148,197 +147,148 @@ def parse_condition(text: str) -> Condition:
     Raises:
         ValueError: with the mistake and the remedy, without the text and its position.
     """
-    return _Reader(text).whole()
-
-
-class _Reader:
-    """Recursive descent parser of one condition."""
-
-    def __init__(self, text: str):
-        if len(text) > 1000:
-            raise ValueError("a condition has at most 1000 letters. Make several alerts of it")
-        self._words, at = list[str](), 0
-        while text[at:].strip():
-            match = _TOKEN.match(text, at)
-            if match is None:
-                raise ValueError(f"{text[at:].strip()[:20]!r} is no word of a condition. Write e.g. {_EXAMPLE}")
-            self._words.append(match[1])
-            at = match.end()
-        self._at = self._depth = 0
-
-    def whole(self) -> Condition:
-        if not self._words:
-            raise ValueError(f"a condition is needed. Write e.g. {_EXAMPLE}")
-        found = self._any()
-        if self._at < len(self._words):
-            raise ValueError(
-                f"{self._peek()!r} does not belong after what stands before it. Join conditions with and, or"
-            )
-        return found
-
-    def _peek(self) -> str:
-        return self._words[self._at] if self._at < len(self._words) else ""
-
-    def _take(self) -> str:
-        word = self._peek()
-        self._at += 1
-        return word
-
-    def _takes(self, *words: str) -> bool:
-        """Consume the given tokens if they come next, and return True."""
-        if tuple(self._words[self._at : self._at + len(words)]) != words:
-            return False
-        self._at += len(words)
-        return True
-
-    def _expect(self, *words: str) -> str:
-        word = self._take()
-        if word not in words:
-            known = words[0] if len(words) == 1 else f"one of {', '.join(words)}"
-            raise ValueError(f"{known} is needed {f'in the place of {word!r}' if word else 'at the end'}")
-        return word
-
-    def _any(self) -> Condition:
-        parts = [self._all()]
-        while self._takes("or"):
-            parts.append(self._all())
-        return parts[0] if len(parts) == 1 else Any_(tuple(parts))
-
-    def _all(self) -> Condition:
-        parts = [self._one()]
-        while self._takes("and"):
-            parts.append(self._one())
-        return parts[0] if len(parts) == 1 else Every(tuple(parts))
-
-    def _one(self) -> Condition:
-        if self._takes("("):
-            self._depth += 1
-            if self._depth > _DEEPEST:
-                raise ValueError(f"brackets are nested more than {_DEEPEST} deep. Write a simpler condition")
-            inside = self._any()
-            self._expect(")")
-            self._depth -= 1
-            return inside
-        if self._takes("event"):
-            word = self._take()
-            if word not in EVENTS:
-                raise ValueError(
-                    f"there is no event {word!r}.{did_you_mean(word, EVENTS)} Use one of {', '.join(EVENTS)}"
-                )
-            return Happened(word)
-        if self._takes("no"):
-            series, _ = self._figure()
-            self._expect("for")
-            return Missing(series, self._span(times_only=True))
-        series, figure = self._figure()
-        return self._test(series, figure)
-
-    def _test(self, series: Series, figure: Figure) -> Condition:
-        word = self._take()
-        if word in (">", ">=", "<", "<="):
-            return self._compare(series, figure, word)
-        if word == "is":
-            if self._takes("not", "finite"):
-                return State(series, "not finite", self._hold())
-            state = self._expect("nan", "inf", "not finite")
-            return State(series, cast(Literal["nan", "inf"], state), self._hold())
-        if word == "no":
-            return self._no_improvement(series, figure)
-        if word in ("rises", "falls"):
-            self._expect("by")
-            by, relative = self._amount(figure)
-            self._expect("over")
-            return Trend(series, word == "rises", by, relative, self._span())
+    if len(text) > 1000:
+        raise ValueError("a condition has at most 1000 letters. Make several alerts of it")
+    if "(" in text or ")" in text:
         raise ValueError(
-            f"after {series} {f'{word!r} is no test' if word else 'a test is needed'}. Write >, <, 'is nan', "
-            f"'no better for', 'rises by' or 'falls by'"
+            "a condition has no brackets, and `and` binds first. Write a and (b or c) as a and b or a and c"
         )
-
-    def _compare(self, series: Series, figure: Figure, operator: Operator) -> Compare:
-        value = self._number(figure)
-        if self._takes("sigma"):
-            self._expect("over")
-            return Compare(series, operator, value, "sigma", self._span(), self._hold())
-        if self._takes("of"):
-            if self._expect("plan", "median") == "plan":
-                return Compare(series, operator, value, "plan", None, self._hold())
-            self._expect("over")
-            return Compare(series, operator, value, "median", self._span(), self._hold())
-        return Compare(series, operator, value, hold=self._hold())
-
-    def _no_improvement(self, series: Series, figure: Figure) -> NoImprovement:
-        word = self._expect("better", "higher", "lower")
-        if word == "better" and not figure.worse:
-            raise ValueError(f"nothing says which way {series} is better. Write 'no higher' or 'no lower'")
-        way = ("lower" if figure.worse == "high" else "higher") if word == "better" else word
-        self._expect("for")
-        span = self._span()
-        by, relative = self._amount(figure) if self._takes("by") else (0.0, False)
-        return NoImprovement(series, cast(Literal["higher", "lower"], way), span, by, relative)
-
-    def _hold(self) -> RunSpan | None:
-        return self._span() if self._takes("for") else None
-
-    def _figure(self) -> tuple[Series, Figure]:
-        word = self._take()
-        if not word:
-            raise ValueError(f"a figure is needed at the end. Write e.g. {_EXAMPLE}")
-        try:
-            name, label = split_series(word)
-        except ValueError:
-            raise ValueError(f"{word!r} is no figure. Write a name such as loss or gpu.temperature") from None
-        name = SHORT.get(name, name)
-        if name.startswith("eval.") and name not in FIGURES:
-            name, label = "eval.metric", name.removeprefix("eval.")
-        figure = FIGURES.get(name)
-        if figure is None:
-            hint = did_you_mean(name, [*FIGURES, *SHORT])
-            raise ValueError(f"there is no figure {name!r}.{hint or ' `weft alerts figures` lists them.'}".rstrip("."))
-        if label and not figure.label:
-            raise ValueError(f"{name} has no label, so {{{label}}} means nothing. Write {name}")
-        return Series(name, label), figure
-
-    def _number(self, figure: Figure) -> float:
-        word = self._take()
-        percent = word.endswith("%")
-        try:
-            return float(word[:-1]) / 100 if percent else float(word)
-        except ValueError:
-            pass
-        try:
-            return float(parse_bytes(word)) if figure.unit.startswith("bytes") else parse_seconds(word)
-        except ValueError:
-            unit = "a size such as 20GiB" if figure.unit.startswith("bytes") else "a number"
-            where = f"in the place of {word!r}" if word else "at the end"
-            raise ValueError(f"{unit} is needed {where}") from None
-
-    def _amount(self, figure: Figure) -> tuple[float, bool]:
-        relative = self._peek().endswith("%")
-        value = self._number(figure)
-        if not value > 0:
-            raise ValueError(f"{value:g} is no amount to rise or fall by. Write one above 0")
-        return value, relative
-
-    def _span(self, *, times_only: bool = False) -> RunSpan:
-        word = self._take()
-        example = "10m" if times_only else "200 steps, 3 evaluations or 10m"
-        unit = self._peek()
-        if unit in ("step", "steps", "evaluation", "evaluations") and not times_only:
-            self._at += 1
-            if not re.fullmatch(r"[0-9]{1,9}", word) or not 1 <= int(word) <= _MOST_READINGS:
-                raise ValueError(f"{word} {unit}: a whole number from 1 to {_MOST_READINGS} is needed")
-            return RunSpan(float(word), "steps" if unit.startswith("step") else "evaluations")
-        try:
-            seconds = parse_seconds(word) if re.search(r"[a-z]", word) else 0.0
-        except ValueError:
-            seconds = 0.0
-        if not 0 < seconds <= _LONGEST_S:
-            what = f"in the place of {word!r}" if word else "at the end"
-            raise ValueError(f"a span is needed {what}. Write e.g. {example}")
-        return RunSpan(seconds, "s")
+    text = " ".join(re.sub("([<>]=?)", r" \1 ", text).split())
+    if not text:
+        raise ValueError(f"a condition is needed. Write e.g. {_EXAMPLE}")
+    parts: list[Condition] = []
+    for part in _OR.split(text):
+        clauses = tuple(_clause(clause) for clause in _AND.split(part))
+        parts.append(clauses[0] if len(clauses) == 1 else Every(clauses))
+    return parts[0] if len(parts) == 1 else Any_(tuple(parts))
 
 
-_EXAMPLE = "'eval.loss no better for 3 evaluations' or 'gpu.temperature > 87 for 60s'"
+def _clause(text: str) -> Condition:
+    for pattern, make in _FORMS:
+        if match := pattern.fullmatch(text):
+            return make(**match.groupdict())
+    raise ValueError(f"{text[:40]!r} is no condition. Write {_FORMS_TEXT}")
+
+
+def _compare(figure: str, operator: str, value: str, of: str | None, over: str | None, hold: str | None) -> Compare:
+    series, known = _figure(figure)
+    basis = (of or "").removeprefix("of ")
+    if (over is None) == (basis in ("sigma", "median")):
+        raise ValueError("`over` gives the window of sigma and median alone. Write e.g. loss > 6 sigma over 200 steps")
+    return Compare(
+        series, cast(Operator, operator), _number(value, known), cast(Literal["", "plan", "median", "sigma"], basis),
+        _span(over), _span(hold),
+    )  # fmt: skip
+
+
+def _state(figure: str, state: str, hold: str | None) -> State:
+    return State(_figure(figure)[0], cast(Literal["nan", "inf", "not finite"], state), _span(hold))
+
+
+def _no_improvement(figure: str, way: str, span: str, by: str | None) -> NoImprovement:
+    series, known = _figure(figure)
+    if way == "better" and not known.worse:
+        raise ValueError(f"nothing says which way {series} is better. Write 'no higher' or 'no lower'")
+    if way == "better":
+        way = "lower" if known.worse == "high" else "higher"
+    amount, relative = (0.0, False) if by is None else _amount(by, known)
+    return NoImprovement(series, cast(Literal["higher", "lower"], way), _span(span), amount, relative)
+
+
+def _trend(figure: str, way: str, by: str, span: str) -> Trend:
+    series, known = _figure(figure)
+    return Trend(series, way == "rises", *_amount(by, known), _span(span))
+
+
+def _missing(figure: str, span: str) -> Missing:
+    found = _span(span)
+    if found.unit != "s":
+        raise ValueError(f"{span}: a missing figure has no readings to count. Write a time, e.g. 10m")
+    return Missing(_figure(figure)[0], found)
+
+
+def _happened(event: str) -> Happened:
+    if event not in EVENTS:
+        raise ValueError(f"there is no event {event!r}.{did_you_mean(event, EVENTS)} Use one of {', '.join(EVENTS)}")
+    return Happened(event)
+
+
+_METRIC, _SPAN = r"(?P<figure>[A-Za-z_][^ {]*(?:\{[^{}]*\})?)", r"[^ ]+(?: (?:steps?|evaluations?))?"
+_FOR = rf"(?: for (?P<hold>{_SPAN}))?"
+_FORMS: tuple[tuple[re.Pattern[str], Callable[..., Condition]], ...] = (
+    (re.compile(rf"no {_METRIC} for (?P<span>{_SPAN})"), _missing),
+    (re.compile(r"event (?P<event>[^ ]+)"), _happened),
+    (re.compile(rf"{_METRIC} is (?P<state>nan|inf|not finite){_FOR}"), _state),
+    (
+        re.compile(rf"{_METRIC} no (?P<way>better|higher|lower) for (?P<span>{_SPAN})(?: by (?P<by>[^ ]+))?"),
+        _no_improvement,
+    ),
+    (re.compile(rf"{_METRIC} (?P<way>rises|falls) by (?P<by>[^ ]+) over (?P<span>{_SPAN})"), _trend),
+    (
+        re.compile(
+            rf"{_METRIC} (?P<operator>[<>]=?) (?P<value>[^ ]+)(?: (?P<of>sigma|of median|of plan))?"
+            rf"(?: over (?P<over>{_SPAN}))?{_FOR}"
+        ),
+        _compare,
+    ),
+)
+
+
+def _figure(word: str) -> tuple[Series, Figure]:
+    try:
+        name, label = split_series(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is no figure. Write a name such as loss or gpu.temperature") from None
+    name = SHORT.get(name, name)
+    if name.startswith("eval.") and name not in FIGURES:
+        name, label = "eval.metric", name.removeprefix("eval.")
+    figure = FIGURES.get(name)
+    if figure is None:
+        hint = did_you_mean(name, [*FIGURES, *SHORT])
+        raise ValueError(f"there is no figure {name!r}.{hint or ' `weft alerts figures` lists them.'}".rstrip("."))
+    if label and not figure.label:
+        raise ValueError(f"{name} has no label, so {{{label}}} means nothing. Write {name}")
+    return Series(name, label), figure
+
+
+def _number(word: str, figure: Figure) -> float:
+    is_size = figure.unit.startswith("bytes")
+    if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?%?", word, re.IGNORECASE):
+        return float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+    try:
+        return float(parse_bytes(word)) if is_size else parse_seconds(word)
+    except ValueError:
+        unit = "a size such as 20GiB" if is_size else "a number"
+        raise ValueError(f"{unit} is needed in the place of {word!r}") from None
+
+
+def _amount(word: str, figure: Figure) -> tuple[float, bool]:
+    """Return (amount, True if it is a fraction)."""
+    value = _number(word, figure)
+    if not value > 0:
+        raise ValueError(f"{value:g} is no amount to rise or fall by. Write one above 0")
+    return value, word.endswith("%")
+
+
+@overload
+def _span(text: str) -> RunSpan: ...
+@overload
+def _span(text: str | None) -> RunSpan | None: ...
+def _span(text: str | None) -> RunSpan | None:
+    if text is None:
+        return None
+    amount, _, unit = text.partition(" ")
+    if unit:
+        if not re.fullmatch(r"[0-9]{1,9}", amount) or not 1 <= int(amount) <= _MOST_READINGS:
+            raise ValueError(f"{text}: a whole number from 1 to {_MOST_READINGS} is needed")
+        return RunSpan(float(amount), "steps" if unit.startswith("step") else "evaluations")
+    try:
+        seconds = parse_seconds(amount) if re.search(r"[a-z]", amount) else 0.0
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_S:
+        raise ValueError(f"a span is needed in the place of {amount!r}. Write e.g. 200 steps, 3 evaluations or 10m")
+    return RunSpan(seconds, "s")
 
 
 # The standard alerts, `alerts = "standard"`. Healthy runs never trigger them.
