@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
-from weft.checkpoint.open_target import target_at
 from weft.checkpoint.peer_copies import PIECE, CopyServer, ask, copies_at
 from weft.checkpoint.save import save_checkpoint
+from weft.checkpoint.targets import target_at
 from weft.errors import CheckpointError
 
 

@@ -25,7 +25,6 @@ from weft.checkpoint.manifest import (
     shard_name,
 )
 from weft.checkpoint.object_store import Location, located
-from weft.checkpoint.open_target import target_at
 from weft.checkpoint.read import Part
 from weft.checkpoint.read_tensors import SliceReader, TensorGroup, whole
 from weft.checkpoint.safetensors_files import (
@@ -37,6 +36,7 @@ from weft.checkpoint.safetensors_files import (
     unheard,
     write_tensors,
 )
+from weft.checkpoint.targets import target_at
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:

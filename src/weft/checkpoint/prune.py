@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection
 from weft.checkpoint.folders import StepFolder
 from weft.checkpoint.load import verify_checkpoint
 from weft.checkpoint.object_store import Location, located
-from weft.checkpoint.open_target import target_at
-from weft.checkpoint.targets import Target
+from weft.checkpoint.targets import Target, target_at
 from weft.errors import CheckpointError
 
 

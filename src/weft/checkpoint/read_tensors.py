@@ -15,9 +15,9 @@ import numpy as np
 
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, Slice, TensorEntry, shard_name
 from weft.checkpoint.object_store import Location
-from weft.checkpoint.open_target import target_at
 from weft.checkpoint.read import Box, BoxView, OwnershipMap, Part, meet
 from weft.checkpoint.safetensors_files import RangedTensors, RawArray, open_tensors, tensor_of
+from weft.checkpoint.targets import target_at
 from weft.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 from weft.checkpoint import strict_json
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
 from weft.checkpoint.object_store import Location
-from weft.checkpoint.open_target import target_at
+from weft.checkpoint.targets import target_at
 from weft.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -37,10 +37,9 @@ from weft.checkpoint.manifest import (
     shard_name,
 )
 from weft.checkpoint.object_store import Location, located
-from weft.checkpoint.open_target import target_at
 from weft.checkpoint.read import OwnershipMap, Part
 from weft.checkpoint.safetensors_files import RawArray, dtype_name, write_file, write_tensors
-from weft.checkpoint.targets import Target
+from weft.checkpoint.targets import Target, target_at
 from weft.errors import CheckpointError, UnfitError
 from weft.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""Interface of checkpoint targets, for saving, loading and pruning, and the target of a folder.
+"""Checkpoint targets, for saving, loading and pruning: their interface, the target of a folder, and their selection.
 
 A checkpoint is a folder in the target, and exists as soon as it has COMMIT. Files are named by their location. Failures
 are raised as OSError with the reason in strerror.
@@ -19,7 +19,7 @@ from typing import Protocol, cast
 from weft.checkpoint import folders
 from weft.checkpoint.folders import StepFolder
 from weft.checkpoint.manifest import COMMIT_NAME
-from weft.checkpoint.object_store import Location
+from weft.checkpoint.object_store import Location, StorePath, StoreTarget
 from weft.errors import CheckpointError
 
 
@@ -328,3 +328,8 @@ class _OpenFile:
 
     def close(self) -> None:
         os.close(self._handle)
+
+
+def target_at(root: Location) -> Target:
+    """Return the target for the checkpoints in `root`: a folder or an object store."""
+    return StoreTarget(root) if isinstance(root, StorePath) else FolderTarget(root)

@@ -15,7 +15,7 @@ import typer
 from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath, located
-from weft.checkpoint.open_target import target_at
+from weft.checkpoint.targets import target_at
 from weft.cli.console import say, table
 from weft.errors import CheckpointError, ConfigError, nearest_name
 from weft.train.folder import RunFolder
@@ -353,8 +353,8 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without --yes, only list what would be deleted.")] = False,
 ) -> None:
     """Delete old checkpoints, except the newest valid one, the best one, and the newest that was evaluated."""
-    from weft.checkpoint.open_target import target_at
     from weft.checkpoint.prune import prune_checkpoints
+    from weft.checkpoint.targets import target_at
     from weft.units import counted, format_bytes
 
     root = root_of(run)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import Checkpoint, load_checkpoint, verify_checkpoint
 from weft.checkpoint.object_store import Location
-from weft.checkpoint.open_target import target_at
+from weft.checkpoint.targets import target_at
 from weft.cli.console import progress_report, table
 from weft.errors import CheckpointError
 from weft.units import counted

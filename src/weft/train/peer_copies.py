@@ -16,8 +16,8 @@ import psutil
 from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath
-from weft.checkpoint.open_target import target_at
 from weft.checkpoint.peer_copies import CopyHome, copies_at
+from weft.checkpoint.targets import target_at
 from weft.errors import CheckpointError, ConfigError
 from weft.units import format_bytes
 
