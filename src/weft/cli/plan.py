@@ -99,7 +99,7 @@ WhatIf = Annotated[
 ]
 Reasons = Annotated[bool, typer.Option("--reasons", help="Count the refused plans by reason, with an example each.")]
 Draw = Annotated[
-    Path | None, typer.Option("--draw", metavar="FILE.svg", help="Draw the best plan's pipeline schedule.")
+    Path | None, typer.Option("--draw", metavar="FILE", help="Draw the best plan's pipeline schedule: .svg, .png.")
 ]
 Pareto = Annotated[Path | None, typer.Option("--pareto", metavar="FILE", help="Draw memory against speed: .svg, .png.")]
 Waterfall = Annotated[

@@ -347,13 +347,11 @@ def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -
 
 
 def write_schedule(best: Candidate, path: Path) -> None:
-    """Write the best plan's pipeline schedule with its estimated seconds, as .svg."""
+    """Write the best plan's pipeline schedule with its estimated seconds."""
     from weft.planner.report.pictures import draw_schedule
     from weft.planner.search.ranks import timed_schedule
 
-    if path.suffix != ".svg":
-        raise ConfigError(f"draw={path}: a schedule is drawn as SVG. Use {path.with_suffix('.svg')}.")
-    _write(path, draw_schedule(*timed_schedule(best)).encode())
+    _write(path, _picture(draw_schedule(*timed_schedule(best)), path))
 
 
 def write_config(best: Candidate, path: Path) -> None:
@@ -393,6 +391,8 @@ def _png(drawing: Drawing) -> bytes:
         if isinstance(shape, Rect):
             place, size = (shape.x, shape.y), (shape.width, shape.height)
             axes.add_patch(Rectangle(place, *size, color=shape.fill, linewidth=0, zorder=order))
+            middle = (shape.x + shape.width / 2, shape.y + shape.height / 2)
+            axes.text(*middle, shape.label, fontsize=12 * 0.72, ha="center", va="center", zorder=order)
         elif isinstance(shape, Dot):
             axes.add_patch(Circle((shape.x, shape.y), shape.radius, color=shape.fill, linewidth=0, zorder=order))
         elif isinstance(shape, Polyline):

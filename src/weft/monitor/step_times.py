@@ -418,7 +418,7 @@ def draw_times(
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
     # Bars may be too narrow for numbers; the legend shows all of them.
     legend = [(f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
-    return draw_bars(rows, title, legend)
+    return draw_bars(rows, title, legend).svg()
 
 
 def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]]) -> str:

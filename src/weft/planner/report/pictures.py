@@ -29,7 +29,7 @@ INK, FAINT = "#222222", "#bbbbbb"
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Filled rectangle. `title` is its tooltip."""
+    """Filled rectangle. `title` is its tooltip, and `label` a text in its middle."""
 
     x: float
     y: float
@@ -37,6 +37,7 @@ class Rect:
     height: float
     fill: str
     title: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,11 @@ class Drawing:
 def _svg(shape: Shape) -> str:
     if isinstance(shape, Rect):
         body = f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
-        return _titled("rect", f'{body} fill="{shape.fill}"', shape.title)
+        body = f'{body} fill="{shape.fill}"'
+        if not shape.label:
+            return _titled("rect", body, shape.title)
+        label = Text(shape.x + shape.width / 2, shape.y + shape.height / 2 + 4, shape.label, anchor="middle")
+        return f"<g><title>{escape(shape.title)}</title><rect {body}/>{_svg(label)}</g>"
     if isinstance(shape, Dot):
         body = f'cx="{shape.x:.2f}" cy="{shape.y:.2f}" r="{shape.radius:g}" fill="{shape.fill}"'
         return _titled("circle", body, shape.title)
@@ -282,7 +287,7 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     return drawing
 
 
-# Picture of a pipeline: one row for each rank, one bar for each step, as SVG text.
+# Picture of a pipeline: one row for each rank, one bar for each step.
 
 #: Colours of each kind, for a rank's first stage and for its later stages.
 _COLOURS = {"F": ("#7fa9d6", PALETTE[0]), "B": ("#94c4a6", PALETTE[2]), "W": ("#ecc48b", PALETTE[1])}
@@ -304,8 +309,8 @@ class Bar(NamedTuple):
     title: str = ""
 
 
-def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> str:
-    """Draw the schedule to scale, as SVG text."""
+def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> Drawing:
+    """Draw the schedule to scale."""
     one = 1.0 / schedule.virtual_stages
     timeline = simulate(schedule, durations or Durations(one, one, one))
     rows = [
@@ -316,14 +321,10 @@ def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> str
         ]
         for rank, steps in enumerate(schedule.ranks)
     ]
-    legend = [(_WORDS[kind], _COLOURS[kind][0]) for kind in _kinds(schedule)]
+    used = {action.kind for step in schedule.ranks[0] for action in parts(step)}
+    legend = [(word, _COLOURS[kind][0]) for kind, word in _WORDS.items() if kind in used]
     named = [(f"rank {rank}", row) for rank, row in enumerate(rows)]
     return draw_bars(named, _title(schedule, timeline), legend, has_axis=durations is not None)
-
-
-def _kinds(schedule: Schedule) -> list[str]:
-    used = {action.kind for step in schedule.ranks[0] for action in parts(step)}
-    return [kind for kind in _WORDS if kind in used]
 
 
 def _title(schedule: Schedule, timeline: Timeline) -> str:
@@ -359,8 +360,8 @@ def draw_bars(
     legend: Sequence[tuple[str, str]],
     *,
     has_axis: bool = False,
-) -> str:
-    """Draw rows of bars on one scale of seconds, as SVG text.
+) -> Drawing:
+    """Draw rows of bars on one scale of seconds.
 
     Args:
         rows: (name, bars) from top to bottom.
@@ -369,68 +370,33 @@ def draw_bars(
         has_axis: write seconds below the rows.
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
-    scale = (_TIMELINE_WIDTH - _TIMELINE_LEFT - 10) / length
-    legend_top = _TIMELINE_TOP + len(rows) * (_ROW + _GAP)
-    axis = _axis(length, scale, legend_top) if has_axis else []
-    drawn_legend, height = _legend(legend, legend_top + (40 if has_axis else 18))
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_TIMELINE_WIDTH} {height}" '
-        f'width="{_TIMELINE_WIDTH}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_TIMELINE_WIDTH}" height="{height}" fill="#ffffff"/>',
-        f'<text x="10" y="22" font-size="14" fill="#222222">{escape(title)}</text>',
-    ]
+    width = _TIMELINE_WIDTH - _TIMELINE_LEFT - 10
+    drawing = Drawing(_TIMELINE_WIDTH, 0.0)
+    drawing.add(Text(10, 22, title, 14))
     for place, (name, bars) in enumerate(rows):
         top = _TIMELINE_TOP + place * (_ROW + _GAP)
-        lines.append(f'<text x="10" y="{top + 17}" fill="#222222">{escape(name)}</text>')
-        lines.append(
-            f'<rect x="{_TIMELINE_LEFT}" y="{top}" width="{length * scale:.1f}" height="{_ROW}" fill="#f0f0f0"/>'
+        drawing.add(Text(10, top + 17, name), Rect(_TIMELINE_LEFT, top, width, _ROW, "#f0f0f0"))
+        for bar in bars:
+            share = (bar.end_s - bar.start_s) / length
+            left = _TIMELINE_LEFT + width * bar.start_s / length
+            label = bar.label if bar.label and fits(bar.label, share) else ""
+            # The gap of half a pixel separates bars of one colour.
+            drawing.add(Rect(left, top, max(width * share - 0.5, 0.1), _ROW, bar.fill, bar.title, label))
+    bottom = _TIMELINE_TOP + len(rows) * (_ROW + _GAP)
+    for part in range(5 if has_axis else 0):
+        x = _TIMELINE_LEFT + width * part / 4
+        anchor = "start" if part == 0 else "end" if part == 4 else "middle"
+        drawing.add(
+            Polyline(((x, _TIMELINE_TOP), (x, bottom)), FAINT, 0.5),
+            Text(x, bottom + 14, format_seconds(length * part / 4), anchor=anchor),
         )
-        lines += [_generator_offset(bar, scale, top) for bar in bars]
-    return "\n".join([*lines, *axis, *drawn_legend, "</svg>", ""])
-
-
-def _axis(length: float, scale: float, top: int) -> list[str]:
-    """Return five labels with seconds from the start of the step, each with a thin line through the rows."""
-    lines: list[str] = []
-    for part in range(5):
-        x = _TIMELINE_LEFT + length * scale * part / 4
-        side = "start" if part == 0 else "end" if part == 4 else "middle"
-        lines.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TIMELINE_TOP}" y2="{top}" stroke="#bbbbbb" stroke-width="0.5"/>'
-        )
-        words = format_seconds(length * part / 4)
-        lines.append(f'<text x="{x:.1f}" y="{top + 14}" text-anchor="{side}" fill="#222222">{words}</text>')
-    return lines
-
-
-def _generator_offset(bar: Bar, scale: float, top: int) -> str:
-    left, width = _TIMELINE_LEFT + bar.start_s * scale, (bar.end_s - bar.start_s) * scale
-    text = ""
-    if bar.label and width >= max(_LEAST_LABEL, 7 * len(bar.label) + 2):
-        middle = left + width / 2
-        text = f'<text x="{middle:.1f}" y="{top + 17}" text-anchor="middle" fill="#111111">{escape(bar.label)}</text>'
-    hint = f"<title>{escape(bar.title)}</title>" if bar.title else ""
-    shape = f'x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}"'
-    return f'<g>{hint}<rect {shape} fill="{bar.fill}" stroke="#ffffff" stroke-width="0.5"/>{text}</g>'
+    drawing.height = drawing.legend(legend, _TIMELINE_LEFT, bottom + (40 if has_axis else 18), width)
+    return drawing
 
 
 def fits(label: str, share: float) -> bool:
     """Return True if a label fits on a bar with this share of the longest row."""
     return share * (_TIMELINE_WIDTH - _TIMELINE_LEFT - 10) >= max(_LEAST_LABEL, 7 * len(label) + 2)
-
-
-def _legend(legend: Sequence[tuple[str, str]], baseline: int) -> tuple[list[str], int]:
-    """Return the labels in rows that fit the picture's width, and the picture's height with them."""
-    lines: list[str] = []
-    left = _TIMELINE_LEFT
-    for word, colour in legend:
-        if left > _TIMELINE_LEFT and left + 17 + 7 * len(word) > _TIMELINE_WIDTH:
-            left, baseline = _TIMELINE_LEFT, baseline + 20
-        lines.append(f'<rect x="{left}" y="{baseline - 10}" width="12" height="12" fill="{colour}"/>')
-        lines.append(f'<text x="{left + 17}" y="{baseline}" fill="#222222">{escape(word)}</text>')
-        left += 35 + 7 * len(word)
-    return lines, baseline + 12
 
 
 # The full answer as one self-contained HTML page: no script, no other file, no network.
@@ -478,7 +444,7 @@ def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
         memory_by_rank(best, bytes_by_rank(best)).svg(),
     ]
     if best.plan.pp > 1:
-        parts += ["<h2>The pipeline's schedule</h2>", draw_schedule(*timed_schedule(best))]
+        parts += ["<h2>The pipeline's schedule</h2>", draw_schedule(*timed_schedule(best)).svg()]
     parts += [
         "<h2>Other layouts, and why they are not the best</h2>",
         _others(best, found.layouts(_LAYOUTS)[1:]),
