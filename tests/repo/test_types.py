@@ -32,6 +32,6 @@ def test_an_exception_says_why():
 
 def test_no_file_is_left_out_and_the_strict_rooms_stay_strict():
     settings = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["tool"]["pyright"]
-    assert settings["include"] == ["src/weft"]
+    assert settings["include"] == ["src/weft", "tools"]
     assert not {"ignore", "exclude"} & settings.keys()
     assert {f"src/weft/{room}" for room in STRICT} <= {*settings["strict"]}

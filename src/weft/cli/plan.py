@@ -15,7 +15,7 @@ import typer
 
 from weft import env
 from weft.cli.console import say
-from weft.cli.plan_view import Findings
+from weft.cli.plan_view import Findings, print_findings, print_json
 from weft.errors import ConfigError, PlanError, Problem, WeftError
 from weft.planner.measured.laws import learn, lesson_words
 from weft.planner.measured.machine_profile import default_path, load_profile
@@ -223,12 +223,8 @@ def plan(
         if html is not None:
             _write_page(found, html, price)
         if json:
-            from weft.cli.plan_view import print_json
-
             print_json(found, top, price)
         else:
-            from weft.cli.plan_view import print_findings
-
             print_findings(found, top=top, reasons=reasons, hour_price=price)
         if found.answer.best is None and not found.only_judges:
             raise typer.Exit(NOTHING_FITS)

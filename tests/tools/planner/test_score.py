@@ -1,17 +1,21 @@
-"""`weft plan --score`: its contract, on a made-up table; and how near it is to two published ones."""
+"""`tools/planner/score.py`: its contract, on a made-up table; and how near it is to two published ones."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tools.planner import score as score_program
 from tools.planner.score import score_runs
 from tools.planner.scores import SCORE_TIERS, score
+from weft import env
 from weft.cli.app import run
 from weft.errors import ConfigError
 
@@ -190,6 +194,19 @@ def test_published_runs_are_met(tmp_path):
     assert all(math.isfinite(each.memory_gib) for each in found.predictions)
 
 
-def test_any_number_of_files_may_follow(capsys):
-    assert run(["plan", "--score", *[str(SAMPLE)] * 4]) == 0
-    assert "36 runs, 16 skipped" in capsys.readouterr().out
+def test_the_program_takes_any_number_of_files_from_any_folder(tmp_path):
+    command = [sys.executable, score_program.__file__, *[str(SAMPLE)] * 4]
+    done = subprocess.run(command, cwd=tmp_path, env=env.child_env(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "36 runs, 16 skipped" in done.stdout
+
+
+def test_a_file_that_is_not_there_is_one_sentence(capsys):
+    assert score_program.main(["nowhere.csv"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_weft_plan_names_the_program(capsys):
+    assert run(["plan", "--score", str(SAMPLE)]) == 2
+    said = capsys.readouterr().err
+    assert "Run this in a checkout of Weft: python tools/planner/score.py FILES [--json]." in said
