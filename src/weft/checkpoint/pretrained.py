@@ -361,7 +361,9 @@ class JoinedTensors:
             if isinstance(joined, Computed):
                 made = self._computed(joined)
                 for view in part.views(start, start + len(target)):
-                    _copy_array(made, target, view)
+                    inside = made[tuple(slice(low, high) for low, high in view.box)]
+                    steps = tuple(stride * target.itemsize for stride in view.strides)
+                    np.lib.stride_tricks.as_strided(target[view.offset :], inside.shape, steps)[...] = inside
                 return
             boxes = [(piece, piece.box()) for piece in joined.pieces]
             for view in part.views(start, start + len(target)):
@@ -404,13 +406,6 @@ def _all_finite(out: memoryview, dtype: str) -> bool:
         if ((bits[start : start + _CHECKED_ELEMENTS] & exponent).max(initial=0)) == exponent:
             return False
     return True
-
-
-def _copy_array(source: np.ndarray, target: np.ndarray, view: BoxView) -> None:
-    """Copy a box of an array to its position in `target`, where offset and strides count elements of `target`."""
-    inside = source[tuple(slice(low, high) for low, high in view.box)]
-    steps = tuple(stride * target.itemsize for stride in view.strides)
-    np.lib.stride_tricks.as_strided(target[view.offset :], inside.shape, steps)[...] = inside
 
 
 def _expect_equal(kinds: Sequence[object]) -> None:

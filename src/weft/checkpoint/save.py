@@ -451,7 +451,12 @@ class _Saving:
                     return {"unfit": unfit[0]}
                 files = {name: FileEntry(*entry) for answer in answers for name, entry in answer["files"].items()}
                 names = {path.name for path in place.iterdir()}  # one listing for all ranks
-                self._check_shared_folder(names, files)
+                missing = sorted(files.keys() - names)
+                if missing:
+                    raise CheckpointError(
+                        f"{self._target.setting}: {missing[0]} was written by another machine and is not here. Choose "
+                        "a folder that all machines share."
+                    )
                 entries = self._join(place, names)
                 files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
                 manifest = write_manifest(place, self._step, files, entries)
@@ -460,15 +465,6 @@ class _Saving:
         except BaseException:
             self._target.discard(place)
             raise
-
-    def _check_shared_folder(self, names: Set[str], files: Mapping[str, FileEntry]) -> None:
-        """Check that the files of all ranks are visible here."""
-        missing = sorted(files.keys() - names)
-        if missing:
-            raise CheckpointError(
-                f"{self._target.setting}: {missing[0]} was written by another machine and is not here. Choose a folder"
-                " that all machines share."
-            )
 
     def _join(self, place: Location, names: Set[str]) -> dict[str, dict[str, TensorEntry]]:
         """Merge the tensor descriptions of all ranks into entries of the manifest, and delete their files."""

@@ -58,21 +58,16 @@ def new_folder(final: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        sync_tree(temporary)
+        for here, _, names in os.walk(temporary):
+            for name in names:
+                sync(Path(here, name))
+            sync(Path(here))
         if final.exists():
             shutil.rmtree(final)
         os.rename(temporary, final)
         sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def sync_tree(folder: Path) -> None:
-    """Flush all files and folders below `folder` to the disk."""
-    for here, _, names in os.walk(folder):
-        for name in names:
-            sync(Path(here, name))
-        sync(Path(here))
 
 
 def sync(path: Path) -> None:
@@ -184,7 +179,12 @@ class SplitWriter:
         while tokens.size:
             used = self._num_tokens % self._shard_tokens
             if used == 0:
-                self._next_shard()
+                number = self._num_tokens // self._shard_tokens
+                self._finish(self._tokens)
+                self._tokens = self._open(f"tokens-{number:05d}.bin")
+                if self._with_mask:
+                    self._finish(self._mask)
+                    self._mask = self._open(f"trained-{number:05d}.bin")
             room = self._shard_tokens - used
             assert self._tokens is not None
             self._tokens.write(tokens[:room].astype(self._dtype).tobytes())
@@ -238,14 +238,6 @@ class SplitWriter:
             self._num_tokens, self._num_documents, self._num_trained, self._dtype, self._shard_tokens,
             self._with_mask and not all_trained, self._files, tuple(self._numbers)[2:],
         )  # fmt: skip
-
-    def _next_shard(self) -> None:
-        number = self._num_tokens // self._shard_tokens
-        self._finish(self._tokens)
-        self._tokens = self._open(f"tokens-{number:05d}.bin")
-        if self._with_mask:
-            self._finish(self._mask)
-            self._mask = self._open(f"trained-{number:05d}.bin")
 
     def _open(self, name: str) -> _Output:
         path = self._folder / name

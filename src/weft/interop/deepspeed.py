@@ -372,16 +372,12 @@ def _read_offload(reading: Reading, stage: int) -> None:
             reading.nothing(key, f"DeepSpeed reads it from stage {needs} on, and this is stage {stage}")
         elif device is not None:
             parts.append(part)
-            _report_offload(reading, key, part, device)
+            field = "plan.offload"
+            if device == "nvme":
+                reading.missing(key, f"NVMe; the nearest is host memory: plan offload={part}", field)
+            else:
+                reading.became(key, f"plan offload={part}", field)
     _add_offload(reading, *parts)
-
-
-def _report_offload(reading: Reading, key: str, part: str, device: str) -> None:
-    field = "plan.offload"
-    if device == "nvme":
-        reading.missing(key, f"NVMe; the nearest is host memory: plan offload={part}", field)
-    else:
-        reading.became(key, f"plan offload={part}", field)
 
 
 def _add_offload(reading: Reading, *parts: str) -> None:

@@ -196,7 +196,12 @@ class Recompute:
             self._traces[kind] = trace_block(block, forward, args, kwargs)
         trace = self._traces[kind]
         if not self.is_budget:
-            self._refuse_without_attention(path, trace)
+            if self.setting == "attention" and not trace.num_calls:
+                raise ModelError(
+                    f"recompute=attention: {path or 'the model'} makes no call of scaled_dot_product_attention, which "
+                    "is what would be recomputed. Use recompute=selective, or attn_implementation='sdpa' if the model "
+                    "offers it."
+                )
             self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):
@@ -232,14 +237,6 @@ class Recompute:
         for key in parameters:
             self._fixed.pop(key, None)
         self._choose_by_budget()
-
-    def _refuse_without_attention(self, path: str, trace: BlockTrace) -> None:
-        if self.setting == "attention" and not trace.num_calls:
-            raise ModelError(
-                f"recompute=attention: {path or 'the model'} makes no call of scaled_dot_product_attention, which is "
-                f"what would be recomputed. Use recompute=selective, or attn_implementation='sdpa' where the model "
-                f"offers it."
-            )
 
     def _choose_by_budget(self) -> None:
         """Choose the fastest policies that fit. The ranks of the axis combine their measurements."""

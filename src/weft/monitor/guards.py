@@ -123,7 +123,9 @@ class SpikeWatch:
         self._recent.append(loss)
         self._quiet_left = max(0, self._quiet_left - 1)
         if loss <= bound:
-            self._end_spike()
+            if self._alarmed:
+                self._quiet *= 2
+            self._in_a_row, self._alarmed = 0, False
             self._window.append(loss)
             return None
         self._in_a_row += 1
@@ -140,11 +142,6 @@ class SpikeWatch:
         if self._quiet_left:
             return self._in_a_row >= _LASTING
         return self._in_a_row > 1 or loss > _SINGLE_STEP_FACTOR * highest
-
-    def _end_spike(self) -> None:
-        if self._alarmed:
-            self._quiet *= 2
-        self._in_a_row, self._alarmed = 0, False
 
     def _bound(self) -> tuple[float, float]:
         """Return (median, bound). The bound is infinite while too few steps are in the window."""

@@ -276,15 +276,12 @@ class _SteadyLive(Live):
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         drawn = self._live_render._shape
-        if drawn is not None and _breaks_lines():
+        breaks_lines = not env.get("XTERM_VERSION") and env.get("TERM") != "linux"
+        if drawn is not None and breaks_lines:
             width = max(1, self.console.width)
             rows = sum(max(1, -(-columns // width)) for columns in self._panel.drawn)
             self._live_render._shape = (drawn[0], max(drawn[1], min(rows, self.console.height)))
         return super().process_renderables(renderables)
-
-
-def _breaks_lines() -> bool:
-    return not env.get("XTERM_VERSION") and env.get("TERM") != "linux"
 
 
 class _TerminalConsole(Console):

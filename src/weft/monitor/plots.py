@@ -293,7 +293,9 @@ def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
     if wave is not None:
 
         def swing(axes: Any) -> None:
-            low, high = _envelope(wave)
+            parts = np.array_split(wave, min(_WAVE_POINTS, max(1, len(wave))))
+            low = np.array([part.min(initial=0.0) for part in parts])
+            high = np.array([part.max(initial=0.0) for part in parts])
             seconds = np.linspace(0, len(wave) / entry.rate, len(low))
             axes.fill_between(seconds, low, high, color="#2f6f9f", linewidth=0.4)
             axes.set_xlim(0, max(seconds[-1], 1 / entry.rate))
@@ -307,12 +309,6 @@ def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
             axes.set_xlabel("frames; bands of pitch upwards", fontsize=7, labelpad=0)
 
         yield glow, 1.0
-
-
-def _envelope(wave: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the minimum and maximum of the samples at each horizontal point."""
-    parts = np.array_split(wave, min(_WAVE_POINTS, max(1, len(wave))))
-    return np.array([part.min(initial=0.0) for part in parts]), np.array([part.max(initial=0.0) for part in parts])
 
 
 def _lines(text: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:

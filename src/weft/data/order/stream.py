@@ -111,7 +111,10 @@ class Mixture:
     """
 
     def __init__(self, shares: Sequence[float], *, seed: int, block: int = 256):
-        self._parts = _integer_shares(shares)
+        total = float(sum(shares))
+        parts = [max(1, round(share / total * _SCALE)) for share in shares]
+        parts[parts.index(max(parts))] += _SCALE - sum(parts)
+        self._parts = parts
         self._seed, self._block = seed, block
         self._locate = lru_cache(maxsize=8)(self._block_table)
 
@@ -160,13 +163,6 @@ class Mixture:
     def _due(self, tick: int) -> list[int]:
         """Return the samples of each source that are due by a tick: its share of the time, rounded."""
         return [(2 * tick * part + _GRID * _SCALE) // (2 * _GRID * _SCALE) for part in self._parts]
-
-
-def _integer_shares(shares: Sequence[float]) -> list[int]:
-    total = float(sum(shares))
-    parts = [max(1, round(share / total * _SCALE)) for share in shares]
-    parts[parts.index(max(parts))] += _SCALE - sum(parts)
-    return parts
 
 
 # Row counts of samples in tensors whose rows are not samples, such as patches of images.

@@ -69,7 +69,7 @@ class ByteCodec:
         kept = np.ones(len(ids), bool)
         for match in re.finditer("|".join(map(re.escape, SPECIAL_TOKENS)), marked.text):
             low, high = match.span()
-            if not _overlaps(marked.plain, low, high):
+            if not any(first < high and last > low for first, last in marked.plain):
                 inside = np.flatnonzero((offsets[:, 0] >= low) & (offsets[:, 1] <= high))
                 kept[inside[1:]] = False
                 ids[inside[0]], offsets[inside[0]] = 256 + SPECIAL_TOKENS.index(match.group()), (low, high)
@@ -273,7 +273,8 @@ class JsonCodec:
 
     def token_bytes(self, vocab_size: int) -> np.ndarray:
         added = self._library.get_added_tokens_decoder()
-        alphabet = _byte_level_alphabet() if self._is_byte_level() else None
+        is_byte_level = "ByteLevel" in json.dumps(json.loads(self._library.to_str()).get("decoder"))
+        alphabet = _byte_level_alphabet() if is_byte_level else None
         sizes = np.zeros(vocab_size, np.int64)
         for name, token in self._library.get_vocab(with_added_tokens=True).items():
             if token in added:
@@ -286,9 +287,6 @@ class JsonCodec:
                 sizes[token] = len(name.replace("\u2581", " ").encode())
         sizes[list(self._control)] = 0
         return sizes
-
-    def _is_byte_level(self) -> bool:
-        return "ByteLevel" in json.dumps(json.loads(self._library.to_str()).get("decoder"))
 
 
 def full_ids(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[np.ndarray]:
@@ -348,10 +346,6 @@ def _groups(texts: Sequence[str], *, is_limited: bool = True) -> Iterator[list[i
             group, num_chars = [], 0
     if group:
         yield group
-
-
-def _overlaps(ranges: Sequence[tuple[int, int]], low: int, high: int) -> bool:
-    return any(first < high and last > low for first, last in ranges)
 
 
 def _byte_tokens(text: str) -> Tokens:

@@ -24,11 +24,6 @@ DELIMITERS = ",;\t|"
 _MAX_ROWS = 50
 
 
-def comma_or_tab(name: str) -> str:
-    """Return the delimiter by the suffix of a file: a tab for .tsv, else a comma."""
-    return "\t" if name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".tsv") else ","
-
-
 def sniff_delimiter(head: bytes, usual: str) -> str:
     """Return the delimiter that divides the header into several columns and the most rows into the same number.
 
@@ -380,7 +375,7 @@ class RecordReader:
 
     def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name = self._file.name
-        usual = comma_or_tab(self._file.path.name)
+        usual = "\t" if self._file.path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".tsv") else ","
         head = stream.read(_SNIFF_BYTES)
         delimiter = sniff_delimiter(head, usual)
         self.delimiter = delimiter if delimiter != usual else ""
