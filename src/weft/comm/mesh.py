@@ -284,8 +284,8 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     A group holds sockets and threads, so a later mesh over the same ranks reuses the existing group. Only the members
     need to call this.
     """
-    if not dist.is_initialized():
-        _start_single_rank()
+    if not dist.is_initialized():  # a single-process run, whose fully_shard needs a group
+        dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] - documented by torch
     description = f"weft {purpose} {' '.join(map(str, ranks))}"
     for group in groups_made():
         if group.group_desc == description:
@@ -296,11 +296,6 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
             list(ranks), timeout=default_timeout(), use_local_synchronization=True, group_desc=description
         )
     return made
-
-
-def _start_single_rank() -> None:
-    """Start the default process group of a single-process run, because fully_shard needs one."""
-    dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] - documented by torch
 
 
 def build_mesh(

@@ -142,14 +142,16 @@ class RunState:
             if isinstance(event.get("loss"), str) and len(self._bad) < 1000:
                 self._bad.add(event["step"])
         self._state = "running" if self._state != "held" else self._state
-        self._heard(times[-1])
+        self._record_time(times[-1])
 
     def _add(self, event: dict[str, Any]) -> None:
         kind, step = event.get("event"), _step_of(event)
-        self._heard(event.get("time"))
+        self._record_time(event.get("time"))
         self.marks.add(event)
         if kind in ("start", "resume"):
-            self._go_back(step or 0)
+            self.steps.truncate_after(step or 0)
+            self.evals.truncate_after(step or 0)
+            self._bad = {one for one in self._bad if one <= (step or 0)}
         if kind == "start":
             self.start = {**event, "step": step or 0}
             self._state, self._reason = "starting", ""
@@ -191,12 +193,7 @@ class RunState:
             step = _step_of(event)
             self.heat.add(self.step if step is None else step, busy)
 
-    def _go_back(self, step: int) -> None:
-        self.steps.truncate_after(step)
-        self.evals.truncate_after(step)
-        self._bad = {one for one in self._bad if one <= step}
-
-    def _heard(self, when: object) -> None:
+    def _record_time(self, when: object) -> None:
         found = number(when)
         if math.isfinite(found):
             self.last_time = found if math.isnan(self.last_time) else max(self.last_time, found)

@@ -7,6 +7,7 @@ import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from weft.config.metrics import FIGURES
 from weft.errors import MissingExtra
@@ -126,7 +127,7 @@ class MlflowSink(FigureSink):
     def _experiment(self) -> str:
         name = self.job.settings.project
         try:
-            found = self._call(f"experiments/get-by-name?experiment_name={_quoted(name)}", None, method="GET")
+            found = self._call(f"experiments/get-by-name?experiment_name={quote(name, safe='')}", None, method="GET")
             return str(found["experiment"]["experiment_id"])
         except SinkTrouble as trouble:
             if getattr(trouble, "status", 0) != 404:
@@ -145,12 +146,6 @@ def _step(event: Mapping[str, Any]) -> int:
 
 def _value(value: float) -> float | str:
     return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _quoted(text: str) -> str:
-    import urllib.parse
-
-    return urllib.parse.quote(text, safe="")
 
 
 # Weights & Biases and trackio, through their packages, which share a few functions.
