@@ -167,11 +167,11 @@ def test_mistakes_are_told_with_their_line_and_without_secrets():
         "run.toml:8: alert.1.name=hot: another [[alert]] has this name. Use e.g. hot-2.",
         'run.toml:10: alert.1.until="loss <": a number is needed at the end.',
         "run.toml:11: alert.1.actions=hold, stop: only one of these can end training. Keep one of them.",
-        "run.toml:15: channel.0.url=***: this address is a secret or may hold one, and the run folder keeps the "
+        "run.toml:15: channel.0.url=***: this address is or may contain a secret, and the run folder stores the "
         'config. Put it into a variable and write url = "env:HOOK_URL".',
-        "run.toml:17: channel.1.name=stop: this is what a run itself can do. Use another name, such as ops.",
+        "run.toml:17: channel.1.name=stop: this is the name of a run's action. Use another name, such as ops.",
         'run.toml:16: channel.1.to=[]: mail needs an address. Use e.g. to = ["you@example.org"].',
-        "run.toml:16: channel.1.security=none: the password would travel in the clear. Use security = "
+        "run.toml:16: channel.1.security=none: the password would be sent unencrypted. Use security = "
         '"starttls" or "tls".',
         'run.toml:20: channel.2.command=[]: a program is needed. Use e.g. command = ["/usr/bin/logger"].',
         'run.toml:23: sink.0.url=none: kind=mlflow needs a server. Use e.g. url = "http://localhost:5000".',
