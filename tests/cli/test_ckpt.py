@@ -65,7 +65,7 @@ def test_ls_takes_a_link_to_itself_for_a_file_that_cannot_be_read(three, capsys)
 
 def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys):
     assert run(["ckpt", "verify", str(three)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("newest whole checkpoint: step 30, ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("newest intact checkpoint: step 30, ")
     root = three / "checkpoints"
     flip(root / "step_00000030" / "model.safetensors")
     flip(root / "step_00000020" / "manifest.json")
@@ -85,7 +85,7 @@ def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys)
         "  model.safetensors does not match its digest: its bytes changed after it was written",
         "    holds model/w, model/b",
         "step_00000040  unfinished: it has no COMMIT file, so its save never completed",
-        f"newest whole checkpoint: step 5, {root / 'step_00000005'}",
+        f"newest intact checkpoint: step 5, {root / 'step_00000005'}",
     ]
     assert run(["ckpt", "verify", str(three), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -283,7 +283,7 @@ def test_prune_never_takes_the_last_whole_one(three, capsys):
         flip(three / "checkpoints" / f"step_000000{step}" / "model.safetensors")
     assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--yes"]) == 0
     assert run(["ckpt", "verify", str(three)]) == 1
-    assert "newest whole checkpoint: step 10" in capsys.readouterr().out
+    assert "newest intact checkpoint: step 10" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

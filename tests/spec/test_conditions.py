@@ -90,9 +90,10 @@ def test_what_is_read(text, condition):
          "a span is needed in the place of '200'. Write e.g. 200 steps, 3 evaluations or 10m"),
         ("loss > 3 for 0 steps", "0 steps: a whole number from 1 to 100000 is needed"),
         ("loss > 3 for 1000000 steps", "1000000 steps: a whole number from 1 to 100000 is needed"),
-        ("lr no better for 3 steps", "nothing says which way lr is better. Write 'no higher' or 'no lower'"),
+        ("lr no better for 3 steps", ("it is unknown whether higher or lower lr is better. Write 'no higher' or 'no "
+                                      "lower'")),
         ("loss{tp} > 3", "loss has no label, so {tp} means nothing. Write loss"),
-        ("loss > 3 loss > 4", "'loss' does not belong after what stands before it. Join conditions with and, or"),
+        ("loss > 3 loss > 4", "'loss' cannot follow the text before it. Join conditions with and, or"),
         ("(loss > 3", ") is needed at the end"),
         ("event crash", "there is no event 'crash'. Use one of failure, held, go_on, end, start, warning, checkpoint"),
         ("no step for 3 steps", "a span is needed in the place of '3'. Write e.g. 10m"),

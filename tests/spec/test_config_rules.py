@@ -42,8 +42,8 @@ CASES = [
     ("tokenizer-path-used", ["tokenizer.path=x"],
      "tokenizer.path='x': tokenizer.kind=bpe does not read a file. Use tokenizer.kind=file, or leave the path out."),
     ("layout-reads", ["layout=none.layout"],
-     "layout=none.layout: this file cannot be read (No such file or directory). Give pattern=style words, or a file "
-     "that `weft layout MODEL --save FILE` wrote."),
+     "layout=none.layout: this file cannot be read (No such file or directory). Use pattern=style entries, or a "
+     "file that `weft layout MODEL --save FILE` wrote."),
     ("nesterov-is-of-sgd", ["optimizer.nesterov=true"],
      "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=adamw. "
      "Use false, or optimizer.name=sgd with momentum=0.9."),

@@ -347,7 +347,7 @@ def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int
         problems.append(Problem("oversubscription", f"oversubscription={shown(factor)}: {rule}. Use e.g. 2."))
         factor = 1.0
     elif factor > 1 and not nodes:
-        rule = "it says how thin the links between racks are, and no rack has a size"
+        rule = "it sets the speed of links between racks, and rack_nodes is not set"
         problems.append(Problem("oversubscription", f"oversubscription={factor:g}: {rule}. Give rack_nodes too."))
     return nodes, float(factor)
 

@@ -172,7 +172,7 @@ class _Reader:
         found = self._any()
         if self._at < len(self._words):
             raise ValueError(
-                f"{self._peek()!r} does not belong after what stands before it. Join conditions with and, or"
+                f"{self._peek()!r} cannot follow the text before it. Join conditions with and, or"
             )
         return found
 
@@ -269,7 +269,8 @@ class _Reader:
     def _no_improvement(self, series: Series, figure: Figure) -> NoImprovement:
         word = self._expect("better", "higher", "lower")
         if word == "better" and not figure.worse:
-            raise ValueError(f"nothing says which way {series} is better. Write 'no higher' or 'no lower'")
+            raise ValueError((f"it is unknown whether higher or lower {series} is better. Write 'no higher' or 'no "
+                              "lower'"))
         way = ("lower" if figure.worse == "high" else "higher") if word == "better" else word
         self._expect("for")
         span = self._span()
@@ -385,7 +386,7 @@ STANDARD: tuple[StandardAlert, ...] = (
     ),
     StandardAlert(
         "stalled", "no step for 10m", "critical",
-        "Weft names who holds the ranks up after launch.warn_after; `logs/` has their stacks.",
+        " Weft names the missing rank after launch.warn_after; `logs/` has their stacks.",
     ),
     StandardAlert(
         "rank-silent", "rank.silent > 0 for 1m", "warning", "Its process may be stopped or its machine lost.",
@@ -409,5 +410,5 @@ STANDARD: tuple[StandardAlert, ...] = (
         "gpu-error", "gpu.xid_errors > 0 or gpu.ecc_errors > 0", "critical", "Drain this machine and test its GPU.",
     ),
     StandardAlert("failure", "event failure", "critical", "The log of the failed rank has the reason."),
-    StandardAlert("held", "event held", "warning", "Look at it, and let it go on: weft resume RUN."),
+    StandardAlert("held", "event held", "warning", "Check it, and resume it: weft resume RUN."),
 )  # fmt: skip

@@ -532,7 +532,7 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
     if rule.says:
         lines.append(rule.says.replace("RUN", str(folder)))
     resume = f"weft resume {folder}"
-    lines.append(f"To go on: {resume} [key=value ...]" if "hold" in does else f"To hold it: weft ask {folder} hold")
+    lines.append(f"To continue: {resume} [key=value ...]" if "hold" in does else f"To hold it: weft ask {folder} hold")
     data = {"run": config.run.name, "folder": str(folder), "good": dict(notice.good), **notice.as_json()}
     if notice.rule.severity == "critical":
         data["resume"] = resume

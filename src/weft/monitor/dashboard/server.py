@@ -341,7 +341,7 @@ def _socket(serving: Serving) -> socket.socket:
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise LaunchError(
-            f"--port={serving.port}: {serving.host} cannot be listened on ({why}). "
-            f"Use another --port; 0 takes a free one."
+            f"--port={serving.port}: {serving.host} cannot be listened on ({why}). Use another --port; 0 selects a "
+            "free port."
         ) from error
     return listening
