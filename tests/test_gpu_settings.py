@@ -37,7 +37,7 @@ def test_what_nobody_set_is_set_and_products_keep_their_sums(nothing_set):
         "TORCH_NCCL_HIGH_PRIORITY=1",
         "products of fp32 exact under precision=fp32, in TF32 under precision=tf32",
         "cuDNN's algorithms as kernels.convolutions says",
-        "attention by flash, efficient, cudnn, math, in torch's order or as kernels.attention says",
+        "attention by flash, efficient, cudnn, math, in torch's order or from kernels.attention",
     ]
     prepare_gpu()
     assert [os.environ.get(name) for name in NAMES] == ["expandable_segments:True", None, "1"]

@@ -80,7 +80,7 @@ def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys)
         "  optimizer.safetensors is missing",
         "    holds optimizer/w/exp_avg",
         "step_00000020  damaged",
-        "  COMMIT does not hold the digest of manifest.json: one of them changed",
+        "  COMMIT does not contain the digest of manifest.json: one of them changed",
         "step_00000030  damaged",
         "  model.safetensors does not match its digest: its bytes changed after it was written",
         "    holds model/w, model/b",

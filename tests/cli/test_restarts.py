@@ -194,7 +194,7 @@ def test_a_run_that_went_back_does_not_go_back_again(tmp_path):
     assert run.steps == [5, 5]  # it died before it had gone back
 
 
-HELD_AT_7 = Failure(0, 3, kind="ActionAsked", message="held at step 7. To continue: weft resume RUN", expected=True,
+HELD_AT_7 = Failure(0, 3, kind="ActionAsked", message="paused at step 7. To continue: weft resume RUN", expected=True,
                     step=7, action="hold")  # fmt: skip
 BACK = Failure(0, 75, kind="ActionAsked", message="step 9: going back.", expected=True, step=9, action="roll_back")
 

@@ -198,7 +198,7 @@ def test_rows_that_are_not_samples_belong_to_their_sample():
 
 
 REFUSED = {
-    "a microbatch holds samples 0 to 3 of the global batch over all ranks, and a group must lie in one microbatch. "
+    "a microbatch holds samples 0 to 3 of the global batch over all ranks, and a group must be in one microbatch. "
     "Use a norm_group that divides 4, or fewer microbatches": ("accumulation=4", 8, data(0)),
     "this rank's microbatch holds parts of groups, and Weft does not know where the other parts are": (
         "", 4, Microbatches([data(0)], [range(2, 18)], total=18),

@@ -95,7 +95,7 @@ def _assert_equal(ours, theirs):
 
 def test_an_optimizer_that_needs_whole_matrices_refuses_cut_ones(ranks2):
     with pytest.raises(
-        CommError, match=r"Adafactor: it must see the whole of parameter 'blocks\.0\.0\.down', which is cut over tp"
+        CommError, match=r"Adafactor: it needs the full parameter 'blocks\.0\.0\.down', which is sharded over tp"
     ):
         ranks2.run(train, "tp=2 precision=fp64", replace(ADAMW, optimizer="adafactor"))
 

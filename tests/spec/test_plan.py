@@ -98,7 +98,7 @@ GOLDEN = {
     "tp=2 tp=4": "plan field 'tp' is set twice in 'tp=2 tp=4'. Keep one.",
     "tp": "plan field 'tp': a plan consists of name=value fields. Write e.g. 'dp_replicate=4 precision=bf16'.",
     "auto": "plan=auto: auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g. "
-            "'dp_replicate=*'.",
+    "'dp_replicate=*'.",
     "dp_shard=* tp=*": (
         "dp_shard and tp have '*': only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
     ),

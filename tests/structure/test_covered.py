@@ -65,14 +65,14 @@ def test_norms_of_heads_that_are_left_out_are_named_with_the_styles_to_add():
         "layout: blocks.0.q_norm works on features of blocks.0.q, which the layout cuts, and the layout leaves it out, "
         "and so do blocks.0.k_norm"
     )
-    added = said.partition("Each rank's gradient would be a part of the sum. Add ")[2].rstrip(".")
+    added = said.partition("Each rank's gradient would be partial. Add ")[2].rstrip(".")
     expect_parts_named(Model(), Layout.parse(f"{CUT} {added}"))
 
 
 def test_a_norm_of_heads_that_is_called_whole_is_refused():
     said = refusal(Model(), f"{CUT} blocks.*.q_norm=replicate blocks.*.k_norm=partial")
     assert "blocks.0.q_norm works on features of blocks.0.q, which the layout cuts, and the layout calls it" in said
-    assert said.endswith("blocks.1.q_norm=partial in place of replicate.")
+    assert said.endswith("blocks.1.q_norm=partial instead of replicate.")
 
 
 def test_norms_deeper_inside_are_found():

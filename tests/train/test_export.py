@@ -202,8 +202,8 @@ def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, 
             f"error: {lost}. Give a Hugging Face model's: config.json, safetensors weights, tokenizer.\n"
         )
         assert said("export", run, out, "--merge") == (
-            f"error: --merge: the adapter's base, model.path={base}, is not there. Put the folder back there, or give "
-            "its new place with --like in place of --merge.\n"
+            f"error: --merge: the adapter's base, model.path={base}, does not exist. Restore the folder, or set its "
+            "new path with --like instead of --merge.\n"
         )
         shutil.copytree(aside, base)
         tensors = load_file(base / "model.safetensors")
@@ -306,9 +306,9 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
     capsys.readouterr()
     assert weft_run(run) == 2
     assert capsys.readouterr().err == (
-        f"error: model.path={pickled}: its weights are pickles (pytorch_model-1.bin), which can run code when they are "
-        f"read. Type weft ckpt convert {pickled} {pickled}-safetensors, which reads them in a confined process, and "
-        "give that folder.\n"
+        f"error: model.path={pickled}: its weights are pickles (pytorch_model-1.bin), which can run code when they "
+        f"are read. Run weft ckpt convert {pickled} {pickled}-safetensors, which reads them in a confined process, "
+        "and use that folder.\n"
     )
     out = tmp_path / "plain"
     assert weft_run(["ckpt", "convert", str(pickled), str(out)]) == 0

@@ -244,8 +244,7 @@ def _measured(
         raise ConfigError(f"hosts: they have {told} ranks. Start as many on each, such as --nproc-per-node 4.")
     (ranks,) = counts
     if any(number != at // ranks for at, number in enumerate(numbers)):
-        raise ConfigError(("hosts: the ranks of one host are not neighbors. Start them by torchrun, or srun in "
-                           "blocks."))
+        raise ConfigError("hosts: the ranks of one host are not neighbors. Start them by torchrun, or srun in blocks.")
     hosts = size // ranks
     plans = list(_layouts(hosts, ranks))
     best: dict[tuple[object, ...], LinkSample] = {}

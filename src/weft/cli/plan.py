@@ -73,8 +73,8 @@ Run = Annotated[
         "--run",
         metavar="tokens=1T",
         help="Plan a complete run in days and dollars: tokens=, loss= or budget=5000usd; also mtbf= (of a device), "
-             "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may "
-             "be a list with commas.",
+        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may "
+        "be a list with commas.",
         show_default=False,
     ),
 ]
@@ -169,9 +169,7 @@ def learn_from(run: Path, path: Path | None) -> None:
     """
     path = path or default_path()
     profile = learn(run, load_profile(path))
-    told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or (
-        "no factor to learn"
-    )
+    told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or ("no factor to learn")
     profile.save(path)
     say(f"{run} measured over planned: {told}")
     say(f"{path}: from now on {lesson_words(profile) or 'as it was measured'}")

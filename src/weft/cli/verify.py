@@ -46,8 +46,8 @@ def verify(
     width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the model to this width.")] = None,
     vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this size.")] = None,
     layout: Annotated[
-        str, typer.Option("--layout", help=("pattern=style entries or a file of them; by default derived from the "
-                                            "model."))
+        str,
+        typer.Option("--layout", help=("pattern=style entries or a file of them; by default derived from the model.")),
     ] = "",
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

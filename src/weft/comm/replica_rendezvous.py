@@ -355,8 +355,9 @@ def address_towards(address: str) -> str:
             found: str = probe.getsockname()[0]
     except (OSError, OverflowError) as error:
         raise LaunchError(
-            f"launch.meet_at={address}: this machine knows no way there ({getattr(error, 'strerror', None) or error}). "
-            "Use the name or address of the machine that starts replica 0, and a port from 1 to 65535."
+            f"launch.meet_at={address}: this machine cannot resolve or reach it "
+            f"({getattr(error, 'strerror', None) or error}). Use the name or address of the machine that starts "
+            "replica 0, and a port from 1 to 65535."
         ) from error
     return found
 

@@ -171,9 +171,7 @@ class _Reader:
             raise ValueError(f"a condition is needed. Write e.g. {_EXAMPLE}")
         found = self._any()
         if self._at < len(self._words):
-            raise ValueError(
-                f"{self._peek()!r} cannot follow the text before it. Join conditions with and, or"
-            )
+            raise ValueError(f"{self._peek()!r} cannot follow the text before it. Join conditions with and, or")
         return found
 
     def _peek(self) -> str:
@@ -269,8 +267,9 @@ class _Reader:
     def _no_improvement(self, series: Series, figure: Figure) -> NoImprovement:
         word = self._expect("better", "higher", "lower")
         if word == "better" and not figure.worse:
-            raise ValueError((f"it is unknown whether higher or lower {series} is better. Write 'no higher' or 'no "
-                              "lower'"))
+            raise ValueError(
+                f"it is unknown whether higher or lower {series} is better. Write 'no higher' or 'no lower'"
+            )
         way = ("lower" if figure.worse == "high" else "higher") if word == "better" else word
         self._expect("for")
         span = self._span()

@@ -244,8 +244,10 @@ _RUN = (
     Figure(
         name="plan.drift",
         unit="ratio",
-        help=("Ratio of measured to planned, for a step, its parts and memory. Example in an alert: "
-              "plan.drift{over dp} > 1.15."),
+        help=(
+            "Ratio of measured to planned, for a step, its parts and memory. Example in an alert: "
+            "plan.drift{over dp} > 1.15."
+        ),
         label="part",
         worse="high",
     ),

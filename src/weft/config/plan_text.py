@@ -24,8 +24,9 @@ def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
     table: dict[str, object] = {}
     problems: list[Problem] = []
     if is_auto(text):
-        rule = ("auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g. "
-                "'dp_replicate=*'.")
+        rule = (
+            "auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g. 'dp_replicate=*'."
+        )
         return table, [Problem("", f"plan=auto: {rule}")]
     for word in text.split():
         name, equals, value = word.partition("=")

@@ -115,7 +115,7 @@ def test_bad_hugging_face_configs(tmp_path, table, message):
         (
             "lama3-8b",
             "8xh100",
-            "model=lama3-8b: neither a size that Weft knows, nor a folder with a config.json, nor a",
+            "model=lama3-8b: neither a built-in size, nor a folder with a config.json, nor a",
         ),
         ("lama3-8b", "8xh100", "Did you mean 'llama3-8b'?"),
         ("my.models:build", "8xh100", "a model given as code must be traced first. Give weft.trace"),

@@ -113,7 +113,7 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     bad = [rank for rank in ranks if findings[rank].order >= 0]
     unread = [rank for rank in ranks if not findings[rank].input_finite]
     if unread:
-        return _said("input", unread[0], "", "the batch already holds values that are not finite")
+        return _said("input", unread[0], "", "the batch already has values that are not finite")
     if bad:
         rank = min(bad, key=lambda one: (findings[one].stage, findings[one].order, one))
         return _of_module(findings[rank], rank, samples, findings)
@@ -121,7 +121,7 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     if kind == "gradient":
         return _gradient(findings, last)
     if not math.isfinite(samples.mean):
-        text = "all modules give finite outputs, but the loss computed from them is not finite"
+        text = "all modules have finite outputs, but the loss computed from them is not finite"
         return _said("loss", last, "", text)
     return _said("unknown", first, "", "a second forward of the same samples, in evaluation mode, gave finite numbers")
 
@@ -135,7 +135,7 @@ def _of_module(
     if holders:
         rank = rank if rank in holders else holders[0]
         names = _own(findings[rank].weights, found.module)
-        text = f"{', '.join(names[:_MOST_NAMED])} holds values that are not finite on {_ranks(holders)}, so the output "
+        text = f"{', '.join(names[:_MOST_NAMED])} has values that are not finite on {_ranks(holders)}, so the output "
         text += f"of {found.module} is not finite either{every}"
         return _said("weights", rank, found.module, text, parameters=names[:_MOST_NAMED])
     if not found.got_finite:
