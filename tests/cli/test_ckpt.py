@@ -227,7 +227,7 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, ca
         wanted = model(ids).logits
         if norm:
             assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 2
-            assert "'model.norm.weight': it was trained beside the adapter" in capsys.readouterr().err
+            assert "'model.norm.weight': it was trained in addition to the adapter" in capsys.readouterr().err
         else:
             assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 0
             written = {path.name for path in (tmp_path / "alone").iterdir()}

@@ -90,5 +90,5 @@ def test_the_command_ends_with_code_2(rank, whom, port, tmp_path):
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert f"waits for {whom} at 127.0.0.1:{port}" in done.stdout + done.stderr
-    assert f"could not meet {whom} at 127.0.0.1:{port} within 7.00 s" in done.stderr
+    assert f"could not connect to {whom} at 127.0.0.1:{port} within 7.00 s" in done.stderr
     assert "Traceback" not in done.stderr

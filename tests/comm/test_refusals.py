@@ -128,7 +128,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout():
                 assert text.startswith("reduce_scatter over dp_shard: ")
                 assert 1.0 < waited < 3.8
                 if transport == SHARED:
-                    assert "no word from rank 2 in 1.5 s, the timeout of the group" in text
+                    assert "no message from rank 2 in 1.5 s, the timeout of the group" in text
                     # Waiting is sleeping: others need the core.
                     assert used < 0.25 * waited
 

@@ -68,7 +68,7 @@ def test_rows_that_do_not_come_out_even_are_refused():
         "placement: 7 rows of dim 0 are not a multiple of the 4 ranks of tp. "
         "Give pad=1, or the rows of each rank by index=."
     )
-    with pytest.raises(ModelError, match="index= needs the shape of the whole"):
+    with pytest.raises(ModelError, match="index= needs the full shape"):
         Placement(cut=("tp",), index=(0, 1))
 
 

@@ -82,11 +82,13 @@ CASES = [
      "launch.replicas_apart=true: the plan 'dp_replicate=2 sync=diloco:5/2' streams fragments, and separate replicas "
      "synchronize the full model together. Leave the number of fragments out of sync, or leave launch.replicas_apart "
      "out."),
-    ("separate-replicas-without-feedback", ["launch.replicas_apart=true", "plan=dp_replicate=2 compress=top:0.02 sync=diloco:5"],
+    ("separate-replicas-without-feedback",
+     ["launch.replicas_apart=true", "plan=dp_replicate=2 compress=top:0.02 sync=diloco:5"],
      "launch.replicas_apart=true: the plan 'dp_replicate=2 compress=top:0.02 sync=diloco:5' adds its compression "
      "error to the next synchronization, which a separate replica may miss. Use compress=int8, which has no error "
      "feedback, or leave launch.replicas_apart out."),
-    ("replica-needs-separate-replicas", ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=127.0.0.1:1"],
+    ("replica-needs-separate-replicas",
+     ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=127.0.0.1:1"],
      "launch.replica=1: launch.replica and launch.meet_at are for separate replicas. Add launch.replicas_apart=true, "
      "or leave them out."),
     ("replica-needs-an-address",

@@ -148,7 +148,8 @@ CASES = [
      "tp_chunks=4: it divides sequences that sp=on shards over tp, and sp is off. Use tp_chunks=1, or sp=on with "
      "tp=2 or more.", "tp=2"),
     ("chunks-without-fp8", "tp=2 sp=on tp_chunks=2 precision=fp8", Facts(),
-     "tp_chunks=2: precision=fp8 has one scale per full product. Use tp_chunks=1, or precision=bf16.", "tp=2 sp=on precision=fp8"),
+     "tp_chunks=2: precision=fp8 has one scale per full product. Use tp_chunks=1, or precision=bf16.",
+     "tp=2 sp=on precision=fp8"),
     ("pp-layers", "pp=4 virtual_stages=2 schedule=interleaved", FACTS,
      "pp=4: 4 x 2 stages are more than the model's 6 layers. Use pp * virtual_stages of at most 6.",
      "pp=4"),

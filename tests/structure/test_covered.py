@@ -88,7 +88,7 @@ def test_norms_before_the_cut_layers_need_no_word():
 def test_a_model_that_cannot_be_traced_has_to_say_it_of_each_module_beside_cut_layers():
     model = Model(numbers=True).to("meta")
     said = refusal(model, CUT)
-    assert "the model cannot be traced to see what they work on (Model cannot be traced" in said
+    assert "the model cannot be traced to find their inputs (Model cannot be traced" in said
     added = said.partition("or add ")[2].partition(" to the layout")[0]
     assert {"blocks.0.before=replicate", "blocks.0.q_norm=replicate"} <= set(added.split())
     expect_parts_named(model, Layout.parse(f"{CUT} blocks.*.before=replicate blocks.*.{{q_norm,k_norm}}=partial"))

@@ -196,7 +196,7 @@ def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, 
     try:
         lost = f"model.path={base}: there is no such folder"
         assert said(*resumed) == (
-            f"error: {lost}, and an adapter's checkpoints hold no base. Put the folder back there.\n"
+            f"error: {lost}, and an adapter's checkpoints do not contain the base. Restore the folder.\n"
         )
         assert said("generate", run) == (
             f"error: {lost}. Give a Hugging Face model's: config.json, safetensors weights, tokenizer.\n"

@@ -87,14 +87,14 @@ def test_inputs_come_first_and_targets_stay_out(forward, batch, inputs):
             takes_text,
             {"input_ids": ONE, "attention_masks": TWO},
             "batch: Net.forward takes (input_ids, attention_mask), and the batch has input_ids, attention_masks, so "
-            "Weft cannot tell which are inputs. Say so: train_step(..., forward=lambda model, batch: "
+            "it is unclear which are inputs. Pass train_step(..., forward=lambda model, batch: "
             'model(input_ids=batch["input_ids"], attention_mask=batch["attention_masks"])).',
         ),
         (
             takes_one,
             {"image": ONE, "labels": TWO},
-            "batch: Net.forward takes (x), and the batch has image, labels, so Weft cannot tell which are inputs. "
-            'Say so: train_step(..., forward=lambda model, batch: model(batch["image"])).',
+            "batch: Net.forward takes (x), and the batch has image, labels, so it is unclear which are inputs. "
+            'Pass train_step(..., forward=lambda model, batch: model(batch["image"])).',
         ),
         (
             takes_one,

@@ -189,7 +189,8 @@ def test_a_held_run_is_told_to_go_on(tmp_path):
     folder = MadeRun(steps=50, until=40, ranks=2).write(tmp_path / "run")
     with open(folder / "events.jsonl", "a") as file:
         file.write(
-            '{"event": "action", "action": "hold", "time": 1.0}\n{"event": "held", "time": 2.0, "why": "paused at step 40"}\n'
+            '{"event": "action", "action": "hold", "time": 1.0}\n'
+            '{"event": "held", "time": 2.0, "why": "paused at step 40"}\n'
         )
     told = []
     client, access = client_of(folder, go_on=told.append)

@@ -479,8 +479,8 @@ LASTING: tuple[Rule, ...] = (
         name="ulysses-heads",
         field="cp_mode",
         reason=(
-            "Ulysses does not split heads: cp must divide the heads of a rank of tp, and divide or be a multiple of its "
-            "key-value heads."
+            "Ulysses does not split heads: cp must divide the heads of a rank of tp, and divide or be a multiple of "
+            "its key-value heads."
         ),
         predicate=lambda plan, facts: (
             plan.cp > 1

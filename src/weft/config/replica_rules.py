@@ -42,7 +42,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="separate-replicas-need-sync",
         keys=("launch.replicas_apart", "plan"),
-        reason="Only replicas that synchronize every H steps can be separate, so the plan needs sync=average or diloco.",
+        reason="Only replicas that synchronize every H steps can be separate, so the plan needs sync=diloco:H.",
         predicate=_meets_never_rarely,
         message=lambda config: (
             f"true: the plan {config.plan!r} has no replicas that synchronize every H steps. Use e.g. dp_replicate=2 "
@@ -153,8 +153,8 @@ APART_RULES: tuple[ConfigRule, ...] = (
             config.launch.replica is not None and (found := _plan(config)) is not None and found[1] is not None
         ),
         message=lambda config: (
-            f"{config.launch.replica}: the plan {config.plan!r} has an axis '*', and this machine has only one replica. "
-            "Write the number of ranks instead of '*'."
+            f"{config.launch.replica}: the plan {config.plan!r} has an axis '*', and this machine has only one "
+            "replica. Write the number of ranks instead of '*'."
         ),
     ),
 )
