@@ -205,7 +205,7 @@ def test_answers_are_kept_with_their_questions_and_odd_ones_told(tmp_path: Path)
     assert prepared.summary[2:5] == [
         f"{path}: 1 document with role 'bot' read as assistant, kept for training",
         f"{path}: 1 document with an empty answer, kept for training",
-        f"{path}: train.seq_len=32 cuts 1 of 4 documents into pieces; a piece does not see the text before it",
+        f"{path}: train.seq_len=32 cuts 1 of 4 documents into chunks; a chunk does not attend to the text before it",
     ]
     assert prepare_data(config(tmp_path, str(path), holdout=0.0, packing="concat")).train[0].packing == "concat"
 

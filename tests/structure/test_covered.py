@@ -62,8 +62,8 @@ def refusal(model: nn.Module, layout: str) -> str:
 def test_norms_of_heads_that_are_left_out_are_named_with_the_styles_to_add():
     said = refusal(Model(), CUT)
     assert said.startswith(
-        "layout: blocks.0.q_norm works on features of blocks.0.q, which the layout cuts, and the layout leaves it out, "
-        "and so do blocks.0.k_norm"
+        "layout: blocks.0.q_norm works on features of blocks.0.q, which the layout shards, and the layout leaves it "
+        "out, and so do blocks.0.k_norm"
     )
     added = said.partition("Each rank's gradient would be partial. Add ")[2].rstrip(".")
     expect_parts_named(Model(), Layout.parse(f"{CUT} {added}"))
@@ -71,7 +71,7 @@ def test_norms_of_heads_that_are_left_out_are_named_with_the_styles_to_add():
 
 def test_a_norm_of_heads_that_is_called_whole_is_refused():
     said = refusal(Model(), f"{CUT} blocks.*.q_norm=replicate blocks.*.k_norm=partial")
-    assert "blocks.0.q_norm works on features of blocks.0.q, which the layout cuts, and the layout calls it" in said
+    assert "blocks.0.q_norm works on features of blocks.0.q, which the layout shards, and the layout calls it" in said
     assert said.endswith("blocks.1.q_norm=partial instead of replicate.")
 
 

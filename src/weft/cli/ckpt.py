@@ -376,7 +376,7 @@ def import_them(
     step: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Number of optimizer steps that the checkpoint has done.", show_default="as the source says"
+            min=0, help="Number of optimizer steps that the checkpoint has done.", show_default="from the source"
         ),
     ] = None,
     model: Annotated[

@@ -46,7 +46,7 @@ KINDS: dict[str, str] = {
     "full_disk": "the disk is full: a limit on file sizes (RLIMIT_FSIZE) until the next start",
     "read_only": "the checkpoint folder is read-only for two tries: mkdir raises EROFS",
     "flip_byte": "a byte of the newest checkpoint changes, then a rank is killed",
-    "truncate": "a file of the newest checkpoint is cut in half, then a rank is killed",
+    "truncate": "a file of the newest checkpoint is truncated to half, then a rank is killed",
     "lose_file": "a file of the newest checkpoint is deleted, then a rank is killed",
     "lose_manifest": "the manifest of the newest checkpoint is deleted, then a rank is killed",
     "lose_commit": "COMMIT of the newest checkpoint is deleted, then a rank is killed",

@@ -113,7 +113,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
         link = _join(axis, axis.group, device, transport)
     except RuntimeError as error:
         raise CommError(
-            f"axis {axis.label}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
+            f"axis {axis.label}: ranks {', '.join(map(str, axis.ranks))} cannot connect: {error}. "
             f"Look at the logs of these ranks: one has probably ended."
         ) from error
     finally:

@@ -373,7 +373,7 @@ class ReplicaGroup:
         while True:
             told = self._on_first(lambda: self._ask_for_a_while("arrive", more, lost_at))
             if told["do"] == "refuse":
-                raise CommError(f"the replicas cannot meet: {told['why']}. Start all with the same config.")
+                raise CommError(f"the replicas cannot synchronize: {told['why']}. Start all with the same config.")
             if told["do"] == "meet":
                 place = told["members"].index(self.replica)
                 doors: Any = tuple(tuple(each) for each in told["doors"])

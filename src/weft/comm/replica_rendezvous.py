@@ -331,7 +331,7 @@ class RendezvousClient:
             text = _proven(answer, self._key, once, b"answers")
             if text is None:
                 raise ConfigError(
-                    f"launch.meeting_key: the place where replicas meet, {self.address}, has another key. Start all "
+                    f"launch.meeting_key: the rendezvous at {self.address} has another key. Start all "
                     "replicas with the same one."
                 )
             found: dict[str, Any] = json.loads(text)

@@ -82,7 +82,7 @@ class Plan:
         tried=sizes_tried,
     )
     dp_shard: int = described(Integer(star=True), 1,
-        "Data parallel: ranks that shard states as `zero` says and read different samples; a mesh axis.",
+        "Data parallel: ranks that shard states by `zero` and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     cp: int = described(

@@ -243,7 +243,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         found[int(match[1] or 0)] = within(folder, path.name)
     if sorted(found) != list(range(len(found))) or not found:
         kind = "optimizer states" if pattern is _STATES else "model states"
-        raise NotTaken(f"files of {kind} are missing: found only those of ranks {sorted(found)}")
+        raise NotTaken(f"files of {kind} are missing: found only files of ranks {sorted(found)}")
     return [found[rank] for rank in sorted(found)]
 
 

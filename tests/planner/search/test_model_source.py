@@ -120,7 +120,7 @@ def test_bad_hugging_face_configs(tmp_path, table, message):
         ("lama3-8b", "8xh100", "Did you mean 'llama3-8b'?"),
         ("my.models:build", "8xh100", "a model given as code must be traced first. Give weft.trace"),
         ("nothing.toml", "8xh100", "there is no such file"),
-        ("tiny", "8xh10", "device=h10: not a device that Weft knows."),
+        ("tiny", "8xh10", "device=h10: unknown device."),
         ("tiny", "0xh100", "a cluster has at least one device."),
         ("tiny", "machines.toml", "the file cannot be read"),
     ],

@@ -408,7 +408,7 @@ def _describe(wanted: RequestedSource, stored: CachedSource, seq_len: int) -> It
     ):
         yield (
             f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into "
-            "pieces; a piece does not see the text before it"
+            "chunks; a chunk does not attend to the text before it"
         )
 
 

@@ -98,7 +98,7 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
     replaced = [path for path in missing if path in whole]
     added = " ".join(f"{path}=partial" for path in missing)
     raise LayoutError(
-        f"layout: {first} works on features of {missing[first][0]}, which the layout cuts, and the layout "
+        f"layout: {first} works on features of {missing[first][0]}, which the layout shards, and the layout "
         f"{said}{others}. Each rank's gradient would be partial. Add "
         f"{added}{' instead of replicate' if replaced else ''}."
     )

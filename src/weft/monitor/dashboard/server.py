@@ -120,9 +120,7 @@ def read_token(path: Path) -> str:
     except FileExistsError:
         pass
     except OSError as error:
-        raise ConfigError(
-            f"--token-file={path}: cannot be written ({error.strerror}). Choose another place."
-        ) from error
+        raise ConfigError(f"--token-file={path}: cannot be written ({error.strerror}). Choose another path.") from error
     try:
         mode, token = stat.S_IMODE(path.stat().st_mode), path.read_text(errors="replace").strip()
     except OSError as error:

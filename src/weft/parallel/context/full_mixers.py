@@ -64,7 +64,7 @@ class FullSequenceMixers(Context):
         cp = self.axis.size
         if seq_len % cp or seq_len < 2 * cp:
             raise ModelError(
-                f"cp={cp}: a sequence is cut into {cp} equal chunks of at least 2 tokens, and one of {seq_len} "
+                f"cp={cp}: a sequence is divided into {cp} equal chunks of at least 2 tokens, and one of {seq_len} "
                 f"tokens cannot be. Pad the sequences to a multiple of {cp} tokens, at least {2 * cp}."
             )
         return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)

@@ -522,8 +522,8 @@ def _check(path: str, module: nn.Module, others: list[str]) -> None:
         rate = float(part.p) if isinstance(part, _DROPOUTS) else _rate(part)
         if rate:
             raise LayoutError(
-                f"{path}=spread: {where} drops at a rate of {rate:g}, and what it drops would follow the rank. Set the "
-                "rate to 0, or leave spread out."
+                f"{path}=spread: {where} drops at a rate of {rate:g}, and its dropout would depend on the rank. Set "
+                "the rate to 0, or leave spread out."
             )
 
 

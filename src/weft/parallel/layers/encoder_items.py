@@ -165,7 +165,9 @@ def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
     main = next((place for place, leaf in tensors.items() if leaf.is_floating_point()), None)
     if main is None:
-        raise LayoutError(f"{path}=spread: it is called without a tensor of numbers. Spread a module that reads items.")
+        raise LayoutError(
+            f"{path}=spread: it is called without a floating-point tensor. Use spread for a module that reads items."
+        )
     total = tensors[main].shape[0]
     whole = {place: leaf for place, leaf in tensors.items() if not leaf.is_floating_point()}
     told = next((found for place, leaf in whole.items() if (found := _counts(leaf, total)) is not None), None)

@@ -251,9 +251,9 @@ class _Walk:
             what = "its output" if reader is None else repr(self._paths[self._calls[reader].site])
             again = " again" if reader is not None and reader > value[0] else ""
             raise ModelError(
-                f"pp: {what} is computed{again} on stage {self._stage}, from the output of {source!r} on a later one. "
-                f"A block must run once, or only one after another with blocks of its own stage. Use a split that "
-                f"keeps these blocks on one stage, or pp=1."
+                f"pp: {what} is computed{again} on stage {self._stage}, from the output of {source!r} on a later "
+                "one. A block must run once, or only in sequence with blocks of its own stage. Use a split that "
+                "keeps these blocks on one stage, or pp=1."
             )
         if stage < self._stage:
             self.found.add(value)

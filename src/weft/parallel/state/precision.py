@@ -118,7 +118,7 @@ class Precision:
         if self.products:
             apart += f", {_PRODUCTS[self.products]}"
         if self.sync != "step":
-            apart += f", replicas synchronize by sync={self.sync} says"
+            apart += f", replicas synchronize by sync={self.sync}"
         if not self.is_mixed:
             return f"all {short[self.compute]}{apart}"
         kept = (

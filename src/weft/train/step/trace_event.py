@@ -174,7 +174,10 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
         return _said("unknown", rank, "", text, figures=figures)
     figures["usual_loss"] = usual
     if samples.mean < _STANDS_OUT * usual:
-        text = f"no sample stands out (highest loss {samples.mean:.4g}, median of the others {usual:.4g}): look at the "
+        text = (
+            f"no sample differs clearly (highest loss {samples.mean:.4g}, median of the others {usual:.4g}): "
+            "look at the "
+        )
         text += "last updates of the weights, not at the data"
         return _said("weights", rank, "", text, figures=figures)
     text = f"the loss of the samples named is {samples.mean:.4g}; the median of the others is {usual:.4g}"
