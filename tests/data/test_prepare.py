@@ -215,7 +215,7 @@ def test_other_errors(tmp_path: Path, text: str) -> None:
     (tmp_path / "none.jsonl").write_text("")
     (tmp_path / "blank.txt").write_text("")
     for paths, expected in (
-        ([str(tmp_path / "ids.jsonl")], 'tokenizer.kind="bpe": the training data holds only token ids'),
+        ([str(tmp_path / "ids.jsonl")], 'tokenizer.kind="bpe": the training data has only token ids'),
         ([{"path": text, "weight": 2.0}, text], f"data.train.1.weight: {text} has no weight while another source has."),
         (
             [text, str(tmp_path / "none.jsonl")],
