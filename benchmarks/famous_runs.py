@@ -43,9 +43,9 @@ and not how attention counts: here whole. Half, as a causal mask leaves it, woul
 CHOSEN = """\
 The plan that Weft's search finds for the same model, batch and machines, among those that its runtime runs today, and
 the step time that both plans are expected to take by the same constants. *Less time* compares two predictions; it is
-no measurement. Weft's own speed on these machines is not yet measured, and Weft multiplies in bf16: where a run used
-fp8, its plan is slower. Old runs used no fused attention and recomputed everything, which explains most of what is
-gained on them.
+not a measurement. Weft's own speed on these machines is not measured yet. Weft multiplies in bf16, so if a run used
+fp8, its plan is slower. Old runs used no fused attention and recomputed everything, which explains most of their
+gain.
 """
 
 
