@@ -99,7 +99,7 @@ def test_verify_names_the_tensors_beyond_a_cut(three, capsys):
     assert run(["ckpt", "verify", str(three / "checkpoints" / "step_00000030")]) == 1
     told = capsys.readouterr().out
     assert "    holds model/b\n" in told  # the narrower elements lie last
-    assert told.endswith("no whole checkpoint\n")
+    assert told.endswith("no intact checkpoint\n")
 
 
 def test_a_flip_passes_unseen_where_no_digests_are_asked_for(three, capsys):
