@@ -35,20 +35,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "famous_runs.md"
 UNSEEN, NAME = "unseen_iter_s", "name"
 LEVEL = 0.8
 MEASURED = """\
-{runs} published training runs, as of {today}. *Predicted* is the time of a step when nothing of the run's source took
-part in any constant (leave one source out), with the band for 8 of 10 cases. Of several runs of one model by one
-source, the one on most devices is here.
+{runs} published training runs, as of {today}. *Predicted* is the step time by constants that were fitted without the
+run's source, with an 80 % prediction interval (*band*). Of several runs of one model by one source, the table has the
+one on most devices.
 
-The mean error is {error:.0%}, and the bands hold {inside} of {runs}. Nemotron-4 340B, Grok-1, OLMo 2 and OPT are
-missing: no table at hand states their plan and a step time. Of Llama 3 405B at 131,072 tokens only FLOP/s are printed,
-and not how attention counts: here whole. Half, as a causal mask leaves it, would make {half} of the measured time.
+The mean error is {error:.0%}, and the intervals contain {inside} of {runs}. Nemotron-4 340B, Grok-1, OLMo 2 and OPT are
+missing, because no table has their plan and a step time. Llama 3 405B at 131,072 tokens is published in FLOP/s, without
+the convention for attention. The table assumes full attention; causal attention would give {half} as measured time.
 """
 CHOSEN = """\
 The plan that Weft's search finds for the same model, batch and machines, among those that its runtime runs today, and
 the step time that both plans are expected to take by the same constants. *Less time* compares two predictions; it is
-no measurement. Weft's own speed on these machines is not yet measured, and Weft multiplies in bf16: where a run used
-fp8, its plan is slower. Old runs used no fused attention and recomputed everything, which explains most of what is
-gained on them.
+not a measurement. Weft's own speed on these machines is not measured yet. Weft multiplies in bf16, so if a run used
+fp8, its plan is slower. Old runs used no fused attention and recomputed everything, which explains most of their
+gain.
 """
 
 

@@ -167,7 +167,7 @@ def page(rows: dict[str, tuple[str, dict[str, str]]], left_out: dict[str, str]) 
     cells = Counter(cell.split(":")[0].split(" by")[0] for cell in tried)
     total = sum(cells.values())
     lines = [
-        "<!-- Written by benchmarks/models.py; run it again in place of editing. -->",
+        "<!-- Written by benchmarks/models.py; run it again instead of editing this page. -->",
         "# Hugging Face families by technique",
         f"`python benchmarks/models.py` trained {len(rows)} families of transformers for two steps on two ranks under",
         "each technique and compared loss, gradient norm, gradients and weights with PyTorch alone in float64 (1e-10):",
@@ -175,7 +175,7 @@ def page(rows: dict[str, tuple[str, dict[str, str]]], left_out: dict[str, str]) 
         f"{cells['DIFFERS']} give",
         f"other numbers and {cells['FAILED']} end in an error that is not Weft's own. "
         "The models are two layers of width",
-        "16 with random weights: the table says what computes right, not how fast it is.",
+        "16 with random weights: the table shows correctness, not speed.",
         "",
         "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts",
         "",

@@ -1,4 +1,4 @@
-"""Write what comes out of the code: docs/reference/rules.md, settings.md, and the keys in how-to/from_deepspeed.md.
+"""Write the generated pages: docs/reference/rules.md, settings.md, and the table in how-to/from_deepspeed.md.
 
 python docs/generate.py
 """
@@ -25,18 +25,18 @@ NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->\n"
 
 
 def rules_page() -> str:
-    """Every rule of plan and config, as the objects that refuse say it."""
+    """Return the page of all rules of plans and configs."""
     lines = [
         NOTE,
         "# Rules",
         "These rules refuse a plan or a config and name the nearest fix. The planner prunes with the same rules.",
         "",
-        "## Of the plan",
+        "## Rules of plans",
         "| rule | field | why |",
         "|---|---|---|",
         *(f"| {rule.name} | `{rule.field}` | {rule.reason} |" for rule in RULES),
         "",
-        "## Of the config",
+        "## Rules of configs",
         "| rule | settings | why |",
         "|---|---|---|",
         *(f"| {rule.name} | {', '.join(f'`{key}`' for key in rule.keys)} | {rule.reason} |" for rule in CONFIG_RULES),
@@ -45,10 +45,14 @@ def rules_page() -> str:
 
 
 def settings_page() -> str:
-    """Every setting and every field of the plan with its type, default and meaning."""
+    """Return the page of all settings and fields of the plan."""
     lines = [NOTE, "# Settings", "Write them as `section.name`, in TOML or on the command line."]
     lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|", *_rows(RunConfig, "")]
-    lines += ["", "## Fields of the plan", "Write them as words of `plan`, `tp=2 zero=3`, or as a table `[plan]`."]
+    lines += [
+        "",
+        "## Fields of the plan",
+        'Write them in one line, as in `plan="tp=2 zero=3"`, or as a table `[plan]`.',
+    ]
     lines += ["", "| field | values | default | meaning |", "|---|---|---|---|", *map(_plan_row, PLAN_FIELDS.values())]
     return "\n".join(lines) + "\n"
 
@@ -74,7 +78,7 @@ def _plan_row(field: PlanField) -> str:
 
 
 def _section_in(annotation: object) -> type[BaseModel] | None:
-    """The section type that an annotation is or holds."""
+    """Return the section type that an annotation is or contains, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in typing.get_args(annotation) if (found := _section_in(part))), None)
@@ -113,7 +117,7 @@ def _default(value: object) -> str:
 
 
 def deepspeed_page(page: str) -> str:
-    """The how-to page about DeepSpeed with its table of keys as the list of keys has it."""
+    """Return the how-to page about DeepSpeed with its generated table of keys."""
     before, begin, rest = page.partition("<!-- keys:")
     mark, _, rest = rest.partition("\n")
     _, end, after = rest.partition("<!-- end of keys -->")

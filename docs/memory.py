@@ -29,36 +29,37 @@ from weft.verify.rank_pool import RankPool
 PAGE = Path(__file__).parent / "reference" / "memory.md"
 HEAD = """<!-- Written by docs/memory.py; change the code, not this page. -->
 
-# Memory of each stage
-Bytes per parameter on one rank between two steps with AdamW: the planner's formula, and in brackets what live tensors
-came to (the rank that has most). `z` ranks of `dp_shard` share what is sharded. Replicas (`dp_replicate`) save nothing.
+# Memory of a step
+[Fit a model into memory](../how-to/memory.md) explains how to reduce it.
+
+## Between two steps
+Bytes per parameter on one rank with AdamW: the planner's formula, and in brackets the measured live tensors of the rank
+with most. Replicas (`dp_replicate`) save nothing.
 
 | plan | weights | gradients | optimizer, masters | sum |
 |---|---|---|---|---|
 """
 SAVED = """
-## What a layer keeps for backward
-Bytes per token and unit of width that one layer of the project's decoder keeps between forward and backward, fp32, on
-one rank: the planner's, and in brackets what was alive after forward (what each of two layers more added).
+## Activations of a layer
+Bytes per token and hidden unit that one layer of Weft's decoder keeps between forward and backward, fp32, on
+one rank: the planner's estimate, and in brackets the measured increase per additional layer.
 
 | plan | {policies} |
 |---|{lines}
 """
 FULL = """
-## The fullest moment of a step
-MiB on one rank in fp32, by class, with what live tensors came to. The first three have a vocabulary of 16384 for 512
-tokens, so the loss is fullest: of whole logits, or, under tp, of what the head makes a few tokens at a time. The others
-have 19 million parameters for 8 tokens, so backward is fullest: of gradients on their way, and of gathered weights. The
-half of the planner that `weft calibrate` feeds counts on its own and is held to the same 3 %.
+## Peak of a step
+Planned MiB on one rank in fp32, by class, and the measured live tensors. The first three rows have a vocabulary of
+16384 for 512 tokens, so the peak is at the loss. The others have 19 million parameters for 8 tokens, so the peak is in
+backward. A test holds the planner, with and without a profile of `weft calibrate`, to 3 %.
 
 | plan | parameters | gradients | optimizer | activations | logits | buffers | sum | live |
 |---|---|---|---|---|---|---|---|---|
 """
 SIZE = f"{bucket_bytes('cpu') // 2**20} MiB"
 TAIL = f"""
-During a step there is more: activations; at zero=0 to 2 the whole gradients of three buckets ({SIZE} of masters each),
-of all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
-units.
+During a step, activations are added. At zero=0 to 2, so are the unsharded gradients of three buckets ({SIZE} of masters
+each), or of all buckets with accumulation. At zero=3, so are the gathered weights of two or three units.
 """
 
 

@@ -66,8 +66,8 @@ def test_more_ranks_than_cores_share_them_all(tmp_path):
         # taskset, or SLURM for each of its tasks: fewer than the machine or the control group has.
         (TWO_NODES, [0], "", ALL - {31}, "on cores 0-30 as they were set, not bound by Weft"),
         (TWO_NODES, [0], "0-11", frozenset({8}), "on cores 8 as they were set, not bound by Weft"),
-        (TWO_NODES, [-1], "", ALL, f"not bound to cores: GPU {GPUS[0]}: the system does not say where it hangs"),
-        (TWO_NODES, [], "", ALL, f"not bound to cores: GPU {GPUS[0]}: the system does not say where it hangs"),
+        (TWO_NODES, [-1], "", ALL, f"not bound to cores: GPU {GPUS[0]}: the system does not report its NUMA node"),
+        (TWO_NODES, [], "", ALL, f"not bound to cores: GPU {GPUS[0]}: the system does not report its NUMA node"),
         (TWO_NODES, [1], "0-7", frozenset(range(8)),
          f"not bound to cores: GPU {GPUS[0]}: no core of NUMA node 1 is allowed"),
     ],

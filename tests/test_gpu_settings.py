@@ -37,7 +37,7 @@ def test_what_nobody_set_is_set_and_products_keep_their_sums(nothing_set):
         "TORCH_NCCL_HIGH_PRIORITY=1",
         "products of fp32 exact under precision=fp32, in TF32 under precision=tf32",
         "cuDNN's algorithms as kernels.convolutions says",
-        "attention by flash, efficient, cudnn, math, in torch's order or as kernels.attention says",
+        "attention by flash, efficient, cudnn, math, in torch's order or from kernels.attention",
     ]
     prepare_gpu()
     assert [os.environ.get(name) for name in NAMES] == ["expandable_segments:True", None, "1"]
@@ -91,7 +91,7 @@ def test_the_plan_says_whether_products_are_rounded_to_tf32(flags):
     multiply_as_planned("tf32", GPU)
     assert flags() == ["tf32"] * 3
     assert both_generations() == (True, True, "high")
-    with pytest.warns(WeftWarning, match=r"told to round .* earlier plan, .* Use precision=tf32"):
+    with pytest.warns(WeftWarning, match=r"set to round .* earlier plan\. .* Use precision=tf32"):
         multiply_as_planned("fp32", GPU)
     assert flags() == ["ieee"] * 3
     assert both_generations() == (False, False, "highest")
@@ -106,7 +106,7 @@ def test_what_a_script_asked_for_by_either_name_is_overruled_aloud(flags, asked)
             torch.backends.cuda.matmul.allow_tf32 = True
         case "general":
             torch.set_float32_matmul_precision("high")
-    with pytest.warns(WeftWarning, match="precision=fp32: torch was told"):
+    with pytest.warns(WeftWarning, match="precision=fp32: torch was set"):
         multiply_as_planned("fp32", GPU)
     assert flags() == ["ieee"] * 3
     torch.set_float32_matmul_precision("highest")

@@ -73,8 +73,8 @@ def test_a_plan_for_more_ranks_than_started_is_refused():
     with pytest.raises(PlanError) as caught:
         build_mesh(Plan(dp_shard=4, tp=2))
     assert str(caught.value) == (
-        "plan=dp_shard=4 tp=2: it needs 8 ranks (dp_shard=4 * tp=2), but 1 were started. "
-        "Start 8 ranks, or let one axis take all that are there, such as dp_replicate=*."
+        "plan=dp_shard=4 tp=2: it needs 8 ranks (dp_shard=4 * tp=2), but 1 were started. Start 8 ranks, or use '*' "
+        "for one axis, such as dp_replicate=*."
     )
 
 

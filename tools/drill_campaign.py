@@ -2,7 +2,7 @@
 
     python tools/drill_campaign.py run FOLDER                    all of it: 30 kinds x 5 rounds x 3 plans, about 70 min
     python tools/drill_campaign.py run FOLDER --plan 2 --part 1/3  rounds 1, 4, ... of the second plan
-    python tools/drill_campaign.py table FOLDER                  what FOLDER holds, as in docs/how-to/faults.md
+    python tools/drill_campaign.py table FOLDER                  what FOLDER holds, as in docs/reference/faults.md
 
 What is in FOLDER is not done again, so that a campaign goes on after it was stopped, and parts of it may run on several
 machines that share FOLDER. A round is a seed: it chooses the step and the rank of each fault. `equal`: the last

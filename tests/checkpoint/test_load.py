@@ -53,7 +53,7 @@ def replace_by_fifo(path: Path) -> None:
 
 
 NOT_COMMITTED = "it has no COMMIT, so saving it never finished"
-WRONG_COMMIT = "COMMIT does not hold the digest of manifest.json: one of them changed"
+WRONG_COMMIT = "COMMIT does not contain the digest of manifest.json: one of them changed"
 CHANGED = "{} does not match its digest: its bytes changed after it was written"
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -208,11 +208,11 @@ def test_saving_does_not_change_or_detach_the_training_state(tmp_path):
         ),
         (
             {"model": {"a": torch.ones(1, device="meta")}},
-            "model.a: a torch.strided on meta has no bytes of its own to store. Gather it to a plain tensor first.",
+            "model.a: a torch.strided on meta has no storage. Gather it to a plain tensor first.",
         ),
         (
             {"model": {"a": torch.ones(2).to_sparse()}},
-            "model.a: a torch.sparse_coo on cpu has no bytes of its own to store. Gather it to a plain tensor first.",
+            "model.a: a torch.sparse_coo on cpu has no storage. Gather it to a plain tensor first.",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_from_one_world_to_replicas_apart_and_back(train):
         own = tensors(train.folder("mixed", replica), "model", "outer")
         assert_close(own, tensors(train.folder("other"), "model", "outer"))
     [shown] = train.finish(train.start("mixed", *settings, "train.steps=16"))
-    assert "goes on from the weights of the last meeting of 2 replicas" in shown
+    assert "continues from the weights of the last synchronization of 2 replicas" in shown
     listed = subprocess.run(
         [sys.executable, "-m", "weft", "ckpt", "ls", str(train.folder("mixed", 1).path)],
         capture_output=True, text=True, check=True,
@@ -152,7 +152,7 @@ def test_ranks_that_are_killed_are_started_again_by_their_own_launcher(train):
         rank.kill()
     [shown] = train.finish(process)
     assert "replica 1: restart 1 of 2" in shown.replace("weft: ", "")
-    assert "meetings go on without replica 1" in shown
+    assert "synchronizations continue without replica 1" in shown
     assert steps_of(first) == list(range(1, STEPS + 1)), "nothing that replica 0 did is done again"
     assert_close(tensors(first, "model", "outer"), tensors(second, "model", "outer"))
     assert losses(first)[STEPS] == losses(second)[STEPS]
@@ -169,7 +169,7 @@ def test_ranks_that_stand_still_past_the_timeout_are_left_out_and_come_back(trai
     for rank in ranks:
         rank.resume()
     [shown] = train.finish(process)
-    assert "meetings go on without replica 1" in shown
+    assert "synchronizations continue without replica 1" in shown
     assert_close(tensors(first, "model", "outer"), tensors(second, "model", "outer"))
     assert losses(first)[STEPS] == losses(second)[STEPS]
 

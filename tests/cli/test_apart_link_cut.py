@@ -94,7 +94,7 @@ def test_a_link_that_is_cut_for_20_s_stops_nobody_and_the_replicas_meet_again(li
     finally:
         for process in train.processes:
             process.kill()
-    assert "meetings go on without replica 1" in shown[0]
+    assert "synchronizations continue without replica 1" in shown[0]
     assert "all replicas take part in meetings again" in shown[0]
     assert "no meeting" in shown[1]
     newest = [load_checkpoint(newest_checkpoint(one.checkpoints).path) for one in (first, second)]

@@ -65,7 +65,7 @@ def test_ls_takes_a_link_to_itself_for_a_file_that_cannot_be_read(three, capsys)
 
 def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys):
     assert run(["ckpt", "verify", str(three)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("newest whole checkpoint: step 30, ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("newest intact checkpoint: step 30, ")
     root = three / "checkpoints"
     flip(root / "step_00000030" / "model.safetensors")
     flip(root / "step_00000020" / "manifest.json")
@@ -80,12 +80,12 @@ def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys)
         "  optimizer.safetensors is missing",
         "    holds optimizer/w/exp_avg",
         "step_00000020  damaged",
-        "  COMMIT does not hold the digest of manifest.json: one of them changed",
+        "  COMMIT does not contain the digest of manifest.json: one of them changed",
         "step_00000030  damaged",
         "  model.safetensors does not match its digest: its bytes changed after it was written",
         "    holds model/w, model/b",
         "step_00000040  unfinished: it has no COMMIT file, so its save never completed",
-        f"newest whole checkpoint: step 5, {root / 'step_00000005'}",
+        f"newest intact checkpoint: step 5, {root / 'step_00000005'}",
     ]
     assert run(["ckpt", "verify", str(three), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -99,7 +99,7 @@ def test_verify_names_the_tensors_beyond_a_cut(three, capsys):
     assert run(["ckpt", "verify", str(three / "checkpoints" / "step_00000030")]) == 1
     told = capsys.readouterr().out
     assert "    holds model/b\n" in told  # the narrower elements lie last
-    assert told.endswith("no whole checkpoint\n")
+    assert told.endswith("no intact checkpoint\n")
 
 
 def test_a_flip_passes_unseen_where_no_digests_are_asked_for(three, capsys):
@@ -227,7 +227,7 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, ca
         wanted = model(ids).logits
         if norm:
             assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 2
-            assert "'model.norm.weight': it was trained beside the adapter" in capsys.readouterr().err
+            assert "'model.norm.weight': it was trained in addition to the adapter" in capsys.readouterr().err
         else:
             assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 0
             written = {path.name for path in (tmp_path / "alone").iterdir()}
@@ -283,7 +283,7 @@ def test_prune_never_takes_the_last_whole_one(three, capsys):
         flip(three / "checkpoints" / f"step_000000{step}" / "model.safetensors")
     assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--yes"]) == 0
     assert run(["ckpt", "verify", str(three)]) == 1
-    assert "newest whole checkpoint: step 10" in capsys.readouterr().out
+    assert "newest intact checkpoint: step 10" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_this_machine_can_train(report):
 
 
 def test_two_ranks_meet(report):
-    assert lines_of(report)["two ranks"]["text"].startswith("gloo: met in ")
+    assert lines_of(report)["two ranks"]["text"].startswith("gloo: connected in ")
 
 
 def test_nothing_is_given_away(report):

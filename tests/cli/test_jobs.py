@@ -188,7 +188,7 @@ def test_jobs_without_gpus_ask_for_none(text):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["slrm", "big.toml"], "KIND=slrm: not a launcher that Weft knows. Did you mean 'slurm'?"),
+        (["slrm", "big.toml"], "KIND=slrm: unknown launcher. Did you mean 'slurm'?"),
         (["slurm", "train.steps=5"], "CONFIG: a job needs a config file."),
         (["kubernetes", "big.toml"], "--container: a pod needs an image. Use --container IMAGE"),
         (["slurm", "big.toml", "plan=dp_replicate=2"], "plan=dp_replicate=2: it needs 2 ranks, and --nodes=1 with"),

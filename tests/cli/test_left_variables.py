@@ -38,7 +38,7 @@ def test_a_rank_without_a_first_rank_says_so_and_ends(port, monkeypatch, capsys)
     with pytest.raises(LaunchError) as caught:
         open_store(place_of(3, port), 1.0)
     assert caught.value.exit_code == 2
-    assert str(caught.value).startswith(f"rank 3 of 8 could not meet rank 0 at 127.0.0.1:{port} within 1.00 s. ")
+    assert str(caught.value).startswith(f"rank 3 of 8 could not connect to rank 0 at 127.0.0.1:{port} within 1.00 s. ")
     assert UNSET in str(caught.value)
     said = capsys.readouterr().err
     assert said.startswith(f"weft: rank 3 of 8 waits for rank 0 at 127.0.0.1:{port}. Start all ranks, or type {UNSET}")
@@ -53,7 +53,9 @@ def test_the_first_rank_names_those_that_did_not_come(port, monkeypatch):
         missing_ranks.note_arrival(store, rank)
     with pytest.raises(LaunchError) as caught:
         mesh.join_ranks(place_of(0, port), __import__("torch").device("cpu"), 2.0, store, told.append)
-    assert f"rank 0 of 8 could not meet ranks 1, 3 to 4, 6 to 7 at 127.0.0.1:{port} within 2.00 s" in str(caught.value)
+    assert f"rank 0 of 8 could not connect to ranks 1, 3 to 4, 6 to 7 at 127.0.0.1:{port} within 2.00 s" in str(
+        caught.value
+    )
     assert [line.partition(" at ")[0] for line in told] == ["rank 0 of 8 waits for ranks 1, 3 to 4, 6 to 7"]
 
 
@@ -88,5 +90,5 @@ def test_the_command_ends_with_code_2(rank, whom, port, tmp_path):
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert f"waits for {whom} at 127.0.0.1:{port}" in done.stdout + done.stderr
-    assert f"could not meet {whom} at 127.0.0.1:{port} within 7.00 s" in done.stderr
+    assert f"could not connect to {whom} at 127.0.0.1:{port} within 7.00 s" in done.stderr
     assert "Traceback" not in done.stderr

@@ -177,12 +177,12 @@ def test_a_clear_no_with_the_nearest_yes(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100."),
-        (["tiny"], "weft plan takes MODEL and CLUSTER."),
-        (["tinny", "8xh100"], "model=tinny: neither a size that Weft knows"),
-        (["tiny", "8xh1000"], "device=h1000: not a device that Weft knows."),
+        ([], "weft plan needs MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100."),
+        (["tiny"], "weft plan needs MODEL and CLUSTER."),
+        (["tinny", "8xh100"], "model=tinny: neither a built-in size"),
+        (["tiny", "8xh1000"], "device=h1000: unknown device."),
         (["tiny", "2xh100", "--fix", "tp=two"], "tp=two: a whole number from 1 to"),
-        (["tiny", "2xh100", "--why-not", "zero"], "plan word 'zero': a plan consists of name=value words."),
+        (["tiny", "2xh100", "--why-not", "zero"], "plan field 'zero': a plan consists of name=value fields."),
         (["tiny", "2xh100", "--compare", "tp=2", "dp=2"], "unknown plan field 'dp'."),
         (["tiny", "2xh100", "--what-if", "gpus=x"], "gpus=x: a whole number of devices above 0 is needed"),
         (["tiny", "2xh100", "--tier", "guess"], "tier=guess: not one of datasheet, tables."),

@@ -132,7 +132,7 @@ def test_a_full_disk_is_told_in_one_sentence(train, small_disk):
     fill(small_disk, leave=0)
     code, text = ended(process)
     assert code == 3, text
-    assert "events cannot be written to events.jsonl (No space left on device). Make room or choose" in text
+    assert "events cannot be written to events.jsonl (No space left on device). Free space or choose" in text
     assert "(rank 0; its output is in " in text
     (small_disk / "filling").unlink()
     kinds = [event["event"] for event in read_events(small_disk / "quickstart" / "events.jsonl")]

@@ -64,5 +64,5 @@ def test_no_other_share_is_one(share):
     with pytest.raises(PlanError) as caught:
         Plan.parse(f"dp_replicate=2 sync=diloco:5 compress=top:{share}")
     assert str(caught.value) == (
-        f"compress=top:{share}: the share of values that travel is above 0 and at most 0.25. Use compress=top:0.02."
+        f"compress=top:{share}: the share of values that are sent is above 0 and at most 0.25. Use compress=top:0.02."
     )

@@ -118,9 +118,9 @@ def test_ways_differ_and_bits_do_not(ranks4, tmp_path: Path):
         (choice,) = one[2]
         assert choice.transport == "two levels or gloo exchange"
         assert choice.reason == (
-            "2 hosts hold 2 neighbouring ranks each; links were measured on 2026-01-31T12:00:00: all_reduce below "
-            "64.0 KiB by gloo exchange (0.34 of the time), reduce_scatter below 64.0 KiB by gloo exchange (0.34 of the "
-            "time), all_gather below 64.0 KiB by gloo exchange (0.34 of the time)"
+            "2 hosts hold 2 neighboring ranks each; links were measured on 2026-01-31T12:00:00: all_reduce below "
+            "64.0 KiB by gloo exchange (0.34 of the time), reduce_scatter below 64.0 KiB by gloo exchange (0.34 of "
+            "the time), all_gather below 64.0 KiB by gloo exchange (0.34 of the time)"
         )
         assert choice.planned_s > 3 * 4 * 0.005
         assert third[2][0].planned_s is None

@@ -257,9 +257,7 @@ def test_the_place_answers_and_a_port_that_is_taken_is_one_sentence():
     with pytest.raises(ConnectionResetError):
         line.ask("beat")  # half of what is to be said
     stranger = RendezvousClient(place.address, 0, 2, "another key")
-    with pytest.raises(
-        ConfigError, match=r"^launch.meeting_key: the place where replicas meet, 127.0.0.1:\d+, has anot"
-    ):
+    with pytest.raises(ConfigError, match=r"^launch.meeting_key: the rendezvous at 127.0.0.1:\d+ has anot"):
         stranger.ask("beat", number=9, token=1, step=3, loss=2.5)
     host, _, port = place.address.rpartition(":")
     text = b'{"say": "beat"}'
@@ -270,7 +268,7 @@ def test_the_place_answers_and_a_port_that_is_taken_is_one_sentence():
         assert call.recv(64) == b"wrong key\n"
     assert line.ask("beat", number=0, token=1, step=3, loss=2.5) == answer  # and what they said was not heard
     assert address_towards(place.address) == "127.0.0.1"
-    with pytest.raises(LaunchError, match=r"^launch.meet_at=nowhere.invalid:1: this machine knows no way there"):
+    with pytest.raises(LaunchError, match=r"^launch.meet_at=nowhere.invalid:1: this machine cannot resolve or"):
         address_towards("nowhere.invalid:1")
     with pytest.raises(LaunchError, match=r"^launch.meet_at=127.0.0.1:\d+: this machine cannot listen there"):
         RendezvousServer("127.0.0.1", int(place.address.rpartition(":")[2]), 2, 5.0, "")

@@ -38,24 +38,24 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         "reduce_scatter over dp_shard: 7 elements are not a multiple of its 2 ranks. Pad the tensor to 8.": (
             lambda: reduce_scatter(torch.zeros(7), axis)
         ),
-        "all_reduce over dp_shard: tensor of shape (3, 2) is not contiguous, and it is written to in place. "
-        "Pass a contiguous tensor, such as tensor.contiguous().": lambda: all_reduce(torch.zeros(2, 3).t(), axis),
-        "broadcast over dp_shard: tensor of shape (3,) is not contiguous, and it is written to in place. "
-        "Pass a contiguous tensor, such as tensor.contiguous().": lambda: broadcast(torch.zeros(1).expand(3), axis),
-        "all_gather over dp_shard: out of shape (2, 3) is not contiguous, and it is written to in place. "
-        "Pass a contiguous tensor, such as out.contiguous().": (
+        "all_reduce over dp_shard: tensor of shape (3, 2) is not contiguous, and it is written in place. Pass a "
+        "contiguous tensor, such as tensor.contiguous().": lambda: all_reduce(torch.zeros(2, 3).t(), axis),
+        "broadcast over dp_shard: tensor of shape (3,) is not contiguous, and it is written in place. Pass a "
+        "contiguous tensor, such as tensor.contiguous().": lambda: broadcast(torch.zeros(1).expand(3), axis),
+        "all_gather over dp_shard: out of shape (2, 3) is not contiguous, and it is written in place. Pass a "
+        "contiguous tensor, such as out.contiguous().": (
             lambda: all_gather(torch.zeros(3), axis, out=torch.zeros(3, 2).t())
         ),
-        "all_gather over dp_shard: out holds 5 float32 on cpu, but the result is 2 shards of 3 elements of float32 on "
+        "all_gather over dp_shard: out has 5 float32 on cpu, but the result is 2 shards of 3 elements of float32 on "
         "cpu. Pass an out of 6 float32 on cpu.": lambda: all_gather(torch.zeros(3), axis, out=torch.zeros(5)),
-        "reduce_scatter over dp_shard: out holds 4 float64 on cpu, but the result is a slice of 4 elements of float32 "
+        "reduce_scatter over dp_shard: out has 4 float64 on cpu, but the result is a slice of 4 elements of float32 "
         "on cpu. Pass an out of 4 float32 on cpu.": (
             lambda: reduce_scatter(flat, axis, out=torch.zeros(4, dtype=torch.float64))
         ),
-        "reduce_scatter over dp_shard: the shard lies inside the whole tensor, but not at this rank's place, element "
-        "4. Pass that slice, or memory of its own.": lambda: reduce_scatter(flat, axis, out=flat[:4]),
-        "all_gather over dp_shard: the shard lies inside the whole tensor, but not at this rank's place, element "
-        "4. Pass that slice, or memory of its own.": lambda: all_gather(flat[3:7], axis, out=flat),
+        "reduce_scatter over dp_shard: the shard overlaps the full tensor, but not at this rank's position, element "
+        "4. Pass that slice, or separate memory.": lambda: reduce_scatter(flat, axis, out=flat[:4]),
+        "all_gather over dp_shard: the shard overlaps the full tensor, but not at this rank's position, element 4. "
+        "Pass that slice, or separate memory.": lambda: all_gather(flat[3:7], axis, out=flat),
         "all_reduce over dp_shard: op='mean' is not known. Use one of sum, max, min.": (
             lambda: all_reduce(flat, axis, "mean")
         ),
@@ -128,7 +128,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout():
                 assert text.startswith("reduce_scatter over dp_shard: ")
                 assert 1.0 < waited < 3.8
                 if transport == SHARED:
-                    assert "no word from rank 2 in 1.5 s, the timeout of the group" in text
+                    assert "no message from rank 2 in 1.5 s, the timeout of the group" in text
                     # Waiting is sleeping: others need the core.
                     assert used < 0.25 * waited
 

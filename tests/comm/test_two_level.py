@@ -57,7 +57,7 @@ def bits(size: int, numels: list[int], dtypes: tuple, ops: tuple) -> list:
 def test_two_hosts_of_two_have_the_bits_of_one_process(ranks4):
     for wrong in ranks4.run(on_hosts, 2, bits, 4, NUMELS, (), ("sum", "max", "min")):
         assert wrong == []
-    assert ranks4.run(on_hosts, 2, chosen, 4) == [[(TWO_LEVELS, "2 hosts hold 2 neighbouring ranks each")]] * 4
+    assert ranks4.run(on_hosts, 2, chosen, 4) == [[(TWO_LEVELS, "2 hosts hold 2 neighboring ranks each")]] * 4
     assert {one[0][0] for one in ranks4.run(on_hosts, 2, chosen, 4, "flat")} == {EXCHANGE}
 
 
@@ -141,8 +141,8 @@ def refused() -> str:
 
 def test_hosts_that_hold_no_equal_blocks_refuse_the_route(ranks4):
     assert set(ranks4.run(on_hosts, 3, refused)) == {
-        "route=two_level: axis dp_replicate: its hosts do not hold equal blocks of 2, 4, 8 ... neighbouring ranks that "
-        "share memory. Use route=auto, or put 2, 4, 8 ... neighbours of the axis on each host."
+        "route=two_level: axis dp_replicate: its hosts do not have equal blocks of 2, 4, 8 ... neighboring ranks "
+        "that share memory. Use route=auto, or put 2, 4, 8 ... neighbors of the axis on each host."
     }
     assert {one[0][0] for one in ranks4.run(on_hosts, 3, chosen, 4)} == {EXCHANGE}
 

@@ -184,5 +184,5 @@ def test_a_registered_wire_is_a_value_of_the_plan():
     with pytest.raises(PlanError, match=r"reduce=int9: not one of fp32, bf16, .*block8"):
         Plan.parse("reduce=int9")
     register(wire_spec("block8"))
-    with pytest.raises(PlanError, match="another wire has this name"):
+    with pytest.raises(PlanError, match="another wire format has this name"):
         register(WireSpec("block8", f"{block8.__name__}:Other"))

@@ -205,7 +205,7 @@ def test_answers_are_kept_with_their_questions_and_odd_ones_told(tmp_path: Path)
     assert prepared.summary[2:5] == [
         f"{path}: 1 document with role 'bot' read as assistant, kept for training",
         f"{path}: 1 document with an empty answer, kept for training",
-        f"{path}: train.seq_len=32 cuts 1 of 4 documents into pieces; a piece does not see the text before it",
+        f"{path}: train.seq_len=32 cuts 1 of 4 documents into chunks; a chunk does not attend to the text before it",
     ]
     assert prepare_data(config(tmp_path, str(path), holdout=0.0, packing="concat")).train[0].packing == "concat"
 
@@ -215,7 +215,7 @@ def test_other_errors(tmp_path: Path, text: str) -> None:
     (tmp_path / "none.jsonl").write_text("")
     (tmp_path / "blank.txt").write_text("")
     for paths, expected in (
-        ([str(tmp_path / "ids.jsonl")], 'tokenizer.kind="bpe": the training data holds only token ids'),
+        ([str(tmp_path / "ids.jsonl")], 'tokenizer.kind="bpe": the training data has only token ids'),
         ([{"path": text, "weight": 2.0}, text], f"data.train.1.weight: {text} has no weight while another source has."),
         (
             [text, str(tmp_path / "none.jsonl")],

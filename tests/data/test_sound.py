@@ -155,7 +155,7 @@ def faulty() -> dict[str, tuple[bytes, str]]:
     wave = tones("abcd", 1)
     good = {form: encoded(wave, form=form) for form in ("WAV", "FLAC", "OGG", "AIFF", "MP3")}
     cut = {
-        f"cut.{form.lower()}": (data[: int(0.6 * len(data))], "it is cut off. Copy it again, or delete it.")
+        f"cut.{form.lower()}": (data[: int(0.6 * len(data))], "it is truncated. Copy it again, or delete it.")
         for form, data in good.items()
     }
     return {
@@ -211,7 +211,7 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
     with pytest.raises(DataError, match=r"1\.flac: it (cannot be read as sound|ends \d+ frames before its h)"):
         Sounds(records, AudioTransform(16_000, 1.0), LogMel(), 0).decoded(0, 1)
     nan = Encoded("nan.wav", held=encoded(np.array([0.5, np.nan, 0.5], np.float32), subtype="FLOAT"))
-    with pytest.raises(DataError, match=r"^nan\.wav: it holds samples that are no finite numbers\. Repair it"):
+    with pytest.raises(DataError, match=r"^nan\.wav: it has samples that are not finite\. Repair it"):
         hear(nan, (3, 16_000, 1), AudioTransform(16_000, 1.0))
 
 
@@ -249,6 +249,6 @@ def test_an_ogg_is_measured_without_its_codec(tmp_path: Path) -> None:
         assert vorbis_size(Encoded.of_file(tmp_path / name)) is None, name
     with pytest.raises(DataError, match=r"it is silent, every sample is 0"):
         sound_size(tmp_path / "silent")
-    with pytest.raises(DataError, match=r"it is cut off"):
+    with pytest.raises(DataError, match=r"it is truncated"):
         sound_size(tmp_path / "cut")
     assert sound_size(tmp_path / "opus")[1] == 48_000

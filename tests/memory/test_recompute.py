@@ -301,7 +301,7 @@ def test_a_full_cache_is_refused():
     with torch.no_grad():
         model(token_ids(), **{name: cache})
     apply_recompute(model, Plan(recompute="full"))
-    with pytest.raises(ModelError, match="DynamicCache in a recomputed block: it holds tokens already"):
+    with pytest.raises(ModelError, match="DynamicCache in a recomputed block: it has tokens already"):
         model(token_ids(), **{name: cache})
 
 

@@ -70,6 +70,6 @@ def test_a_vision_transformer_gives_what_transformers_gives():
 
 def test_a_picture_that_squares_do_not_divide_is_refused():
     with pytest.raises(
-        ModelError, match=r"^side=100: vit-base cuts a picture into squares of 16 pixels\. Use a multip"
+        ModelError, match=r"^side=100: vit-base divides a picture into squares of 16 pixels\. Use a multip"
     ):
         build_image_model("vit-base", 10, 100)

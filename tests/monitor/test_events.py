@@ -122,8 +122,8 @@ def test_a_disk_that_stays_full_is_a_sentence_at_the_end():
     with pytest.raises(TrainingHalted) as caught, EventLog("/dev/full") as log:
         log.write({"event": "a"})
     assert str(caught.value) == (
-        "run.dir=/dev: events cannot be written to full (No space left on device)."
-        " Make room or choose another run.dir, and run the same command again: it resumes."
+        "run.dir=/dev: events cannot be written to full (No space left on device). Free space or choose another "
+        "run.dir, and run the same command again: it resumes."
     )
 
 

@@ -46,7 +46,7 @@ def test_a_limit_of_zero_halts_at_once_and_says_what_to_try():
     ):
         NonFiniteGuard(0).observe(1, math.nan, 0.0)
     with pytest.raises(
-        TrainingHalted, match=r"the gradient was not finite at step 9; .*use bf16 or fp32 in place of fp16"
+        TrainingHalted, match=r"the gradient was not finite at step 9; .*use bf16 or fp32 instead of fp16"
     ):
         NonFiniteGuard(0).observe(9, 1.0, math.inf)
 

@@ -175,7 +175,7 @@ def test_a_port_that_is_taken_is_tried_again(tmp_path):
         one.write(step(1))
         one.start()
         until(lambda: one.said)
-        assert "cannot be listened on" in one.said[0]
+        assert "cannot be used for listening" in one.said[0]
     until(lambda: one.offset() > 0)
     assert one.end()
 

@@ -98,7 +98,7 @@ def test_a_stage_of_one_rank_is_laid_beside_its_own_past():
     assert watched(watch, base, 12) == []
     (event,) = watched(watch, lambda rank, step: base(rank, step) * (1.25 if rank == 1 else 1), 8, 12)
     assert (event["rank"], event["part"]) == (1, "")
-    assert "times what it usually takes" in event["text"]
+    assert "times its usual time" in event["text"]
 
 
 def test_what_is_different_on_the_slow_rank_is_said():

@@ -132,8 +132,8 @@ def test_a_class_by_name_gets_the_settings_that_it_takes():
         ({"name": "torch.nn:Linear"},
          "optimizer.name=torch.nn:Linear: it is not a subclass of torch.optim.Optimizer. Name one that is."),
         ({"name": f"{__name__}:WithoutRate"},
-         f"optimizer.name={__name__}:WithoutRate: it takes no lr, which the schedule sets. "
-         "Wrap it in a class that does."),
+         f"optimizer.name={__name__}:WithoutRate: it has no lr argument, which the schedule sets. Wrap it in a class "
+         "that does."),
         ({"name": f"{__name__}:Plain", "options": {"factr": 2}},
          f"optimizer.options.factr: {__name__}:Plain has no such argument. It takes factor."),
         ({"name": f"{__name__}:Plain", "options": {"lr": 2}},

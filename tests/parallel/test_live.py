@@ -71,9 +71,9 @@ def test_the_page_is_current(measured, saved, peaks):
 
 def without_peaks(page):
     """What is on its way when backward is fullest depends on time, by a few hundred KiB."""
-    text, found = re.subn(r"\| [\d.]+ \|(?=\n(\||$))", "|", page.split("## The fullest moment")[1])
+    text, found = re.subn(r"\| [\d.]+ \|(?=\n(\||$))", "|", page.split("## Peak of a step")[1])
     assert found == len(FULLEST)
-    return page.split("## The fullest moment")[0] + text
+    return page.split("## Peak of a step")[0] + text
 
 
 def test_the_formula_at_its_corners():

@@ -109,10 +109,9 @@ def said_by(plan: str, model: nn.Module) -> list[str]:
 
 
 REMEDY = (
-    "so the numbers are not those of one device with the whole batch. Normalise a fixed number of samples together, "
-    "under every plan:\n    run.parallelize(model, norm_group=32)  # train.norm_group=32 in a config\n"
-    "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them, or use "
-    "GroupNorm"
+    "so results differ from one device with the full batch. Normalise a fixed number of samples together, under "
+    "every plan:\n    run.parallelize(model, norm_group=32)  # train.norm_group=32 in a config\nor freeze the "
+    "statistics of a pretrained model before run.parallelize: norm.eval() on each of them, or use GroupNorm"
 )
 
 
@@ -123,7 +122,7 @@ def said_of_batch_norm(plan: str) -> list[str]:
 def test_batch_norm_over_several_ranks_is_warned_of_on_the_first(ranks2):
     assert ranks2.run(said_of_batch_norm, "dp_replicate=2 accumulation=3") == [
         [
-            "batch norm in 1, 4: each of 2 ranks x 3 microbatches normalises its own samples, " + REMEDY,
+            "batch norm in 1, 4: each of 2 ranks x 3 microbatches normalizes its own samples, " + REMEDY,
         ],
         [],
     ]
@@ -131,7 +130,7 @@ def test_batch_norm_over_several_ranks_is_warned_of_on_the_first(ranks2):
 
 def test_batch_norm_on_one_device_is_warned_of_where_a_batch_is_cut():
     assert said_by("accumulation=2", images()) == [
-        "batch norm in 1, 4: each of 2 microbatches normalises its own samples, " + REMEDY
+        "batch norm in 1, 4: each of 2 microbatches normalizes its own samples, " + REMEDY
     ]
     assert said_by("dp_replicate=1", images()) == []
     assert said_by("accumulation=2", images(norm=lambda size: nn.GroupNorm(2, size))) == []
@@ -206,8 +205,8 @@ def test_a_loader_that_nobody_sharded_is_warned_of_once_on_the_first_rank(plan, 
     assert ranks2.run(same_batch, plan, False) == [[], []]
     assert ranks2.run(same_batch, plan, True) == [
         [
-            "batch: all 2 data-parallel ranks were given the same samples at the first step, so together they do "
-            "only the work of one. Cut the loader for the ranks: loader = run.shard(loader)."
+            "batch: all 2 data-parallel ranks got the same samples at the first step, so together they do only the "
+            "work of one. Shard the loader: loader = run.shard(loader)."
         ],
         [],
     ]

@@ -198,9 +198,9 @@ def test_rows_that_are_not_samples_belong_to_their_sample():
 
 
 REFUSED = {
-    "a microbatch holds samples 0 to 3 of the global batch over all ranks, and a group must lie in one microbatch. "
+    "a microbatch holds samples 0 to 3 of the global batch over all ranks, and a group must be in one microbatch. "
     "Use a norm_group that divides 4, or fewer microbatches": ("accumulation=4", 8, data(0)),
-    "this rank's microbatch holds parts of groups, and Weft does not know where the other parts are": (
+    "this rank's microbatch has parts of groups, and the other parts are unknown": (
         "", 4, Microbatches([data(0)], [range(2, 18)], total=18),
     ),
     "a group of the global batch is one sample, with one value per channel": ("", 4, data(0, 13)),

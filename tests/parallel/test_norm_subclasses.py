@@ -98,7 +98,7 @@ class OtherMomentum(nn.BatchNorm2d):
 KEPT = [WithActivation, CallsSuper, ShiftedWeight, ByKeyword, Frozen]
 REFUSED = {
     Renorm: "it moves running_mean or running_var itself",
-    ByHand: "it computes statistics of the batch itself",
+    ByHand: "it computes statistics of one microbatch",
     Ghost: "a batch norm got",
     GhostByChannels: "a batch norm got",
     OtherStatistics: "it passes statistics to batch_norm that are not its running_mean",

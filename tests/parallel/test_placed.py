@@ -95,7 +95,7 @@ def _assert_equal(ours, theirs):
 
 def test_an_optimizer_that_needs_whole_matrices_refuses_cut_ones(ranks2):
     with pytest.raises(
-        CommError, match=r"Adafactor: it must see the whole of parameter 'blocks\.0\.0\.down', which is cut over tp"
+        CommError, match=r"Adafactor: it needs the full parameter 'blocks\.0\.0\.down', which is sharded over tp"
     ):
         ranks2.run(train, "tp=2 precision=fp64", replace(ADAMW, optimizer="adafactor"))
 
@@ -163,7 +163,7 @@ def test_offload_changes_no_number(ranks4, references):
 
 
 def test_zero_3_refuses_experts_that_share_a_module(ranks2):
-    with pytest.raises(CommError, match=r"module blocks\.0\.2\.experts: it holds parameters that are cut over ep and"):
+    with pytest.raises(CommError, match=r"module blocks\.0\.2\.experts: it has parameters that are sharded over ep"):
         ranks2.run(two_kinds_of_experts, "dp_shard=2 ep=2 zero=3 precision=fp64")
 
 

@@ -68,7 +68,7 @@ def test_rows_that_do_not_come_out_even_are_refused():
         "placement: 7 rows of dim 0 are not a multiple of the 4 ranks of tp. "
         "Give pad=1, or the rows of each rank by index=."
     )
-    with pytest.raises(ModelError, match="index= needs the shape of the whole"):
+    with pytest.raises(ModelError, match="index= needs the full shape"):
         Placement(cut=("tp",), index=(0, 1))
 
 
@@ -76,7 +76,7 @@ def test_techniques_add_to_each_other_but_one_alone_cuts():
     cut, partial = Placement(cut=("tp",), dim=1), Placement(partial=("cp",))
     merged = merge_placements({"a": cut, "b": partial}, {"a": partial}, {"b": cut})
     assert merged == dict.fromkeys(("a", "b"), Placement(cut=("tp",), dim=1, partial=("cp",)))
-    with pytest.raises(ModelError, match="parameter 'a': it was cut over tp and then over ep"):
+    with pytest.raises(ModelError, match="parameter 'a': it was sharded over tp and then over ep"):
         merge_placements({"a": cut}, {"a": Placement(cut=("ep",))})
 
 
@@ -85,8 +85,8 @@ def test_experts_are_cut_over_ep_alone():
     with pytest.raises(ModelError) as caught:
         axes.of("w", (2, 3))
     assert str(caught.value) == (
-        "placement of 'w': cut=ep partial=tp: experts are cut over ep alone, and their gradients add up over all "
-        "ranks beside it. Use cut=('ep',) without partial."
+        "placement of 'w': cut=ep partial=tp: experts are sharded over ep only, and their gradients are summed over "
+        "all other ranks. Use cut=('ep',) without partial."
     )
 
 

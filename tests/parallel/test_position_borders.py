@@ -102,7 +102,7 @@ def test_a_model_that_mixes_documents_is_refused(family):
     with torch.no_grad():
         model(input_ids=tokens, position_ids=torch.arange(tokens.shape[1])[None], use_cache=False)
         with pytest.raises(
-            ModelError, match=f"anew within a row, and documents of one row see each other in a {family} "
+            ModelError, match=f"restart within a row, and documents of one row see each other in a {family} "
         ):
             model(input_ids=tokens, position_ids=positions, use_cache=False)
         model(input_ids=tokens, use_cache=False)

@@ -36,7 +36,7 @@ def test_grids_and_counts_tell_borders():
 
 
 @pytest.mark.parametrize("args, said", [
-    ((torch.zeros(20, 6),), r"tower=spread: of its input of shape \(20, 6\) Weft cannot tell which rows are one item"),
+    ((torch.zeros(20, 6),), r"tower=spread: of its input of shape \(20, 6\) the rows of each item are unknown"),
     ((torch.zeros(20, dtype=torch.long),), "called without a tensor of numbers"),
 ])  # fmt: skip
 def test_borders_that_cannot_be_told_are_refused(args, said):
@@ -76,7 +76,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("make, layout, plan, said", [
-    (lambda: Normed(nn.BatchNorm2d(3)), "tower=spread", "", "tower=spread: tower takes statistics over items"),
+    (lambda: Normed(nn.BatchNorm2d(3)), "tower=spread", "", "tower=spread: tower uses statistics over items"),
     (lambda: Normed(nn.Dropout(0.5)), "tower=spread", "", "tower=spread: tower drops at a rate of 0.5"),
     (lambda: Normed(nn.Linear(3, 3)), "towers=spread", "", "layout pattern 'towers': the model has no such module"),
     (lambda: Normed(nn.Linear(3, 3)), "tower=spread", "cp=2", "tower=spread: with cp=2 each rank has a part"),

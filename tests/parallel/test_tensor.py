@@ -66,6 +66,6 @@ def test_a_weight_that_is_computed_from_others_is_refused(ranks2):
     with pytest.raises(RankError) as caught:
         ranks2.run(cut_computed_weight)
     assert caught.value.refusal == (
-        "layout: 0.weight is computed from other parameters (a weight norm?), and a part of it cannot be kept. "
-        "Name 0=replicate in a layout, or use tp=1."
+        "layout: 0.weight is computed from other parameters (a weight norm?), and it cannot be sharded. Set "
+        "0=replicate in a layout, or use tp=1."
     )

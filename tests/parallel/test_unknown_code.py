@@ -19,8 +19,8 @@ UNSEEN = ("log of length", "length of shape", "vmap of length", "custom backward
 #: A constant for all features, which the norm behind it removes.
 REMOVED = ("length in full",)
 REFUSED = {
-    "twice in a row": "the layout cuts no layer",
-    "all again": "the layout cuts no layer",
+    "twice in a row": "the layout shards no layer",
+    "all again": "the layout shards no layer",
     "condition for each token": r"blocks\.0 \(Block\) calls `mul`",
     "condition kept by the block": r"blocks\.0 \(Block\) reads a tensor made outside of the block",
     "part used outside": "reads a parameter of a block outside of it",

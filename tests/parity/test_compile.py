@@ -105,8 +105,8 @@ def told(model, plan):
 def test_blocks_that_recompute_and_cannot_be_compiled_are_told_of(ranks2):
     (said, *_), _ = ranks2.run(told_of_experts, "dp_shard=2 ep=2 zero=3 recompute=full compile=on precision=fp64")
     assert said == (
-        "compile=on: blocks with experts under zero=3 run uncompiled where they recompute. "
-        "Use recompute=none to have them compiled in parts, or leave compile out."
+        "compile=on: blocks with experts under zero=3 run uncompiled if they are recomputed. Use recompute=none to "
+        "have them compiled in parts, or leave compile out."
     )
     subjects = deep_subjects()
     for model in (subjects["dropout"].case.model(), subjects["experts"].case.model()):

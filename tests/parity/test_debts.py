@@ -149,20 +149,20 @@ def go_on(plan_text: str, load: str, save: str) -> tuple[dict[str, torch.Tensor]
     return grads, min(1.0, 0.05 / (metrics.grad_norm + 1e-6)), told
 
 
-GIVEN = "what compress rounded off before and still owes goes with the gradients of the first step"
+GIVEN = "the earlier compression error is added to the gradients of the first step"
 
 
 @pytest.mark.parametrize(
     "saved, loaded, line",
     [
         ("dp_replicate=2", "dp_replicate=2", ""),
-        ("dp_replicate=2", "dp_replicate=4", "what 2 replicas owe of rounded gradients is shared by 4 now"),
+        ("dp_replicate=2", "dp_replicate=4", "what 2 replicas' compression error is shared by 4 now"),
         (
             "dp_replicate=4",
             "dp_replicate=2 dp_shard=2 zero=2",
-            "what 4 replicas owe of rounded gradients is shared by 2 now",
+            "what 4 replicas' compression error is shared by 2 now",
         ),
-        ("dp_replicate=4", "dp_shard=2 tp=2 zero=1", "what 4 replicas owe of rounded gradients is shared by 2 now"),
+        ("dp_replicate=4", "dp_shard=2 tp=2 zero=1", "what 4 replicas' compression error is shared by 2 now"),
         ("dp_shard=4 zero=1", "dp_shard=2 compress=none", GIVEN),
         ("dp_replicate=2 dp_shard=2 zero=1", "dp_shard=2 zero=3 compress=int8", GIVEN),
         ("dp_replicate=2" + LOW, "dp_replicate=2" + LOW, ""),
@@ -170,13 +170,13 @@ GIVEN = "what compress rounded off before and still owes goes with the gradients
         (
             "dp_replicate=4",
             "dp_replicate=2 dp_shard=2 zero=3",
-            "what 4 replicas owe of rounded gradients is shared by 2 now",
+            "what 4 replicas' compression error is shared by 2 now",
         ),
         ("dp_replicate=2 dp_shard=2 zero=3" + LOW, "dp_replicate=2 dp_shard=2 zero=2" + INT4, ""),
         (
             "dp_replicate=4" + LOW,
             "dp_replicate=2 dp_shard=2 zero=2" + LOW,
-            "what 4 replicas owe of rounded gradients is shared by 2 now",
+            "what 4 replicas' compression error is shared by 2 now",
         ),
         ("dp_replicate=2 dp_shard=2 zero=1" + LOW, "dp_replicate=2" + INT4, ""),
         ("dp_replicate=2" + LOW, "dp_shard=2 compress=none", GIVEN),
@@ -235,8 +235,8 @@ def own_loop(plan_text: str) -> str:
 
 def test_a_loop_of_ones_own_is_refused(ranks2):
     assert set(ranks2.run(own_loop, "dp_replicate=2" + INT4)) == {
-        "compress=int4: backward() came outside of a train step, which alone knows what is owed once gradients are "
-        "clipped. Use run.train_step, or compress=int8, which owes nothing."
+        "compress=int4: backward() came outside of a train step, and only a train step computes the residual of "
+        "clipped gradients. Use run.train_step, or compress=int8, which has no residual."
     }
 
 

@@ -211,7 +211,7 @@ def test_named_layers_stay_in_bf16():
 @pytest.mark.parametrize(
     ("keep", "said"),
     [
-        (["*.dwon"], "bf16_layers='*.dwon': no linear layer in blocks is called so. Use first:N"),
+        (["*.dwon"], "bf16_layers='*.dwon': no linear layer in blocks has this name. Use first:N"),
         (["first:0"], "bf16_layers='first:0': no linear layer"),
         (["first:1", "last:99"], "all 14 linear layers that could multiply in float8 stay in bf16"),
     ],

@@ -246,8 +246,8 @@ def average(plan_text: str) -> str:
 
 def test_averages_are_refused(ranks2):
     assert ranks2.run(average, "dp_shard=2 zero=1 gather=diff4")[0] == (
-        "gather=diff4: averages would be encoded as differences each time that they change places with the weights, "
-        "and change the training. Leave run.ema out, or gather."
+        "gather=diff4: averages that replace the weights would be encoded as differences, which changes the "
+        "training. Leave run.ema out, or gather."
     )
 
 

@@ -54,5 +54,5 @@ def test_what_cannot_be_compared_is_said():
         weft.group_loss(1)(lambda own, group, places: (own[0].sum(), 1))
     loss = weft.group_loss(4)(lambda own, group, places: (own[0].sum(), 1))
     mesh = type("Cut", (), {"plan": Plan.parse("cp=2")})()
-    with pytest.raises(PlanError, match="cp=2: the loss compares features of whole samples"):
+    with pytest.raises(PlanError, match="cp=2: the loss compares features of full samples"):
         loss.over(mesh)

@@ -427,8 +427,8 @@ def test_other_replicas_go_on_from_the_anchor_and_say_what_is_lost(then, ranks4,
         assert all(torch.equal(before[3][name], after[3][name]) for name in before[3])
         assert after[4] == pytest.approx(before[4], rel=1e-12)
     assert loaded[0][5] == [
-        "step_00000005: the run goes on from the weights of the last meeting of 2 replicas. What each of them learnt "
-        f"in the 2 steps since{more} and the optimizer states of all but the first are lost."
+        "step_00000005: the run continues from the weights of the last synchronization of 2 replicas. What each of "
+        f"them learnt in the 2 steps since{more} and the optimizer states of all but the first are lost."
     ]
 
 
@@ -531,6 +531,6 @@ def test_a_loop_of_ones_own_is_refused(inside, ranks2, ranks4):
     pool = ranks2 if "1" in inside else ranks4
     for said in pool.run(own_loop, f"dp_replicate=2 {inside} sync=diloco:5"):
         assert set(said) == {
-            "sync=diloco:5: backward() came outside of a train step, which alone counts the steps until replicas meet. "
-            "Use run.train_step, or sync=step."
+            "sync=diloco:5: backward() came outside of a train step, and only a train step counts the steps until "
+            "replicas synchronize. Use run.train_step, or sync=step."
         }

@@ -148,7 +148,7 @@ def test_a_module_may_read_what_its_layers_gather(ranks2):
 
 def test_a_hidden_gradient_is_refused(ranks2):
     case = {"hidden": HiddenCase(LLAMA, global_batch=16, num_steps=1)}
-    with pytest.raises(CommError, match=r"hands its input to a step of autograd of its own.*Use tp_chunks=1"):
+    with pytest.raises(CommError, match=r"passes its input to a custom autograd function.*Use tp_chunks=1"):
         ranks2.run(train_cases, "tp=2 sp=on tp_chunks=2 precision=fp64", case)
 
 

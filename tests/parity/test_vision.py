@@ -43,7 +43,7 @@ def test_a_script_cuts_its_loader_by_samples(ranks2):
 
 
 @pytest.mark.parametrize("plan, text", [
-    ("cp=2", "takes pixel_values beside its tokens, and Weft cannot tell which part of it belongs"),
+    ("cp=2", "takes pixel_values in addition to its tokens, and it is unclear which part belongs"),
     (
         "tp=2 sp=on",
         "sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and LlavaForConditionalGeneration has "

@@ -178,8 +178,8 @@ def test_another_plan_starts_with_nothing_owed_and_says_so(tmp_path, ranks2):
         _, carried, told = ranks2.run(go_on, plan, 2, 2, load=folder)[0]
         assert carried == {}
         assert told == [
-            f"the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{plan}', and it starts "
-            "without any"
+            f"the rounding errors of reduce under '{saved}' are dropped: this plan is '{plan}', and it starts "
+            "without them"
         ]
 
 
@@ -250,7 +250,7 @@ def test_a_script_is_warned_once(tmp_path, ranks2):
     saved, plan = f"dp_shard=2 zero=2{WIRE}", "dp_shard=2 zero=2"
     first, second = ranks2.run(load_in_a_script, saved, plan, str(tmp_path))
     assert first == [
-        f"step_00000001: the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{plan}', "
-        "and it starts without any"
+        f"step_00000001: the rounding errors of reduce under '{saved}' are dropped: this plan is '{plan}', and it "
+        "starts without them"
     ]
     assert second == []

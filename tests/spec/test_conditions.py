@@ -92,7 +92,8 @@ def test_what_is_read(text, condition):
         ("loss > 3 for 200", "a span is needed in the place of '200'. Write e.g. 200 steps, 3 evaluations or 10m"),
         ("loss > 3 for 0 steps", "0 steps: a whole number from 1 to 100000 is needed"),
         ("loss > 3 for 1000000 steps", "1000000 steps: a whole number from 1 to 100000 is needed"),
-        ("lr no better for 3 steps", "nothing says which way lr is better. Write 'no higher' or 'no lower'"),
+        ("lr no better for 3 steps", ("it is unknown whether higher or lower lr is better. Write 'no higher' or 'no "
+                                      "lower'")),
         ("loss{tp} > 3", "loss has no label, so {tp} means nothing. Write loss"),
         ("loss > 3 loss > 4", "'loss > 3 loss > 4' is no condition. Write METRIC > VALUE"),
         ("loss > 3 and", "'loss > 3 and' is no condition"),
@@ -172,11 +173,11 @@ def test_mistakes_are_told_with_their_line_and_without_secrets():
         "of median over 200 steps | of plan] [for 60s], METRIC is nan, METRIC no better for 3 evaluations, METRIC "
         "rises by 20% over 1h, no METRIC for 10m, or event failure, joined by and, or.",
         "run.toml:11: alert.1.actions=hold, stop: only one of these can end training. Keep one of them.",
-        "run.toml:15: channel.0.url=***: this address is a secret or may hold one, and the run folder keeps the "
+        "run.toml:15: channel.0.url=***: this address is or may contain a secret, and the run folder stores the "
         'config. Put it into a variable and write url = "env:HOOK_URL".',
-        "run.toml:17: channel.1.name=stop: this is what a run itself can do. Use another name, such as ops.",
+        "run.toml:17: channel.1.name=stop: this is the name of a run's action. Use another name, such as ops.",
         'run.toml:16: channel.1.to=[]: mail needs an address. Use e.g. to = ["you@example.org"].',
-        "run.toml:16: channel.1.security=none: the password would travel in the clear. Use security = "
+        "run.toml:16: channel.1.security=none: the password would be sent unencrypted. Use security = "
         '"starttls" or "tls".',
         'run.toml:20: channel.2.command=[]: a program is needed. Use e.g. command = ["/usr/bin/logger"].',
         'run.toml:23: sink.0.url=none: kind=mlflow needs a server. Use e.g. url = "http://localhost:5000".',

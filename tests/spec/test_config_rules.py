@@ -13,17 +13,17 @@ from weft.errors import ConfigError
 
 CASES = [
     ("model-path-decides", ["model.path=base", "model.dim=64"],
-     "model.path=base: the folder decides model.dim. Leave it out, or leave model.path out."),
+     "model.path=base: the folder sets model.dim. Leave it out, or leave model.path out."),
     ("task-has-its-folder", ["task.name=embed"],
      'model.path="": task.name=embed trains the model of a Hugging Face folder. Set model.path to the folder.'),
     ("adapter-has-a-rank", ["adapter.kind=dora"],
-     "adapter.rank=0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave "
+     "adapter.rank=0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave "
      "them out."),
     ("packed-base-has-a-folder", ["adapter.rank=4", "adapter.base=nf4"],
-     "adapter.base=nf4: weights are rounded as they are read from a folder, and there is none. Set model.path to a "
+     "adapter.base=nf4: weights are quantized while a folder is read, and model.path is not set. Set model.path to a "
      "Hugging Face folder, or use adapter.base=stored."),
     ("packed-base-has-no-dora", ["adapter.rank=4", "adapter.base=int8", "adapter.kind=dora", "model.path=base"],
-     "adapter.base=int8: adapter.kind=dora divides by norms of the weights as stored. Use adapter.kind=lora, or "
+     "adapter.base=int8: adapter.kind=dora divides by norms of unquantized weights. Use adapter.kind=lora, or "
      "adapter.base=stored."),
     ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],
      "schedule.warmup_steps=20: warm-up must end before train.steps=10. Use schedule.warmup_steps=1, or more steps."),
@@ -34,16 +34,16 @@ CASES = [
      "schedule.decay_steps=60: with schedule.warmup_steps=280 that is more than train.steps=300. "
      "Use at most 20, a shorter warm-up, or more steps."),
     ("decay-belongs-to-wsd", ["schedule.decay_steps=10"],
-     "schedule.decay_steps=10: only schedule.kind=wsd has a decay of its own length, and schedule.kind is cosine. "
-     "Leave it out, or use schedule.kind=wsd."),
+     "schedule.decay_steps=10: only schedule.kind=wsd has a separate decay, and schedule.kind is cosine. Leave it "
+     "out, or use schedule.kind=wsd."),
     ("tokenizer-path-given", ["tokenizer.kind=file"],
      'tokenizer.path="": tokenizer.kind=file needs a saved tokenizer. '
      "Set tokenizer.path to a tokenizer.json or its folder."),
     ("tokenizer-path-used", ["tokenizer.path=x"],
      "tokenizer.path='x': tokenizer.kind=bpe does not read a file. Use tokenizer.kind=file, or leave the path out."),
     ("layout-reads", ["layout=none.layout"],
-     "layout=none.layout: this file cannot be read (No such file or directory). Give pattern=style words, or a file "
-     "that `weft layout MODEL --save FILE` wrote."),
+     "layout=none.layout: this file cannot be read (No such file or directory). Use pattern=style entries, or a "
+     "file that `weft layout MODEL --save FILE` wrote."),
     ("nesterov-is-of-sgd", ["optimizer.nesterov=true"],
      "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=adamw. "
      "Use false, or optimizer.name=sgd with momentum=0.9."),
@@ -51,63 +51,65 @@ CASES = [
      "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=sgd with "
      "optimizer.momentum=0. Use false, or optimizer.name=sgd with momentum=0.9."),
     ("options-are-of-a-class", ["optimizer.options={rho = 0.9}"],
-     "optimizer.options={rho = 0.9}: only an optimizer given as package.module:Class takes options, and "
-     "optimizer.name is adamw. Set optimizer.betas, eps or momentum instead, or give a class."),
+     "optimizer.options={rho = 0.9}: only an optimizer set as package.module:Class has options, and optimizer.name "
+     "is adamw. Set optimizer.betas, eps or momentum instead, or use a class."),
     ("task-options-are-of-a-class", ["task.options={side = 16}"],
-     "task.options={side = 16}: only a task given as package.module:Class takes options. Set "
-     "task.name=package.module:Class, or leave them out."),
+     "task.options={side = 16}: only a task with a task.name has options. Set task.name=package.module:Class, or "
+     "leave them out."),
     ("bf16-states-are-of-adamw", ["optimizer.states=bf16", "optimizer.name=muon"],
-     "optimizer.states=bf16: Weft stores only AdamW's states in bf16, and optimizer.name is muon. "
-     "Use fp32, or optimizer.name=adamw."),
+     "optimizer.states=bf16: only AdamW's moments can be stored in bf16 or fp8, and optimizer.name is muon. Use "
+     "fp32, or optimizer.name=adamw."),
     ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
      "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
     ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],
-     "train.early_stop.patience=3: there is no evaluation data (data.holdout=0 and no data.eval). "
-     "Use data.holdout=0.02, or give data.eval."),
-    ("apart-meets-rarely", ["launch.replicas_apart=true", "plan=dp_replicate=2"],
-     "launch.replicas_apart=true: the plan 'dp_replicate=2' has no replicas that meet rarely. Use e.g. dp_replicate=2 "
-     "sync=diloco:50 in the plan, or leave launch.replicas_apart out."),
-    ("apart-plan-is-given", ["launch.replicas_apart=true", "plan=auto"],
-     "launch.replicas_apart=true: the planner makes no plans for replicas that are worlds of their own. Write the "
-     'plan, such as plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".'),
-    ("apart-keeps-its-ranks",
+     "train.early_stop.patience=3: there is no evaluation data (data.holdout=0 and no data.eval). Use "
+     "data.holdout=0.02, or set data.eval."),
+    ("separate-replicas-need-sync", ["launch.replicas_apart=true", "plan=dp_replicate=2"],
+     "launch.replicas_apart=true: the plan 'dp_replicate=2' has no replicas that synchronize every H steps. Use e.g. "
+     "dp_replicate=2 sync=diloco:50 in the plan, or leave launch.replicas_apart out."),
+    ("separate-replicas-need-a-plan", ["launch.replicas_apart=true", "plan=auto"],
+     "launch.replicas_apart=true: the planner cannot plan separate replicas. Write the plan, such as "
+     'plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".'),
+    ("separate-replicas-keep-all-ranks",
      ["launch.min_ranks=1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
      "launch.min_ranks=1: under launch.replicas_apart=true a replica has all ranks of its plan or is lost, and the "
-     "others go on without it. Leave launch.min_ranks out."),
-    ("meeting-has-a-key",
+     "others continue without it. Leave launch.min_ranks out."),
+    ("rendezvous-needs-a-key",
      ["launch.replica=0", "launch.meet_at=a:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
-     "launch.meet_at=a:1: other machines reach this address, so replicas must prove who they are. Put the same secret "
+     "launch.meet_at=a:1: other machines can reach this address, so replicas must authenticate. Put the same secret "
      "into WEFT_MEETING_KEY on all machines, and add launch.meeting_key=env:WEFT_MEETING_KEY."),
-    ("apart-meets-whole", ["launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5/2"],
-     "launch.replicas_apart=true: the plan 'dp_replicate=2 sync=diloco:5/2' streams fragments, and a meeting of "
-     "replicas that are worlds of their own counts for all of the model or for none. Leave the number of fragments out "
-     "of sync, or launch.replicas_apart."),
-    ("apart-owes-nothing", ["launch.replicas_apart=true", "plan=dp_replicate=2 compress=top:0.02 sync=diloco:5"],
-     "launch.replicas_apart=true: the plan 'dp_replicate=2 compress=top:0.02 sync=diloco:5' owes what it leaves out to "
-     "the next meeting, which a replica that is a world of its own may miss. Use compress=int8, which owes nothing, or "
-     "leave launch.replicas_apart out."),
-    ("replica-is-apart", ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=127.0.0.1:1"],
-     "launch.replica=1: launch.replica and launch.meet_at are for replicas that are worlds of their own. Add "
-     "launch.replicas_apart=true, or leave them out."),
-    ("replica-has-a-place",
+    ("separate-replicas-without-fragments", ["launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5/2"],
+     "launch.replicas_apart=true: the plan 'dp_replicate=2 sync=diloco:5/2' streams fragments, and separate replicas "
+     "synchronize the full model together. Leave the number of fragments out of sync, or leave launch.replicas_apart "
+     "out."),
+    ("separate-replicas-without-feedback",
+     ["launch.replicas_apart=true", "plan=dp_replicate=2 compress=top:0.02 sync=diloco:5"],
+     "launch.replicas_apart=true: the plan 'dp_replicate=2 compress=top:0.02 sync=diloco:5' adds its compression "
+     "error to the next synchronization, which a separate replica may miss. Use compress=int8, which has no error "
+     "feedback, or leave launch.replicas_apart out."),
+    ("replica-needs-separate-replicas",
+     ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=127.0.0.1:1"],
+     "launch.replica=1: launch.replica and launch.meet_at are for separate replicas. Add launch.replicas_apart=true, "
+     "or leave them out."),
+    ("replica-needs-an-address",
      ["launch.replica=1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
-     "launch.replica=1: it must know where replicas meet. Add launch.meet_at=HOST:PORT, with the address of the "
+     "launch.replica=1: it needs the rendezvous address. Add launch.meet_at=HOST:PORT, with the address of the "
      "machine that starts replica 0."),
-    ("replica-has-a-place",
+    ("replica-needs-an-address",
      ["launch.meet_at=127.0.0.1:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
-     "launch.replica=none: launch.meet_at=127.0.0.1:1 is given, and not which replica this machine starts. Add "
+     "launch.replica=none: launch.meet_at=127.0.0.1:1 is set without the number of this machine's replica. Add "
      "launch.replica=0 on the machine of that address, launch.replica=1 on the next."),
     ("replica-is-in-the-plan",
      ["launch.replica=2", "launch.meet_at=127.0.0.1:1", "launch.replicas_apart=true",
       "plan=dp_replicate=2 sync=diloco:5"],
      "launch.replica=2: the plan 'dp_replicate=2 sync=diloco:5' has replicas 0 to 1. Use one of these."),
-    ("replica-plan-is-whole",
+    ("replica-plan-is-closed",
      ["launch.replica=1", "launch.meet_at=127.0.0.1:1", "launch.replicas_apart=true",
       "plan=dp_replicate=2 dp_shard=* zero=1 sync=diloco:5"],
-     "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' leaves an axis open, and this "
-     "machine sees one replica alone. Write the number of ranks in the place of '*'."),
+     "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' has an axis '*', and this machine "
+     "has only one replica. Write the number of ranks instead of '*'."),
     ("graphs-need-cuda", ["launch.device=cpu", "plan=graphs=on"],
-     "launch.device=cpu: the plan says graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU."),
+     "launch.device=cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU."),
 ]  # fmt: skip
 OTHERS = [
     (["train.global_batch=10", "plan=dp_replicate=4"],

@@ -66,12 +66,12 @@ def test_a_toml_table_is_read():
 GOLDEN = {
     "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert, spread, spread:data. "
     "Did you mean 'vocab'?",
-    "embed": "layout word 'embed': a layout consists of pattern=style words. Use e.g. embed=vocab.",
+    "embed": "layout entry 'embed': a layout consists of pattern=style entries. Use e.g. embed=vocab.",
     "a..b=vocab": (
         "layout pattern 'a..b': a module path is needed, and '*' or {a,b} may replace its parts. Use e.g. "
         "'blocks.*.attn.q'."
     ),
-    "a=vocab a=expert": "layout pattern 'a' is given twice. Keep one.",
+    "a=vocab a=expert": "layout pattern 'a' is set twice. Keep one.",
 }
 
 

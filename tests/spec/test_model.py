@@ -184,7 +184,7 @@ def test_rotary_settings_of_a_model_without_rotary_positions_are_refused():
         "model.dim, such as 16."),
     ({"rope_theta": 1.0}, "model.rope_theta=1.0: the base of the rotary frequencies must be above 1. Use e.g. 10000."),
     ({"rope_scale": 0.5},
-        "model.rope_scale=0.5: rotary frequencies are stretched by a factor of at least 1. Use 1 for no stretching."),
+        "model.rope_scale=0.5: the factor on rotary wavelengths must be at least 1. Use 1 for no scaling."),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0: the norms need a small positive number. Use e.g. 1e-5."),
     ({"num_experts": 1},
         "model.num_experts=1: a mixture-of-experts layer needs at least 2 experts. Use 2 or more, or 0 for a dense "

@@ -95,10 +95,10 @@ GOLDEN = {
     "tp=0": "tp=0: a whole number from 1 to 999999999 is needed. Use tp=1 to leave it out.",
     "tp=two": "tp=two: a whole number from 1 to 999999999 is needed. Use tp=1 to leave it out.",
     "zero=4": "zero=4: ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.",
-    "tp=2 tp=4": "plan field 'tp' is given twice in 'tp=2 tp=4'. Keep one.",
-    "tp": "plan word 'tp': a plan consists of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'.",
-    "auto": "plan=auto: auto works only for a whole run, and an explicit plan is needed here. "
-    "Use e.g. 'dp_replicate=*'.",
+    "tp=2 tp=4": "plan field 'tp' is set twice in 'tp=2 tp=4'. Keep one.",
+    "tp": "plan field 'tp': a plan consists of name=value fields. Write e.g. 'dp_replicate=4 precision=bf16'.",
+    "auto": "plan=auto: auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g. "
+    "'dp_replicate=*'.",
     "dp_shard=* tp=*": (
         "dp_shard and tp have '*': only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
     ),
@@ -112,8 +112,8 @@ GOLDEN = {
         "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
     ),
     "zero=3 reshard=after_forward:1": (
-        "reshard=after_forward:1: second shards lie on a number of neighbouring ranks, from 2 to 999999. Use "
-        "reshard=after_forward:8, for 8 ranks on a host."
+        "reshard=after_forward:1: second shards are divided over a number of neighboring ranks, from 2 to 999999. "
+        "Use reshard=after_forward:8, for 8 ranks on a host."
     ),
     "sync=diloco": (
         "sync=diloco: not step, and not average or diloco with a number of steps from 1 to 999999, and where fragments "

@@ -38,22 +38,22 @@ CASES = [
     *((f"model-allows-{name}", f"{name}=2", PICTURES,
        f"{name}=2: the model reads no sequence that could be cut. Use {name}=1.", "") for name in ("cp", "ep", "pp")),
     ("compress-needs-data", "tp=2 compress=int8", Facts(),
-     "compress=int8: dp_replicate and dp_shard are 1, so no gradient travels between data ranks. "
-     "Leave compress out, or use dp_replicate=2 or more.", "tp=2"),
+     "compress=int8: dp_replicate and dp_shard are 1, so no gradient is sent between data ranks. Leave compress out, "
+     "or use dp_replicate=2 or more.", "tp=2"),
     ("gather-needs-zero3", "dp_shard=2 zero=2 gather=int8", Facts(),
      "gather=int8: zero=2 gathers no weights before it uses them. Leave gather out, or use zero=3.",
      "dp_shard=2 zero=2"),
-    ("compress-debts-zero", "dp_replicate=2 tp=2 zero=3 compress=int4", Facts(),
-     "compress=int4: its rounding error is added to the next step, which zero=3 with tp does not keep. "
-     "Use zero=2, or compress=int8, which owes nothing.", "dp_replicate=2 tp=2 zero=3 compress=int8"),
+    ("compress-feedback-zero", "dp_replicate=2 tp=2 zero=3 compress=int4", Facts(),
+     "compress=int4: its rounding error is added to the next step, which is not built for zero=3 with tp. Use "
+     "zero=2, or compress=int8, which has no error feedback.", "dp_replicate=2 tp=2 zero=3 compress=int8"),
     ("compress-state-over-shard", "dp_shard=2 zero=3 compress=block8", Facts(),
-     "compress=block8: it keeps what it rounds off, a whole gradient on every rank, which zero=3 has no room for. "
-     "Use compress=int8, which keeps nothing, or dp_replicate=2 or more.", "dp_shard=2 zero=3 compress=int8"),
+     "compress=block8: its error feedback needs an unsharded gradient on every rank, which zero=3 does not keep. Use "
+     "compress=int8, which has no error feedback, or dp_replicate=2 or more.", "dp_shard=2 zero=3 compress=int8"),
     ("gather-float8-products", "dp_shard=2 zero=3 precision=bf16 gather=fp8", Facts(),
      "gather=fp8: precision=bf16 rounds no weights to float8. Use gather=int8, or precision=fp8.",
      "dp_shard=2 zero=3 precision=bf16 gather=int8"),
     ("gather-differences-zero", "dp_shard=2 zero=3 gather=diff4", Facts(),
-     "gather=diff4: zero=3 keeps no weights to which a difference could be sent. Use gather=int8, or use zero=1.",
+     "gather=diff4: zero=3 keeps no unsharded weights to add a difference to. Use gather=int8, or use zero=1.",
      "dp_shard=2 zero=3 gather=int8"),
     ("gather-differences-alone", "dp_shard=2 zero=1 offload=optimizer gather=diff4", Facts(),
      "gather=diff4: differences to masters on the host are not built. Leave gather or offload=optimizer out.",
@@ -62,13 +62,13 @@ CASES = [
      "reshard=after_forward:4: dp_shard=6 is not 2 or more groups of 4 ranks. "
      "Use reshard=after_forward, or a divisor of dp_shard below it.", "dp_shard=6 zero=3"),
     ("sync-needs-replicas", "dp_shard=2 zero=1 sync=diloco:50", Facts(),
-     "sync=diloco:50: dp_replicate is 1, so there are no replicas to meet. "
-     "Leave sync out, or use dp_replicate=2 or more.", "dp_shard=2 zero=1"),
+     "sync=diloco:50: dp_replicate is 1, so there are no replicas to synchronize. Leave sync out, or use "
+     "dp_replicate=2 or more.", "dp_shard=2 zero=1"),
     ("sync-compress", "dp_replicate=2 sync=average:9 compress=int4", Facts(),
-     "compress=int4: it keeps what it rounds off for the next step, which sync=average:9 does not. "
-     "Use compress=int8, which keeps nothing, top:0.02, or sync=step.", "dp_replicate=2 compress=int8 sync=average:9"),
+     "compress=int4: its error feedback is not built for sync=average:9. Use compress=int8, which has no error "
+     "feedback, top:0.02, or sync=step.", "dp_replicate=2 compress=int8 sync=average:9"),
     ("top-needs-sync", "dp_replicate=2 compress=top:0.02", Facts(),
-     "compress=top:0.02: it sends few values, which is for the changes of weights between meetings. Use e.g. "
+     "compress=top:0.02: it sends few values, which is for changes of weights over many steps. Use e.g. "
      "sync=diloco:50 with dp_replicate=2 or more, or compress=int8.", "dp_replicate=2 compress=int8"),
     ("sync-loss-scale", "dp_replicate=2 precision=fp16 sync=diloco:50", Facts(),
      "precision=fp16: its loss scale would differ between replicas under sync=diloco:50. "
@@ -91,7 +91,7 @@ CASES = [
      "schedule=interleaved: it needs 2 or more stages on each rank, and virtual_stages is 1. "
      "Use virtual_stages=2, or schedule=1f1b with virtual_stages=1.", "pp=2 schedule=interleaved virtual_stages=2"),
     ("microbatches-in-groups", "pp=4 schedule=interleaved virtual_stages=2 microbatches=6", Facts(),
-     "microbatches=6: schedule=interleaved takes microbatches in groups of pp=4. Use microbatches=4 or 8.",
+     "microbatches=6: schedule=interleaved runs microbatches in groups of pp=4. Use microbatches=4 or 8.",
      "pp=4 schedule=interleaved virtual_stages=2 microbatches=8"),
     ("microbatches-fill-dualpipe", "pp=4 schedule=dualpipe_v virtual_stages=2 microbatches=6", Facts(),
      "microbatches=6: schedule=dualpipe_v needs at least 8 with pp=4. "
@@ -99,7 +99,7 @@ CASES = [
     ("order-names-axes", "tp=2 dp_shard=4 zero=1 order=tp+pp", Facts(),
      "order=tp+pp: the axes in use are dp_shard, tp. Name each of them once, outermost first, or leave order out.",
      "tp=2 dp_shard=4 zero=1"),
-    ("order-is-another", "tp=2 dp_shard=4 zero=1 order=dp_shard+tp", Facts(),
+    ("order-is-not-the-default", "tp=2 dp_shard=4 zero=1 order=dp_shard+tp", Facts(),
      "order=dp_shard+tp: this is the default order of these axes. Leave order out.", "tp=2 dp_shard=4 zero=1"),
     ("order-without-ep", "tp=2 dp_shard=4 zero=1 ep=2 order=tp+dp_shard", Facts(),
      "order=tp+dp_shard: ep=2 is a view over dp_shard, cp and tp in their usual order. "
@@ -125,7 +125,7 @@ CASES = [
      "replicas.",
      "dp_shard=4 zero=1"),
     ("reshard-needs-zero-3", "dp_shard=2 zero=2 reshard=after_step", Facts(),
-     "reshard=after_step: zero=2 keeps parameters whole. Leave reshard out, or use zero=3.", "dp_shard=2 zero=2"),
+     "reshard=after_step: zero=2 does not shard parameters. Leave reshard out, or use zero=3.", "dp_shard=2 zero=2"),
     ("tp-heads", "tp=6", FACTS,
      "tp=6: the model has 32 heads, and 32 is not a multiple of 6. Use tp=1, 2, 4 or 8.", "tp=4"),
     ("tp-heads", "tp=4", Facts(model=DecoderSpec(vocab_size=9, dim=48, num_layers=1, num_heads=12, num_kv_heads=6,
@@ -145,18 +145,18 @@ CASES = [
     ("sp-needs-tp", "sp=on", Facts(),
      "sp=on: sequence parallelism needs tp of at least 2, and tp is 1. Use sp=off, or tp=2 or more.", ""),
     ("chunks-need-sp", "tp=2 tp_chunks=4", Facts(),
-     "tp_chunks=4: pieces of a sequence travel over tp only where sp=on cuts sequences, and sp is off. "
-     "Use tp_chunks=1, or sp=on with tp=2 or more.", "tp=2"),
-    ("chunks-keep-half", "tp=2 sp=on tp_chunks=2 precision=fp8", Facts(),
-     "tp_chunks=2: with precision=fp8 the ranks agree on scales for whole products. "
-     "Use tp_chunks=1, or precision=bf16.", "tp=2 sp=on precision=fp8"),
+     "tp_chunks=4: it divides sequences that sp=on shards over tp, and sp is off. Use tp_chunks=1, or sp=on with "
+     "tp=2 or more.", "tp=2"),
+    ("chunks-without-fp8", "tp=2 sp=on tp_chunks=2 precision=fp8", Facts(),
+     "tp_chunks=2: precision=fp8 has one scale per full product. Use tp_chunks=1, or precision=bf16.",
+     "tp=2 sp=on precision=fp8"),
     ("pp-layers", "pp=4 virtual_stages=2 schedule=interleaved", FACTS,
      "pp=4: 4 x 2 stages are more than the model's 6 layers. Use pp * virtual_stages of at most 6.",
      "pp=4"),
     ("microbatches-need-pp", "microbatches=4 accumulation=2", Facts(),
      "microbatches=4: it applies to a pipeline, and pp is 1. Use accumulation=8.", "accumulation=8"),
     ("accumulation-without-pp", "pp=2 microbatches=4 accumulation=2", Facts(),
-     "accumulation=2: under a pipeline, microbatches takes its place. Use microbatches=8.",
+     "accumulation=2: under a pipeline, microbatches is used instead. Use microbatches=8.",
      "pp=2 microbatches=8"),
     ("schedule-needs-pp", "schedule=gpipe", Facts(),
      "schedule=gpipe: it applies to a pipeline, and pp is 1. Leave schedule out, or use pp=2 or more.", ""),
@@ -164,8 +164,8 @@ CASES = [
      "virtual_stages=2: pp=2 with schedule=1f1b has one stage on each rank. "
      "Use virtual_stages=1, or pp=2 or more with schedule=interleaved.", "pp=2"),
     ("ep-divides-ranks", "dp_shard=4 tp=2 zero=1 ep=3", Facts(),
-     "ep=3: experts are spread over dp_shard x cp x tp = 8 ranks, and that is not a multiple of 3. "
-     "Use ep=1, 2, 4 or 8.",
+     "ep=3: experts are sharded over dp_shard x cp x tp = 8 ranks, and that is not a multiple of 3. Use ep=1, 2, 4 "
+     "or 8.",
      "dp_shard=4 tp=2 ep=2 zero=1"),
     ("ep-needs-experts", "dp_shard=2 ep=2", FACTS,
      "ep=2: the model has no experts to divide. Use ep=1, or a model with experts, such as model.num_experts=8.",
@@ -176,26 +176,26 @@ CASES = [
      "ep=8: the model has 12 experts, and 12 is not a multiple of 8. Use ep=1, 2, 3, 4, 6 or 12.", "ep=6"),
     ("graphs-on-device", "graphs=on", Facts(device=replace(device("h100"), name="here", title="Xeon")),
      "graphs=on: Xeon is a CPU, which records no graphs. Use graphs=off, or a GPU.", ""),
-    ("graphs-hold-one-rank", "pp=2 graphs=on", Facts(),
-     "graphs=on: a graph holds kernels of one rank alone, and the host orders the passes of a pipeline. "
-     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "pp=2"),
-    ("graphs-hold-one-rank", "dp_shard=2 zero=3 graphs=on", Facts(),
-     "graphs=on: a graph holds kernels of one rank alone, and zero=3 gathers weights within forward and backward. "
-     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "dp_shard=2 zero=3"),
-    ("graphs-hold-one-rank", "tp=2 graphs=on", Facts(),
-     "graphs=on: a graph holds kernels of one rank alone, and tp communicates within forward and backward. "
-     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "tp=2"),
-    ("graphs-hold-one-rank", "offload=optimizer graphs=on", Facts(),
-     "graphs=on: a graph holds kernels of one rank alone, and offload=optimizer lets the device and the host wait for "
-     "each other. Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "offload=optimizer"),
-    ("graphs-hold-one-rank", "dp_replicate=2 sync=average:4 graphs=on", Facts(),
-     "graphs=on: a graph holds kernels of one rank alone, and sync=average:4 changes weights while a step computes. "
-     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "dp_replicate=2 sync=average:4"),
-    ("graphs-hold-no-experts", "graphs=on", Facts(model=replace(MODEL, num_experts=8)),
-     "graphs=on: the model has experts, and the host's code adds up what their routers count. Use graphs=off.", ""),
+    ("graphs-on-one-rank", "pp=2 graphs=on", Facts(),
+     "graphs=on: a graph contains kernels of one rank only, and the host orders the passes of a pipeline. Use "
+     "graphs=off, or only data parallelism with zero=0, 1 or 2.", "pp=2"),
+    ("graphs-on-one-rank", "dp_shard=2 zero=3 graphs=on", Facts(),
+     "graphs=on: a graph contains kernels of one rank only, and zero=3 gathers weights within forward and backward. "
+     "Use graphs=off, or only data parallelism with zero=0, 1 or 2.", "dp_shard=2 zero=3"),
+    ("graphs-on-one-rank", "tp=2 graphs=on", Facts(),
+     "graphs=on: a graph contains kernels of one rank only, and tp communicates within forward and backward. Use "
+     "graphs=off, or only data parallelism with zero=0, 1 or 2.", "tp=2"),
+    ("graphs-on-one-rank", "offload=optimizer graphs=on", Facts(),
+     "graphs=on: a graph contains kernels of one rank only, and offload=optimizer makes the device and the host wait "
+     "for each other. Use graphs=off, or only data parallelism with zero=0, 1 or 2.", "offload=optimizer"),
+    ("graphs-on-one-rank", "dp_replicate=2 sync=average:4 graphs=on", Facts(),
+     "graphs=on: a graph contains kernels of one rank only, and sync=average:4 changes weights while a step "
+     "computes. Use graphs=off, or only data parallelism with zero=0, 1 or 2.", "dp_replicate=2 sync=average:4"),
+    ("graphs-without-experts", "graphs=on", Facts(model=replace(MODEL, num_experts=8)),
+     "graphs=on: the model has experts, and the host adds up their routers' token counts. Use graphs=off.", ""),
     ("graphs-compiled-recompute", "recompute=full compile=on graphs=on", Facts(),
-     "graphs=on: with compile=on and recompute=full, generated code asks for the state of torch's generator, which "
-     "nothing may do while a graph is recorded. Use recompute=none, compile=off, or graphs=off.",
+     "graphs=on: with compile=on and recompute=full, generated code reads the state of torch's generator, which is "
+     "impossible while a graph is recorded. Use recompute=none, compile=off, or graphs=off.",
      "recompute=full compile=on"),
     ("cp-divides-sequence", "cp=3", FACTS,
      "cp=3: a sequence has 1024 tokens, and that is not a multiple of its 6 chunks. "
@@ -207,8 +207,8 @@ CASES = [
      "cp=8: a sequence has 20 tokens, and that is not a multiple of its 8 chunks. Use cp=1, 2, 4, 5, 10 or 20.",
      "cp=10 cp_mode=ulysses"),
     ("ulysses-heads", "cp=4 tp=16 cp_mode=ulysses", FACTS,
-     "cp_mode=ulysses: 32 heads and 8 key-value heads cannot be divided evenly over cp=4 and tp=16. "
-     "Use cp_mode=ring or cp_mode=gather, which take any number of heads.", "cp=4 tp=16"),
+     "cp_mode=ulysses: 32 heads and 8 key-value heads cannot be divided evenly over cp=4 and tp=16. Use cp_mode=ring "
+     "or cp_mode=gather, which support any number of heads.", "cp=4 tp=16"),
     ("cp-mode-needs-cp", "cp_mode=ring", Facts(),
      "cp_mode=ring: it applies to context parallelism, and cp is 1. "
      "Leave cp_mode out, or use cp=2 or more.", ""),

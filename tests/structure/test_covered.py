@@ -62,17 +62,17 @@ def refusal(model: nn.Module, layout: str) -> str:
 def test_norms_of_heads_that_are_left_out_are_named_with_the_styles_to_add():
     said = refusal(Model(), CUT)
     assert said.startswith(
-        "layout: blocks.0.q_norm works on features of blocks.0.q, which the layout cuts, and the layout leaves it out, "
-        "and so do blocks.0.k_norm"
+        "layout: blocks.0.q_norm works on features of blocks.0.q, which the layout shards, and the layout leaves it "
+        "out, and so do blocks.0.k_norm"
     )
-    added = said.partition("Each rank's gradient would be a part of the sum. Add ")[2].rstrip(".")
+    added = said.partition("Each rank's gradient would be partial. Add ")[2].rstrip(".")
     expect_parts_named(Model(), Layout.parse(f"{CUT} {added}"))
 
 
 def test_a_norm_of_heads_that_is_called_whole_is_refused():
     said = refusal(Model(), f"{CUT} blocks.*.q_norm=replicate blocks.*.k_norm=partial")
-    assert "blocks.0.q_norm works on features of blocks.0.q, which the layout cuts, and the layout calls it" in said
-    assert said.endswith("blocks.1.q_norm=partial in place of replicate.")
+    assert "blocks.0.q_norm works on features of blocks.0.q, which the layout shards, and the layout calls it" in said
+    assert said.endswith("blocks.1.q_norm=partial instead of replicate.")
 
 
 def test_norms_deeper_inside_are_found():
@@ -88,7 +88,7 @@ def test_norms_before_the_cut_layers_need_no_word():
 def test_a_model_that_cannot_be_traced_has_to_say_it_of_each_module_beside_cut_layers():
     model = Model(numbers=True).to("meta")
     said = refusal(model, CUT)
-    assert "the model cannot be traced to see what they work on (Model cannot be traced" in said
+    assert "the model cannot be traced to find their inputs (Model cannot be traced" in said
     added = said.partition("or add ")[2].partition(" to the layout")[0]
     assert {"blocks.0.before=replicate", "blocks.0.q_norm=replicate"} <= set(added.split())
     expect_parts_named(model, Layout.parse(f"{CUT} blocks.*.before=replicate blocks.*.{{q_norm,k_norm}}=partial"))

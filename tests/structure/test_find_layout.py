@@ -254,7 +254,7 @@ def test_the_legal_values_are_named(tp, text):
             "blocks.*.norm1=colwise",
             "blocks.0.norm1=colwise: an embedding or a linear layer is needed, and this is a RMSNorm.",
         ),
-        ("norm=replicate", "tp=2: the layout cuts nothing of this model. Use tp=1, or give a layout."),
+        ("norm=replicate", "tp=2: the layout shards nothing of this model. Use tp=1, or set a layout."),
         ("blocks.*.mlp.up=colwise:7", "colwise:7: the layer has 24 outputs. Give segments that add up to that."),
     ],
 )

@@ -81,8 +81,8 @@ def test_tokens_that_meet_are_found(name):
     with pytest.raises(LayoutError) as caught:
         check(Net(MIXES[name]))
     assert str(caught.value) == (
-        f"sp=on: blocks.0 (Block) calls `{name}` outside of cut layers, which mixes tokens or is not known to keep "
-        "them apart, and a rank has only a part of them there. Use sp=off."
+        f"sp=on: blocks.0 (Block) calls `{name}` outside of sharded layers, which mixes tokens or is not known to "
+        "keep them separate, and tokens are sharded there. Use sp=off."
     )
 
 

@@ -243,7 +243,7 @@ def test_the_model_is_reduced_as_asked():
         (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or it and an example or a batch_fn."),
         (
             f"{HERE}:without_data",
-            "Weft cannot tell what its inputs are. Return (model, loader) with a DataLoader, or (model, batch_fn)",
+            "its inputs are unknown. Return (model, loader) with a DataLoader, or (model, batch_fn)",
         ),
         (
             f"{HERE}:raises",

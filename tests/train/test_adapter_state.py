@@ -142,10 +142,10 @@ def test_another_base_or_adapter_is_refused_by_name(plan, tmp_path, ranks2):
     adapter, model = f"{folder}/step_00000002: ", f"{whole}/step_00000002: "
     starts = [
         f"{adapter}an adapter of another base: 'blocks.0.attn.q.weight' had other values when it was saved.",
-        f"{adapter}it holds an adapter with kind=dora, and the model's has kind=lora. Use kind=dora.",
+        f"{adapter}it has an adapter with kind=dora, and the model's has kind=lora. Use kind=dora.",
         f"{adapter}its adapter adapts 'blocks.0.attn.k', and the model's differs. Use the targets",
-        f"{model}it holds a whole model, and this one trains an adapter alone.",
-        f"{adapter}it holds an adapter alone (kind=dora, rank=2), and the model has none. Call add_adapter",
+        f"{model}it has a full model, and this one trains only an adapter.",
+        f"{adapter}it has only an adapter (kind=dora, rank=2), and the model has none. Call add_adapter",
     ]
     for text, start in zip(said[0], starts, strict=True):
         assert text.startswith(start), text

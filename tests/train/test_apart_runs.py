@@ -64,7 +64,7 @@ def test_a_replica_that_is_late_is_left_out_and_joins_where_the_others_are(run, 
     assert evaluations(first)[12] == evaluations(second)[12]
     warnings = [event["text"] for event in read_events(first.events) if event["event"] == "warning"]
     assert warnings == [
-        "step 6: meetings go on without replica 1",
+        "step 6: synchronizations continue without replica 1",
         "step 12: all replicas take part in meetings again",
     ]
 

@@ -79,7 +79,7 @@ def test_what_was_chosen_is_one_line(tmp_path):
     ("plan", "message"),
     [
         ("auto tp=0", "tp=0: a whole number"),
-        ("auto zero", "plan word 'zero'"),
+        ("auto zero", "plan field 'zero'"),
         ("auto dp=2", "unknown plan field 'dp'"),
     ],
 )

@@ -234,7 +234,7 @@ def test_steps_take_samples_while_their_cost_lasts(costs, most, step, place):
     [
         ("embed", "data.batching=cost", "task.name=embed does not say how long"),
         ("classify", "data.microbatch_cost=300", "only data.batching=cost reads it"),
-        ("classify", "train.global_cost=300", "train.global_cost=300: only data.batching=cost knows costs"),
+        ("classify", "train.global_cost=300", "train.global_cost=300: only data.batching=cost uses costs"),
     ],
 )
 def test_what_cannot_be_is_refused(case, more, sentence, root):

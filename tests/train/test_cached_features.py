@@ -171,7 +171,7 @@ def test_a_damaged_or_cut_file_is_never_read(root: Path) -> None:
     [
         ({"groups": []}, r"no encoder is frozen, .*optimizer.groups = \[\{match = \"vision"),
         ({"groups": [{"match": "vision.blocks.*", "lr": 0.0}]}, "no encoder is frozen"),
-        ({"augment": True}, r"task\.options\.augment=true changes what the encoder gives .* Use augment=false"),
+        ({"augment": True}, r"task\.options\.augment=true changes the encoder's outputs .* Use augment=false"),
         ({"noise": 0.5}, r"task\.options\.noise=0\.5 changes"),
         ({"dropout": 0.1}, r"task\.options\.dropout=0\.1 changes"),
     ],

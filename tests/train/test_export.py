@@ -159,11 +159,11 @@ def test_each_option_of_export(home, capsys):
 GOLDEN = (
     (["{base}", "{exported}"],
      "OUT={exported}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."),
-    (["{base}", "{out}", "--merge"], "--merge: this checkpoint holds a whole model. Leave --merge out."),
+    (["{base}", "{out}", "--merge"], "--merge: this checkpoint has a full model. Leave --merge out."),
     (["{adapter}", "{out}", "--merge", "--like", "{exported}"],
-     "--merge: --like says otherwise what is written. Use one of both."),
+     "--merge: --like sets something else to write. Use one of them."),
     (["{adapter}", "{out}", "--merge", "--own-names"],
-     "--merge: --own-names says otherwise what is written. Use one of both."),
+     "--merge: --own-names sets something else to write. Use one of them."),
     (["{base}", "{out}", "--dtype", "int4"], "--dtype int4: not a format for weights. Use fp32, bf16, fp16."),
     (["{base}", "{out}", "--step", "5"],
      "RUN={base}@5: it has no finished checkpoint of step '5'. Use one of: 3, 4, 6."),
@@ -196,14 +196,14 @@ def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, 
     try:
         lost = f"model.path={base}: there is no such folder"
         assert said(*resumed) == (
-            f"error: {lost}, and an adapter's checkpoints hold no base. Put the folder back there.\n"
+            f"error: {lost}, and an adapter's checkpoints do not contain the base. Restore the folder.\n"
         )
         assert said("generate", run) == (
             f"error: {lost}. Give a Hugging Face model's: config.json, safetensors weights, tokenizer.\n"
         )
         assert said("export", run, out, "--merge") == (
-            f"error: --merge: the adapter's base, model.path={base}, is not there. Put the folder back there, or give "
-            "its new place with --like in place of --merge.\n"
+            f"error: --merge: the adapter's base, model.path={base}, does not exist. Restore the folder, or set its "
+            "new path with --like instead of --merge.\n"
         )
         shutil.copytree(aside, base)
         tensors = load_file(base / "model.safetensors")
@@ -306,9 +306,9 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
     capsys.readouterr()
     assert weft_run(run) == 2
     assert capsys.readouterr().err == (
-        f"error: model.path={pickled}: its weights are pickles (pytorch_model-1.bin), which can run code when they are "
-        f"read. Type weft ckpt convert {pickled} {pickled}-safetensors, which reads them in a confined process, and "
-        "give that folder.\n"
+        f"error: model.path={pickled}: its weights are pickles (pytorch_model-1.bin), which can run code when they "
+        f"are read. Run weft ckpt convert {pickled} {pickled}-safetensors, which reads them in a confined process, "
+        "and use that folder.\n"
     )
     out = tmp_path / "plain"
     assert weft_run(["ckpt", "convert", str(pickled), str(out)]) == 0

@@ -74,33 +74,33 @@ def test_inputs_come_first_and_targets_stay_out(forward, batch, inputs):
             takes_names,
             [ONE, TWO, THREE],
             "batch: Net.forward takes (input_ids, attention_mask, labels, more), and the batch is a list of 3, so "
-            "Weft cannot tell which are inputs. Say so: train_step(..., forward=lambda model, batch: model(batch[0], "
+            "it is unclear which are inputs. Pass train_step(..., forward=lambda model, batch: model(batch[0], "
             "batch[1])).",
         ),
         (
             takes_two,
             ONE,
-            "batch: Net.forward takes (a, b), and the batch is one tensor, so Weft cannot tell which are inputs. "
-            "Say so: train_step(..., forward=lambda model, batch: model(...)).",
+            "batch: Net.forward takes (a, b), and the batch is one tensor, so it is unclear which are inputs. Pass "
+            "train_step(..., forward=lambda model, batch: model(...)).",
         ),
         (
             takes_text,
             {"input_ids": ONE, "attention_masks": TWO},
             "batch: Net.forward takes (input_ids, attention_mask), and the batch has input_ids, attention_masks, so "
-            "Weft cannot tell which are inputs. Say so: train_step(..., forward=lambda model, batch: "
+            "it is unclear which are inputs. Pass train_step(..., forward=lambda model, batch: "
             'model(input_ids=batch["input_ids"], attention_mask=batch["attention_masks"])).',
         ),
         (
             takes_one,
             {"image": ONE, "labels": TWO},
-            "batch: Net.forward takes (x), and the batch has image, labels, so Weft cannot tell which are inputs. "
-            'Say so: train_step(..., forward=lambda model, batch: model(batch["image"])).',
+            "batch: Net.forward takes (x), and the batch has image, labels, so it is unclear which are inputs. "
+            'Pass train_step(..., forward=lambda model, batch: model(batch["image"])).',
         ),
         (
             takes_one,
             [{"x": ONE}, {"x": TWO}],
-            "batch: a list of 2 dicts, and a batch is a tensor, or a tuple, list or dict of tensors. Let the "
-            "loader's collate_fn stack the samples, pass microbatches as weft.Microbatches([...]), or give "
+            "batch: a list of 2 dicts, and a batch is a tensor, or a tuple, list or dict of tensors. Stack the "
+            "samples in the loader's collate_fn, pass microbatches as weft.Microbatches([...]), or pass "
             "forward=lambda model, batch: model(...).",
         ),
         (

@@ -53,7 +53,7 @@ def gpu(monkeypatch):
 def test_attention_is_what_was_asked_for_until_the_engine_closes(name, on):
     chosen = GpuKernels(config(attention=name), BF16, GPU)
     assert enabled() == on
-    assert chosen.lines() == ([] if name == "auto" else [f"kernels attention by {name} where it can"])
+    assert chosen.lines() == ([] if name == "auto" else [f"kernels attention by {name} if possible"])
     chosen.close()
 
 
@@ -185,7 +185,7 @@ def test_what_torch_was_told_before_stays():
     flag.deterministic = True
     try:
         chosen = measured(CONVOLUTIONAL)
-        assert chosen.lines() == ["kernels convolutions guessed (torch is told to be deterministic)"]
+        assert chosen.lines() == ["kernels convolutions guessed (torch is set to be deterministic)"]
         chosen.close()
     finally:
         flag.deterministic = False
@@ -195,7 +195,7 @@ def test_what_torch_was_told_before_stays():
         for width in range(MOST_SHAPES + 2):
             chosen.before(batches(width))
             assert flag.benchmark
-        assert chosen.lines() == ["kernels convolutions measured for every shape, as torch was told"]
+        assert chosen.lines() == ["kernels convolutions measured for every shape, as set in torch"]
         chosen.close()
         assert flag.benchmark
     finally:
@@ -206,8 +206,8 @@ def test_what_torch_was_told_before_stays():
     ("device", "plan", "message"),
     [
         (CPU, BF16, "cuDNN runs on GPUs, and this run computes on the cpu. Use kernels.convolutions=auto."),
-        (GPU, Plan(tp=2), "the ranks of tp=2 hold copies of convolutions, which would drift apart where one measures "
-         "another algorithm to be the fastest. Use kernels.convolutions=auto, or tp=1."),
+        (GPU, Plan(tp=2), "the ranks of tp=2 have copies of convolutions, which would diverge if one measures "
+                          "another algorithm to be the fastest. Use kernels.convolutions=auto, or tp=1."),
     ],
 )  # fmt: skip
 def test_measuring_is_refused_where_it_cannot_be(device, plan, message):

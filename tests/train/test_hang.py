@@ -67,4 +67,4 @@ def test_a_rank_that_stays_away_ends_the_run_at_the_limit(tmp_path):
     assert process.returncode == 1
     assert "waiting for rank 1 since" in shown
     assert "(launch.timeout=10s)" in shown
-    assert "no word from rank 1 in 10 s, the timeout of the group." in shown
+    assert "no message from rank 1 in 10 s, the timeout of the group." in shown

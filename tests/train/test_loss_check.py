@@ -45,8 +45,8 @@ FORM = (
         ),
         (
             lambda o, b: (o.detach().sum(), 4),
-            "loss_fn: the sum that it returned has no gradient, because .item(), .detach() or no_grad cut it off, or "
-            "it does not depend on the model's trained parameters. Return the sum as the model's output gives it.",
+            "loss_fn: the sum that it returned has no gradient, because of .item(), .detach() or no_grad, or it "
+            "does not depend on the model's trained parameters. Return the sum computed from the model's output.",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def test_as_many_microbatches_as_the_plan_says(plan, field):
     assert microbatches_of(weft.Microbatches([x(), x()]), plan)[1].tolist() == list(range(8))
     with pytest.raises(ModelError) as caught:
         microbatches_of(weft.Microbatches([x()]), plan)
-    assert str(caught.value) == f"{field}=2: a step takes that many microbatches, and got 1. Give 2."
+    assert str(caught.value) == f"{field}=2: a step has that many microbatches, and got 1. Give 2."
 
 
 def make_step(plan: str, model: nn.Module, loss_fn, **options) -> TrainStep:
@@ -159,14 +159,14 @@ def test_a_batch_whose_rows_are_no_samples_is_not_torn():
         split_batch(batch, 2)
     assert str(caught.value) == (
         "accumulation=2: batch['pixel_values'] has shape (10, 6) in a batch of 4 samples, so its rows are not "
-        "samples, and cutting it by rows would split samples. Pass the DataLoader through run.shard, which cuts by "
-        "samples before they are collated, or give the step weft.Microbatches([...])."
+        "samples and cannot be divided into microbatches. Pass the DataLoader through run.shard, which divides "
+        "samples before they are collated, or pass weft.Microbatches([...]) to the step."
     )
     assert split_batch(batch, 1) == [batch]
 
 
 def test_numbers_of_samples_are_those_of_each_microbatch():
-    with pytest.raises(ModelError, match="samples: sample numbers of 1 microbatches were given for 2"):
+    with pytest.raises(ModelError, match="samples: sample numbers of 1 microbatches were passed for 2"):
         weft.Microbatches([x(), x()], samples=[[0]])
     data = Reader(1, 2)
     plain = samples_of([x()], 2, data)

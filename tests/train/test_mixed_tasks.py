@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
         with pytest.raises(error, match=said):
             find_task(config(root, **options))
     task = find_task(config(root, model="vlm-tiny"))
-    with pytest.raises(DataError, match=r"it has a recording, and vlm-tiny hears nothing; model=omni-tiny does"):
+    with pytest.raises(DataError, match=r"it has a recording, and vlm-tiny has no sound input; model=omni-tiny has"):
         task.samples("train")
     task = find_task(config(root, "contrast"))
     with pytest.raises(DataError, match=r"it has 2 pictures and recordings, and contrast compares one with a text"):

@@ -99,7 +99,7 @@ def test_a_stopped_rank_is_named_and_so_is_where_all_stand(tmp_path, rank):
             assert found["ranks"] == [1]
             places = {tuple(ranks): where for ranks, where in found["standing"]}
             assert places[0,].startswith("waits in all_reduce over ")
-            assert places[1,] == "has left no word"
+            assert places[1,] == "has sent no message"
             stopped.send_signal(signal.SIGCONT)
             while len(events(tmp_path, "hang")) < 2:
                 assert time.time() - began < 2 * WITHIN_S

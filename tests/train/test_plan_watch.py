@@ -30,7 +30,7 @@ PLANNED = {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1}
         (
             {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1, "data": 0.5},
             ["step"],
-            "a step takes 1.50 s, 50% more than planned (1.00 s): data takes 500 ms, of which the plan knows nothing",
+            ("a step takes 1.50 s, 50% more than planned (1.00 s): data takes 500 ms, which the plan does not contain"),
         ),
         # One part hides the other: the step is as planned, and yet two parts are not.
         (

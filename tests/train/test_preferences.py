@@ -135,7 +135,7 @@ def test_an_untrained_model_has_no_margin(place, tmp_path, objective):
          "and the objective is ipo. Leave it out."),
         (["task.options.objective=kto", "task.options.wanted=-2.0"], "task.options.wanted=-2.0: a weight is at least "
          "0. Use 1."),
-        (["data.packing=fit"], "data.packing=fit: preferences are not packed: a row holds one answer. Leave it out."),
+        (["data.packing=fit"], "data.packing=fit: preferences are not packed: a row has one answer. Leave it out."),
         (["data.train.0.weight=2.0"], "data.train.0.weight=2.0: preferences of several sources are one set, in which "
          "each counts once. Leave it out."),
     ],
@@ -156,6 +156,6 @@ def test_verdicts_are_for_kto(place, tmp_path):
     with pytest.raises(DataError) as caught:
         task.prepare(RunFolder(tmp_path), None)
     assert str(caught.value) == (
-        f"data.train.0.path={path}: it holds answers with a verdict, and task.options.objective=dpo learns from pairs. "
-        "Use objective=kto."
+        f"data.train.0.path={path}: it has labeled answers, and task.options.objective=dpo needs pairs. Use "
+        "objective=kto."
     )

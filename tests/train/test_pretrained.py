@@ -228,7 +228,7 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
 
 def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys, prepares_here):
     assert weft_run(["train", f"model.path={folders['llama']}", "model.dim=64", "tokenizer.kind=bytes"]) == 2
-    assert "the folder decides model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
+    assert "the folder sets model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
 
 
 def test_documents_that_a_model_would_mix_are_refused_before_the_first_step(tmp_path, capsys, prepares_here):

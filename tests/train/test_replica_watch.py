@@ -47,7 +47,7 @@ TEXT = (
 @pytest.mark.parametrize("plan", ["dp_replicate=4", "dp_shard=4"])
 def test_one_of_four_is_named(plan, ranks4):
     axis = plan.partition("=")[0]
-    told = f"replicas over {axis}: the weights of rank 2 are no longer those of the others, {TEXT}"
+    told = f"replicas over {axis}: the weights of rank 2 differ from the others, {TEXT}"
     assert ranks4.run(drift, plan, 2, 1e-3) == [(3, told)] * 4
     assert ranks4.run(drift, plan, 2, 0.0) == [(4, "")] * 4
 

@@ -307,7 +307,7 @@ def test_a_model_loaded_in_bf16_says_what_it_takes_and_is_written_as_it_was(tmp_
     assert not other
     (line,) = first
     assert line.startswith("precision: the model was loaded in bfloat16 with ")
-    assert "a float32 master beside it. Every plan keeps these masters. Use zero=1, 2 or 3" in line
+    assert "a float32 master too. Every plan keeps these masters. Use zero=1, 2 or 3" in line
 
 
 def test_a_model_of_bf16_under_fp32_is_told_of_precision():

@@ -84,5 +84,5 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path, text):
     assert run.returncode == 0, shown
     assert during - filled < 20
     assert len(written) == 1500
-    assert "the disk is full. Training goes on" in shown
-    assert "there is room again" in shown
+    assert "the disk is full. Training continues" in shown
+    assert "there is space again" in shown

@@ -152,7 +152,7 @@ def test_a_model_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     found = refusal()
     assert "2 of 6 recordings cannot be used, more than 1%" in found
     assert "long.wav: it lasts " in found
-    assert " s, and the model hears 1 s. Cut it up." in found
+    assert " s, and the model hears 1 s. Split it." in found
     assert "a.wav: its text has 5 tokens, more than target_len=4" in found
     assert "target_len=99: the model writes at most 64 tokens. Use 64 or less." in refusal(target_len=99)
     assert "data=nowhere: it names no .tar, .jsonl or .parquet file" in refusal(data="nowhere")

@@ -171,7 +171,7 @@ def test_what_a_config_may_not_say_of_a_task(settings, told):
 
 
 def test_options_without_a_task_and_another_task_in_a_folder_are_refused(start):
-    with pytest.raises(ConfigError, match=r"task\.options=\{side = 8\}: only a task given as package"):
+    with pytest.raises(ConfigError, match=r"task\.options=\{side = 8\}: only a task with a task.name"):
         load_config(None, ["task.options.side=8"])
     start("train.steps=3")
     with pytest.raises(ConfigError, match=r"task\.options\.dim=32: the run in .* was started without it"):

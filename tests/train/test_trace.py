@@ -27,7 +27,7 @@ def test_a_sample_whose_loss_is_not_finite_is_named(plan, late):
     assert (event["event"], event["step"], event["kind"], event["cause"]) == ("trace", place // 8 + 1, "loss", "loss")
     assert event["samples"] == [place]
     assert event["microbatch"] == (place % 8 // 2 if plan else 0)
-    assert event["text"] == "all modules give finite outputs, but the loss computed from them is not finite"
+    assert event["text"] == "all modules have finite outputs, but the loss computed from them is not finite"
 
 
 def test_samples_that_raise_the_loss_are_named():
@@ -203,7 +203,7 @@ def test_a_run_is_explained_and_so_is_what_is_amiss(tmp_path, spoilt_run, capsys
     assert f"weft explain {folder.path} --step {step} shows the samples." in shown
     assert run(["explain", str(folder.path), "--step", str(step)]) == 0
     told = capsys.readouterr().out
-    assert told.startswith(f"step {step}: all modules give finite outputs, but the loss")
+    assert told.startswith(f"step {step}: all modules have finite outputs, but the loss")
     assert f"--- sample {traces[0]['samples'][0]}\n" in told
     assert "ZOOM" in told.replace("[[", "").replace("]]", "")
     assert "tokens trained" in told

@@ -70,7 +70,7 @@ def test_a_classifier_is_trained_told_of_and_exported(config, tmp_path, capsys):
     folder, shown = finished(config("classify", "optimizer.lr=1e-3", f"data.cache_dir={tmp_path / 'cache'}"))
     assert "BertForSequenceClassification" in shown
     assert "weights: 'bert.pooler.dense.bias', 'bert.pooler.dense.weight', 'classifier.bias' and 1 more not in" in shown
-    assert "texts.jsonl; 40 rows, 1 cut to fit" in shown
+    assert "texts.jsonl; 40 rows, 1 truncated" in shown
     found = [event for event in read_events(folder.events) if event["event"] == "eval"]
     assert [event["texts"] for event in found] == [11, 11]
     assert {"accuracy", "macro_f1"} <= found[0].keys()
@@ -318,31 +318,31 @@ def test_each_mistake_in_the_data_is_one_sentence_with_its_place(config, tmp_pat
         "name with task.options.label=NAME."
     )
     assert said("classify", GOOD, BAD, {"text": "  ", "label": "bad"}) == (
-        f"{file}, record 3: column 'text' is empty. Leave the record out, or give it a text."
+        f"{file}, record 3: column 'text' is empty. Leave the record out, or add a text."
     )
     assert said("classify", GOOD, BAD, {"text": 3, "label": "bad"}) == (
-        f"{file}, record 3: column 'text' holds 3, and a text belongs there."
+        f"{file}, record 3: column 'text' holds 3, and a text is needed."
     )
     assert said("classify", GOOD, BAD, more=["task.options.labels=good,fine"]) == (
         f"{file}, record 2: label 'bad' is not one of the known labels (good, fine). Correct it, or name all labels "
         "with task.options.labels=FIRST,SECOND."
     )
     assert said("classify", GOOD, {**BAD, "label": 0.37}) == (
-        f"{file}, record 2: column 'label' holds the number 0.37, and a class is a name or a whole number. To learn "
-        "numbers, use task.name=classify_text with task.options.regression=true."
+        f"{file}, record 2: column 'label' holds the number 0.37, and a class is a name or a whole number. To train "
+        "on numbers, use task.name=classify_text with task.options.regression=true."
     )
     assert said("classify", GOOD, GOOD) == (
-        "task.options.labels=: there are 1 classes (good), and a classifier takes 2 to 10000 that differ. Name all of "
-        "them."
+        "task.options.labels=: there are 1 classes (good), and a classifier needs 2 to 10000 that differ. Name all "
+        "of them."
     )
     assert said("classify", GOOD, BAD, more=["task.options.regression=true"]) == (
-        f"{file}, record 1: column 'label' holds 'good', and a number belongs there. Leave the record out."
+        f"{file}, record 1: column 'label' holds 'good', and a number is needed. Leave the record out."
     )
     assert said("tokens", {"tokens": ["a", "b"], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
         f"{file}, record 1: it has 2 words in 'tokens' and 1 labels in 'tags'. Give each word a label."
     )
     assert said("tokens", {"tokens": [], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
-        f"{file}, record 1: column 'tokens' holds no list of words or labels, or an empty one. Leave the record out."
+        f"{file}, record 1: column 'tokens' has no list of words or labels, or an empty one. Leave the record out."
     )
     assert said("classify", GOOD, BAD, more=["data.train.0.weight=2"]).startswith(
         "data.train.0.weight=2.0: this task reads columns that task.options name, of all records once an epoch. Leave"
@@ -372,7 +372,7 @@ def test_what_a_folder_or_plan_cannot_do_is_refused(config, root, tmp_path):
     assert "it is an encoder with a decoder" in refused(ConfigError, config("embed", f"model.path={root / 't5'}"))
     for plan, rule in (
         ("pp=2 microbatches=2", "pp=2: the loss compares all texts of the global batch, and a pipeline goes backward"),
-        ("cp=2", "cp=2: context parallelism cuts packed causal texts, and this task pads whole ones. Use cp=1."),
+        ("cp=2", "cp=2: context parallelism shards packed causal texts, and this task pads full texts. Use cp=1."),
     ):
         with pytest.raises(PlanError, match=rule):
             prepare_run(config("embed", f"plan={plan}"), world_size=2)

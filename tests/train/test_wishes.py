@@ -84,7 +84,7 @@ def test_a_held_run_has_saved_and_goes_on_as_if_nothing_had_been(fit):
     folder, asked, _ = fit("held", {5: RunRequest("hold", "the loss is odd", "alert odd")})
     assert isinstance(asked, ActionAsked)
     assert (asked.action, asked.step, asked.exit_code) == ("hold", 5, 3)
-    assert str(asked) == f"held at step 5 (alert odd: the loss is odd). To go on: weft resume {folder.path}"
+    assert str(asked) == f"paused at step 5 (alert odd: the loss is odd). To continue: weft resume {folder.path}"
     assert saved(folder) == [3, 5]
     folder, result, _ = fit("held", {})
     assert (result.step, result.reason) == (12, "finished")

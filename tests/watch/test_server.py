@@ -190,7 +190,7 @@ def test_a_held_run_is_told_to_go_on(tmp_path):
     with open(folder / "events.jsonl", "a") as file:
         file.write(
             '{"event": "action", "action": "hold", "time": 1.0}\n'
-            '{"event": "held", "time": 2.0, "why": "held at step 40"}\n'
+            '{"event": "held", "time": 2.0, "why": "paused at step 40"}\n'
         )
     told = []
     client, access = client_of(folder, go_on=told.append)

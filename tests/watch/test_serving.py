@@ -98,7 +98,9 @@ def test_a_port_that_is_taken_is_said_and_a_browser_hears_of_each_step(tmp_path,
     with served(folder) as address:
         port = address.rpartition(":")[2]
         assert run(["watch", str(folder), "--port", port]) != 0
-        assert f"--port={port}: 127.0.0.1 cannot be listened on (Address already in use)" in capsys.readouterr().err
+        assert (
+            f"--port={port}: 127.0.0.1 cannot be used for listening (Address already in use)" in capsys.readouterr().err
+        )
         stream = urllib.request.urlopen(f"{address}/api/stream", timeout=20)
         assert stream.headers["content-type"].startswith("text/event-stream")
 

@@ -117,7 +117,7 @@ def _show_coverage(console: Any, coverage: Mapping[str, Mapping[str, float]]) ->
 
 
 def _fitted_table(report: ScoreReport) -> Any:
-    title = f"{len(report.refitted.factors)} factors that a refit may move, and who determines them"
+    title = f"{len(report.refitted.factors)} factors that a refit may change, and their sources"
     table = Table(box=None, pad_edge=False, header_style="bold", title=title)
     for name in ("factor", "value", "start", "sources, by their share"):
         table.add_column(name, justify="right" if name in ("value", "start") else "left", overflow="fold")

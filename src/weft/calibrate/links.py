@@ -213,9 +213,9 @@ def calibrate_links(
     place = env.rank_env()
     if place is None or place.world_size == 1:
         raise ConfigError(
-            "hosts: links lie between ranks, and this command is not one of several. Start it on each host, e.g.: "
-            "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint HOST:29500 --rdzv-backend c10d --no-python "
-            "weft calibrate --hosts"
+            "hosts: links are measured between ranks, and this is the only one. Start it on each host, e.g.: "
+            "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint HOST:29500 --rdzv-backend c10d --no-python weft "
+            "calibrate --hosts"
         )
     start = time.monotonic()
     join_ranks(place, torch.device("cpu"), timeout_s)
@@ -244,7 +244,7 @@ def _measured(
         raise ConfigError(f"hosts: they have {told} ranks. Start as many on each, such as --nproc-per-node 4.")
     (ranks,) = counts
     if any(number != at // ranks for at, number in enumerate(numbers)):
-        raise ConfigError("hosts: ranks of one host are no neighbours. Start them by torchrun, or srun in blocks.")
+        raise ConfigError("hosts: the ranks of one host are not neighbors. Start them by torchrun, or srun in blocks.")
     hosts = size // ranks
     plans = list(_layouts(hosts, ranks))
     best: dict[tuple[object, ...], LinkSample] = {}

@@ -298,7 +298,7 @@ def _read_manifest(path: Location) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST_NAME} is missing") from None
     if commit != commit_text(text):
-        raise CheckpointError(f"{COMMIT_NAME} does not hold the digest of {MANIFEST_NAME}: one of them changed")
+        raise CheckpointError(f"{COMMIT_NAME} does not contain the digest of {MANIFEST_NAME}: one of them changed")
     manifest = parse_manifest(text)
     named = folders.step_in_name(path.name)
     if named is not None and named != manifest.step:

@@ -71,7 +71,7 @@ def _read(said: Any, shape: tuple[int, ...], tables: RankLists) -> Slice:
         raise ValueError("order does not name each dim once")
     if rows is not None:
         if not isinstance(rows, list) or not 0 <= _integer(dim) < len(shape):
-            raise ValueError("rows or dim are not those of the tensor")
+            raise ValueError("rows or dim do not fit the tensor")
         rows = tuple((_integer(low), _integer(high)) for low, high in rows)
         if any(low >= high for low, high in rows):
             raise ValueError("a range of rows is empty")
@@ -88,7 +88,7 @@ def _check_ownership(deal: OwnershipMap, numel: int) -> None:
     if not deal.length or not deal.times or len(deal.ranks) % deal.times or deal.turn >= deal.times:
         raise ValueError("the ranks do not share equal lengths")
     if deal.share * deal.times < deal.length or deal.start + numel > len(deal.ranks) // deal.times * deal.length:
-        raise ValueError("the files have no room for all elements")
+        raise ValueError("the files are too short for all elements")
 
 
 def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:
@@ -99,11 +99,11 @@ def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:
     """
     if any(one.part.rows is None for one in slices):
         if len(slices) > 1:
-            raise ValueError("the whole tensor and parts of it")
+            raise ValueError("the full tensor and parts of it")
         return
     dims = {one.part.dim for one in slices}
     if len(dims) > 1:
-        raise ValueError("parts are cut along several dims")
+        raise ValueError("parts are sharded along several dims")
     size = shape[dims.pop()]
     rows = sorted((low, min(high, size)) for one in slices for low, high in one.part.rows or () if low < size)
     ends = [0, *(high for _, high in rows)]

@@ -189,7 +189,7 @@ def _opened(path: StorePath) -> tuple[Any, str]:
         raise MissingExtra(package, extra, f"{scheme}://") from error
     except ValueError as error:
         known = "s3://, gs://, abfs:// or another protocol of fsspec"
-        raise CheckpointError(f"{scheme}://: fsspec knows no such protocol. Use {known}.") from error
+        raise CheckpointError(f"{scheme}://: fsspec has no such protocol. Use {known}.") from error
 
 
 def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:

@@ -123,8 +123,8 @@ def _no_weights(folder: Path) -> str:
         out = shlex.quote(f"{folder}-safetensors")
         return (
             f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. "
-            f"Type weft ckpt convert {shlex.quote(str(folder))} {out}, which reads them in a confined process, and "
-            "give that folder."
+            f"Run weft ckpt convert {shlex.quote(str(folder))} {out}, which reads them in a confined process, and "
+            "use that folder."
         )
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."
 
@@ -347,8 +347,8 @@ class JoinedTensors:
         files = sorted({self._stored.entries[piece].file for piece in pieces})
         where = f" of {', '.join(files[:3])}" if files else ""
         return (
-            f"model.path={self._stored.folder}: tensor {name!r}{where} holds values that are not finite (NaN or "
-            "infinity). Download the folder again, or give weights that were saved before training failed."
+            f"model.path={self._stored.folder}: tensor {name!r}{where} has values that are not finite (NaN or "
+            "infinity). Download the folder again, or use weights that were saved before training failed."
         )
 
     def _read(self, name: str, part: Part, start: int, out: memoryview) -> None:

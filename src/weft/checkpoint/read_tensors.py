@@ -132,7 +132,7 @@ class _Source:
         file = self._reader.file(name)
         stored = file.tensors.get(self._name)
         if stored is None or stored.dtype != self._entry.dtype or stored.num_bytes != numel * self._width:
-            raise CheckpointError(f"{name}: tensor {self._name[:200]!r} is not in it as the manifest says")
+            raise CheckpointError(f"{name}: tensor {self._name[:200]!r} differs from the manifest")
         return file, stored.offset
 
     def _fill(self, target: np.ndarray, file: RangedTensors, offset: int) -> None:

@@ -165,7 +165,7 @@ class RangedTensors:
         while len(target):
             number = self._file.into(target, offset)
             if not number:
-                raise CheckpointError(f"{self.name} ended while it was read: it was cut off")
+                raise CheckpointError(f"{self.name} ended while it was read: it is truncated")
             target, offset = target[number:], offset + number
 
 
@@ -241,7 +241,7 @@ def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
     kind = type(tensor.detach())
     if kind is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
         what = kind.__name__ if kind is not torch.Tensor else f"{tensor.layout} on {tensor.device}"
-        raise CheckpointError(f"{name}: a {what} has no bytes of its own to store. Gather it to a plain tensor first.")
+        raise CheckpointError(f"{name}: a {what} has no storage. Gather it to a plain tensor first.")
     if tensor.dtype not in _dtype_names():
         raise CheckpointError(f"{name}: dtype {tensor.dtype} cannot be stored. Convert it, for example to float32.")
     return _dtype_names()[tensor.dtype]

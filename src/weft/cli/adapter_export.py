@@ -37,8 +37,8 @@ def write_alone(
     own = {f"{path}.{name}" for path, name in record.params()}
     if more := sorted(tensors.keys() - own):
         raise CheckpointError(
-            f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
-            "--merge, or --like with the folder of the base, to write both as one model."
+            f"tensor {more[0]!r}: it was trained in addition to the adapter, and adapter files cannot contain it. "
+            "Use --merge, or --like with the folder of the base, to write both as one model."
         )
     if dtype is not None:
         tensors = {name: tensor.to(FORMATS[dtype]) for name, tensor in tensors.items()}

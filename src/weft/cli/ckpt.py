@@ -23,7 +23,7 @@ from weft.units import counted, format_bytes
 
 #: Forms of the argument, for help texts.
 RUN_HELP = "A run's folder, its folder of checkpoints (or URL, such as s3://bucket/prefix), or one step_NNNNNNNN in it."
-ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without @STEP, the newest whole checkpoint."
+ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without @STEP, the newest intact checkpoint."
 
 
 def root_of(word: str | Location) -> Location:
@@ -59,7 +59,7 @@ def one_of(word: str) -> Location:
     root = root_of(path)
     found = newest_checkpoint(root, verify=False)
     if found is None:
-        raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt ls {word}` lists what it holds.")
+        raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt ls {word}` lists its contents.")
     return found.path
 
 
@@ -311,7 +311,7 @@ def export(
         typer.Option(help="Folder of a Hugging Face model: write a folder of the same form, with its tokenizer."),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write an adapter's whole model: the base it was trained on, with it added.")
+        bool, typer.Option("--merge", help="Merge an adapter into its base and write the full model.")
     ] = False,
     own_names: Annotated[
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
@@ -324,7 +324,7 @@ def export(
     _expect_format(dtype)
     if merge and (like is not None or own_names or group != "model"):
         other = "--like" if like is not None else "--own-names" if own_names else "--group"
-        raise ConfigError(f"--merge: {other} says otherwise what is written. Use one of both.")
+        raise ConfigError(f"--merge: {other} sets something else to write. Use one of them.")
     folder = folder_of("FOLDER", out)
     opened = load_checkpoint(one_of(run if step is None else f"{run}@{step}"), verify=True)
     trained = None if own_names or like is not None or group != "model" else _trained(run)
@@ -376,7 +376,7 @@ def import_them(
     step: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Number of optimizer steps that the checkpoint has done.", show_default="as the source says"
+            min=0, help="Number of optimizer steps that the checkpoint has done.", show_default="from the source"
         ),
     ] = None,
     model: Annotated[
@@ -403,7 +403,7 @@ def import_them(
     counts = f"{counted(found.num_weights, 'weight')} and {counted(found.num_states, 'optimizer state')}"
     say(f"imported {counts} of {found.kind}, step {found.step}, into {found.path}.")
     if found.left_out:
-        say(f"skipped, because Weft's checkpoints have no place for it: {_listed(found.left_out)}.")
+        say(f"skipped, because Weft's checkpoints cannot store it: {_listed(found.left_out)}.")
 
 
 @app.command()

@@ -126,7 +126,7 @@ def verify(arguments: Arguments = None) -> None:
     problems = verify_data(prepared)
     if problems:
         folders = dict.fromkeys(str(source.folder.parent) for source in (*prepared.train, *prepared.eval))
-        remedy = f"Type rm -r {shlex.join(folders)} and run the command again: it tokenises the data anew."
+        remedy = f"Type rm -r {shlex.join(folders)} and run the command again: it tokenizes the data again."
         raise DataError("\n".join([*(f"{problem}." for problem in problems), remedy]))
     sources = (*prepared.train, *prepared.eval)
     num_bytes = sum(size for source in sources for size, _ in source.counts.files.values())

@@ -50,7 +50,7 @@ def gpus() -> Iterator[CheckLine]:
         try:
             pci_ids = [_pci_id(pynvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
         except pynvml.NVMLError as error:
-            yield CheckLine("gpus", "cores", f"the driver does not tell where the GPUs hang ({error})")
+            yield CheckLine("gpus", "cores", f"the driver does not report the NUMA nodes of the GPUs ({error})")
         else:
             yield from cores(pci_ids)
     finally:

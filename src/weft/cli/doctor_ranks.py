@@ -76,7 +76,7 @@ class TwoRanks:
                 rank.communicate(timeout=max(0.1, self._begin + _LIMIT_S - time.monotonic())) for rank in self._ranks
             ]
         except subprocess.TimeoutExpired:
-            yield CheckLine("network", "two ranks", f"did not meet within {_LIMIT_S:.0f} s", "fail", _REMEDY)
+            yield CheckLine("network", "two ranks", f"did not connect within {_LIMIT_S:.0f} s", "fail", _REMEDY)
             return
         finally:
             self.close()
@@ -88,7 +88,7 @@ class TwoRanks:
                 )
                 return
         met_s, sum_s = (float(ends[0][0].split()[index]) for index in (3, 5))
-        text = f"gloo: met in {1e3 * met_s:.0f} ms, all_reduce in {1e3 * sum_s:.1f} ms"
+        text = f"gloo: connected in {1e3 * met_s:.0f} ms, all_reduce in {1e3 * sum_s:.1f} ms"
         yield CheckLine("network", "two ranks", text)
 
     def close(self) -> None:

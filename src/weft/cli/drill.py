@@ -33,20 +33,20 @@ KINDS: dict[str, str] = {
     "kill_in_save": "a rank is killed while a checkpoint is written",
     "segfault": "a rank crashes in compiled code (SIGSEGV)",
     "abort": "a rank aborts (SIGABRT)",
-    "leave": "a rank leaves with an exit code and says nothing",
+    "leave": "a rank exits with an exit code and no message",
     "exception": "a step raises an exception",
     "memory": "a rank raises MemoryError",
     "loader": "the data loader raises an exception",
     "nan_gradient": "the loss and its gradients are NaN on one rank",
     "nan_weight": "the weights of a parameter turn into NaN on one rank",
-    "stop_rank": "a rank is stopped (SIGSTOP) and does not go on",
+    "stop_rank": "a rank is stopped (SIGSTOP) and does not continue",
     "hang": "a rank never comes to its next collective",
     "slow_rank": "a rank is slow for some seconds",
     "cut_link": "all TCP connections of a rank break",
     "full_disk": "the disk is full: a limit on file sizes (RLIMIT_FSIZE) until the next start",
-    "read_only": "the checkpoint folder is read-only for two tries: mkdir gives EROFS",
+    "read_only": "the checkpoint folder is read-only for two tries: mkdir raises EROFS",
     "flip_byte": "a byte of the newest checkpoint changes, then a rank is killed",
-    "truncate": "a file of the newest checkpoint is cut in half, then a rank is killed",
+    "truncate": "a file of the newest checkpoint is truncated to half, then a rank is killed",
     "lose_file": "a file of the newest checkpoint is deleted, then a rank is killed",
     "lose_manifest": "the manifest of the newest checkpoint is deleted, then a rank is killed",
     "lose_commit": "COMMIT of the newest checkpoint is deleted, then a rank is killed",
@@ -58,7 +58,7 @@ KINDS: dict[str, str] = {
     "clock_back": "the clock of a rank jumps one hour back",
     "port_taken": "port 29500 is taken by another program",
     "two_runs": "the same command is typed a second time while the first runs",
-    "lose_rank": "a rank dies at every start: the run goes on with fewer",
+    "lose_rank": "a rank dies at every start: the run continues with fewer",
 }  # fmt: skip
 
 #: Faults that need a second rank, or that lose a rank permanently.
@@ -222,7 +222,7 @@ class Trial:
                 code = second.wait(self.limit_s)
             Path(f"{self._mark}.over").touch()  # the rank continues
             if code != 2:
-                row.error = f"the second command ended with exit code {code} in place of 2"
+                row.error = f"the second command ended with exit code {code} instead of 2"
             row.detected_s = time.time() - self._mark.stat().st_mtime
 
 
@@ -327,7 +327,7 @@ def drill(
     steps: Annotated[int, typer.Option(min=_FEWEST_STEPS, help="Steps of each run.")] = 12,
     every: Annotated[int, typer.Option(min=1, help="Steps between its checkpoints.")] = 3,
     seed: Annotated[int, typer.Option(help="Chooses the steps and ranks of the faults.")] = 0,
-    timeout: Annotated[int, typer.Option(min=2, help="Seconds after which a rank that waits gives up.")] = 20,
+    timeout: Annotated[int, typer.Option(min=2, help="Seconds after which a waiting rank ends.")] = 20,
     limit: Annotated[int, typer.Option(min=10, help="Seconds for one fault, all starts included.")] = 600,
     keep: Annotated[
         Path | None, typer.Option(help="A new folder for the runs, which stays.", show_default="a temporary one")
@@ -419,7 +419,7 @@ def _undisturbed(words: list[str], place: Path, limit_s: float) -> RunFolder:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=env.child_env())
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"--limit {limit_s:g}: the run without a fault takes longer. Give more time.") from error
+        raise LaunchError(f"--limit {limit_s:g}: the run without a fault takes longer. Use a larger limit.") from error
     if done.returncode:
         raise LaunchError(f"without a fault the run fails too: {done.stderr.strip()[-500:]} Mend it, then drill.")
     return RunFolder(place / "undisturbed")

@@ -82,7 +82,7 @@ def _expect_tasks(known: Any, names: Sequence[str]) -> None:
     for name in names:
         if not known.match_tasks([name]):
             hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
-            raise ConfigError(f"--tasks={name}: lm-eval knows no such task.{hint}")
+            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:
@@ -107,7 +107,7 @@ def _trained(run: str) -> RunFolder:
         raise ConfigError(f"RUN={run}: this folder is not a run; it has no config.toml. Give a run's folder.")
     if not is_exportable(folder):
         raise ConfigError(
-            f"RUN={run}: transformers knows no such model, and lm-eval asks through it. Give another run."
+            f"RUN={run}: transformers does not support this model, and lm-eval needs it. Use another run."
         )
     return folder
 

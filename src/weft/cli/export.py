@@ -50,7 +50,7 @@ def export_weights(
         checkpoint.tensors(group)  # raises with the existing groups
     adapter = checkpoint.state.get("adapter") if group == "model" else None
     if merged and (adapter is None or run is None):
-        what = "this checkpoint holds a whole model. Leave --merge out"
+        what = "this checkpoint has a full model. Leave --merge out"
         other = "the base is known for runs of weft train alone. Use --like with the folder of the base"
         raise ConfigError(f"--merge: {what if adapter is None else other}.")
     refuse_existing(out)

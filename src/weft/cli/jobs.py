@@ -332,7 +332,7 @@ def slurm_job(job: JobAsked) -> str:
     )
     if job.array:
         lines.append(
-            "# The tasks of the array run one after another; each resumes the run, or ends at once if it has finished."
+            "# The tasks of the array run one after another; each resumes the run, or ends if it has finished."
         )
         lines.append(shell_line(run))
     else:
@@ -411,7 +411,7 @@ def launch(
 
     if kind not in MAKERS:
         hint = did_you_mean(kind, MAKERS) or f" Use one of: {', '.join(MAKERS)}."
-        raise ConfigError(f"KIND={kind}: not a launcher that Weft knows.{hint}")
+        raise ConfigError(f"KIND={kind}: unknown launcher.{hint}")
     path, overrides = split_words(words)
     if path is None:
         raise ConfigError("CONFIG: a job needs a config file. Give one, such as configs/quickstart.toml.")

@@ -72,9 +72,9 @@ Run = Annotated[
     typer.Option(
         "--run",
         metavar="tokens=1T",
-        help="Plan a whole run in days and dollars: tokens=, loss= or budget=5000usd; also mtbf= (of a device), "
-        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may be a "
-        "list with commas.",
+        help="Plan a complete run in days and dollars: tokens=, loss= or budget=5000usd; also mtbf= (of a device), "
+        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may "
+        "be a list with commas.",
         show_default=False,
     ),
 ]
@@ -155,9 +155,7 @@ def learn_from(run: Path, path: Path | None) -> None:
     """
     path = path or default_path()
     profile = learn(run, load_profile(path))
-    told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or (
-        "no factor worth learning"
-    )
+    told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or ("no factor to learn")
     profile.save(path)
     say(f"{run} measured over planned: {told}")
     say(f"{path}: from now on {lesson_words(profile) or 'as it was measured'}")
@@ -212,7 +210,7 @@ def plan(
             if model is None:
                 return
         if model is None or cluster is None:
-            raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
+            raise ConfigError("weft plan needs MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
         sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
         search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
         described = _described(model, save_model)

@@ -99,7 +99,7 @@ def _world_of(config: RunConfig) -> ReplicaWorld | None:
     if key is not None and len(key) < _KEY_LENGTH:
         raise ConfigError(
             f"launch.meeting_key={launch.meeting_key}: this secret has {counted(len(key), 'character')}. Use "
-            f"{_KEY_LENGTH} or more, such as those of: openssl rand -hex 32."
+            f"{_KEY_LENGTH} or more, such as the output of: openssl rand -hex 32."
         )
     return ReplicaWorld(launch.replica, launch.meet_at, key or "")
 
@@ -181,8 +181,8 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     world = _world_of(config)
     if config.launch.replicas_apart and world is None:
         raise LaunchError(
-            f"launch.replicas_apart=true: {place.starter} starts one world. Start each replica by a command of "
-            "its own, with launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
+            f"launch.replicas_apart=true: {place.starter} starts one process group. Start each replica by a separate "
+            "command, with launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
         )
     started = time.monotonic() - process_age_s()
     # Kept until the end, because rank 0 may host it.
@@ -285,7 +285,7 @@ def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
         differ = []
     what = f"another {differ[0]}" if differ else "another run folder"
     raise CommError(
-        f"store key weft/word: what arrived as rank 0's settings has {what} than this rank's command. Start all ranks "
+        f"store key weft/word: the received settings of rank 0 have {what} than this rank's command. Start all ranks "
         "with the same command and config, where only they reach the store of MASTER_ADDR and MASTER_PORT."
     )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROVED_NOTHING = 3
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
-_PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default that of run.toml.'
+_PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default the plan of run.toml.'
 _FULL_HELP = "With --all: try every combination of settings instead of each layout once and all pairs of settings."
 _SAMPLE_HELP = "With --all: try at most this many plans, drawn at random with --seed."
 _PART_HELP = 'With --all: try only one part of the plans, such as "2/10".'
@@ -46,7 +46,8 @@ def verify(
     width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the model to this width.")] = None,
     vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this size.")] = None,
     layout: Annotated[
-        str, typer.Option("--layout", help="pattern=style words or a file of them; by default derived from the model.")
+        str,
+        typer.Option("--layout", help=("pattern=style entries or a file of them; by default derived from the model.")),
     ] = "",
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

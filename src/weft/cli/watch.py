@@ -23,7 +23,7 @@ _RUN = typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart
 def replay(
     run: Annotated[Path, _RUN],
     config: Annotated[
-        Path | None, typer.Option(help="Take the alerts of this config; by default those of the run.")
+        Path | None, typer.Option(help="Config with the alerts to test; by default the run's config.")
     ] = None,
     standard: Annotated[bool, typer.Option("--standard", help="Take the standard set too.")] = False,
 ) -> None:
@@ -141,7 +141,7 @@ def resume(
     training = [one for one in folder.with_replicas() if _trains(one)]
     held = [one for one in training if PauseFiles(one.path).is_held]
     if training and not held:
-        raise ConfigError(f"{run}: this run is not held, it trains. Run `weft ask {run} hold` to hold it.")
+        raise ConfigError(f"{run}: this run is not paused. Run `weft ask {run} hold` to pause it.")
     for one in held:
         PauseFiles(one.path).say(words)
         say(f"{one.path}: goes on{' with ' + ' '.join(words) if words else ''}")
@@ -185,7 +185,7 @@ def ask_run(
         raise ConfigError(f"{run}: no command trains in this folder. Start it: weft resume {run}.")
     for one in training:
         ask(one.path, RunRequest(action, why, "a person", since, factor))
-        say(f"{one.path}: asked to {action}; the run hears of it after its next step")
+        say(f"{one.path}: requested: {action}; the run handles it after its next step")
 
 
 def _trains(folder: RunFolder) -> bool:
@@ -222,12 +222,12 @@ def watch(
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine it needs a token and TLS.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 selects a free port.")] = 8765,
     name: Annotated[
         list[str] | None, typer.Option("--name", help="A further name by which browsers call this server.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with what visitors must know; made where missing.")
+        Path | None, typer.Option("--token-file", help="File with the token that visitors need; created if missing.")
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="Certificate (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")] = None,

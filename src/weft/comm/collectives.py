@@ -239,7 +239,7 @@ def _reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | Non
         return Pending(parts.copy_to(out))
     if parts.numel() != out.numel() * axis.size or parts.dtype != out.dtype:
         raise CommError(
-            f"{name}: out holds {out.numel()} {_kind(out)}, and {axis.size} ranks divide {parts.numel()} elements. "
+            f"{name}: out has {out.numel()} {_kind(out)}, and {axis.size} ranks divide {parts.numel()} elements. "
             f"Pass an out of {parts.numel() // axis.size} elements of the parts' type."
         )
     if (coder := _decoding(parts, wire)) is not None:
@@ -261,8 +261,8 @@ def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a 1-D view of the tensor's memory. It must be contiguous, because it is written in place."""
     if not tensor.is_contiguous():
         raise CommError(
-            f"{name}: {argument} of shape {tuple(tensor.shape)} is not contiguous, and it is written to in place. "
-            f"Pass a contiguous tensor, such as {argument}.contiguous()."
+            f"{name}: {argument} of shape {tuple(tensor.shape)} is not contiguous, and it is written in place. Pass "
+            f"a contiguous tensor, such as {argument}.contiguous()."
         )
     return tensor.detach().view(-1)
 
@@ -292,8 +292,8 @@ def _check_out(name: str, tensor: torch.Tensor, out: torch.Tensor | None, numel:
         return
     if out.numel() != numel or out.dtype != tensor.dtype or out.device != tensor.device:
         raise CommError(
-            f"{name}: out holds {out.numel()} {_kind(out)}, but the result is {what} of {_kind(tensor)}. "
-            f"Pass an out of {numel} {_kind(tensor)}."
+            f"{name}: out has {out.numel()} {_kind(out)}, but the result is {what} of {_kind(tensor)}. Pass an out "
+            f"of {numel} {_kind(tensor)}."
         )
 
 
@@ -306,6 +306,6 @@ def _check_overlap(name: str, whole: torch.Tensor, part: torch.Tensor, offset: i
     start = part.data_ptr() - whole.data_ptr()
     if -part.nbytes < start < whole.nbytes and start != offset * whole.itemsize:
         raise CommError(
-            f"{name}: the shard lies inside the whole tensor, but not at this rank's place, element {offset}. "
-            f"Pass that slice, or memory of its own."
+            f"{name}: the shard overlaps the full tensor, but not at this rank's position, element {offset}. Pass "
+            "that slice, or separate memory."
         )

@@ -107,13 +107,13 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     Raises:
         CommError: if the ranks cannot connect, or cannot use the given transport.
     """
-    assert axis.group is not None, "an axis of size 1 has nobody to meet"
+    assert axis.group is not None, "an axis of size 1 has no other rank"
     axis.pulse.waiting = _Rendezvous(axis)
     try:
         link = _join(axis, axis.group, device, transport)
     except RuntimeError as error:
         raise CommError(
-            f"axis {axis.label}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
+            f"axis {axis.label}: ranks {', '.join(map(str, axis.ranks))} cannot connect: {error}. "
             f"Look at the logs of these ranks: one has probably ended."
         ) from error
     finally:
@@ -130,7 +130,7 @@ class _Rendezvous:
     axis: Axis
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        return f"the first meeting over {self.axis.label}", self.axis.ranks
+        return f"the first connection over {self.axis.label}", self.axis.ranks
 
     def late(self) -> tuple[int, ...]:
         return ()
@@ -198,8 +198,8 @@ def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device
             return link
         if transport or (axis.route == "two_level" and len(set(hosts.numbers)) > 1):
             raise CommError(
-                f"route=two_level: axis {axis.label}: {refusal}. Use route=auto, or put 2, 4, 8 ... neighbours of the "
-                f"axis on each host."
+                f"route=two_level: axis {axis.label}: {refusal}. Use route=auto, or put 2, 4, 8 ... neighbors of the "
+                "axis on each host."
             )
     return ExchangeLink(group, axis.ranks, axis.rank, asked or why, hosts.numbers)
 
@@ -208,7 +208,7 @@ def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) 
     """Return the two-level link, or None and the reason why the hosts do not allow it. The same on all ranks."""
     block = hosts.block
     if block == 1:
-        return None, "its hosts do not hold equal blocks of 2, 4, 8 ... neighbouring ranks that share memory"
+        return None, "its hosts do not have equal blocks of 2, 4, 8 ... neighboring ranks that share memory"
     segments, why = share_memory(axis, group, block, number=2)
     if not segments:
         return None, why
@@ -223,7 +223,9 @@ def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) 
     # each rank.
     name = f"between hosts of {zlib.crc32(repr(axis.ranks).encode()):08x}"
     peer_group = join_group(peers, name)
-    between = ExchangeLink(peer_group, peers, host, "ranks of equal place", tuple(range(len(peers))), f"second {name}")
+    between = ExchangeLink(
+        peer_group, peers, host, "ranks of equal position", tuple(range(len(peers))), f"second {name}"
+    )
     flat = ExchangeLink(group, axis.ranks, axis.rank, words, hosts.numbers)
-    reason = asked or f"{len(peers)} hosts hold {block} neighbouring ranks each"
+    reason = asked or f"{len(peers)} hosts hold {block} neighboring ranks each"
     return TwoLevelLink(within, between, flat, axis.rank, block, reason), ""

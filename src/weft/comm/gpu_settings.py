@@ -75,8 +75,8 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
     products, rounds = backends.cuda.matmul, precision == "tf32"
     if not rounds and products.fp32_precision == "tf32":
         warnings.warn(
-            "precision=fp32: torch was told to round products of fp32 to TF32, by this script or an earlier plan, and "
-            "multiplies exactly from here on. Use precision=tf32 to have them rounded.",
+            "precision=fp32: torch was set to round products of fp32 to TF32, by this script or an earlier plan. "
+            "From here on they are exact. Use precision=tf32 to have them rounded.",
             WeftWarning,
             stacklevel=3,
         )
@@ -107,7 +107,7 @@ def library_settings() -> list[str]:
         *(one.setting() for one in VARIABLES),
         f"products of fp32 exact under precision=fp32, {rounded}",
         f"cuDNN's algorithms {guesses}",
-        f"attention by {', '.join(enabled)}, in torch's order or as kernels.attention says",
+        f"attention by {', '.join(enabled)}, in torch's order or from kernels.attention",
     ]
 
 
@@ -134,7 +134,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
-            raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")
+            raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or run `weft doctor`.")
         if local_rank >= torch.cuda.device_count():
             raise PlanError(
                 f"launch.device={kind}: this is local rank {local_rank}, and there are {torch.cuda.device_count()} "
@@ -266,7 +266,9 @@ def choose_cores(
     beside = [topology.node_of(gpu) for gpu in gpus]
     node = beside[local_rank]
     if node is None or not (near := nodes.get(node, Cores()) & allowed):
-        where = "the system does not say where it hangs" if node is None else f"no core of NUMA node {node} is allowed"
+        where = (
+            "the system does not report its NUMA node" if node is None else f"no core of NUMA node {node} is allowed"
+        )
         return CoreChoice(None, f"not bound to cores: GPU {gpus[local_rank]}: {where}")
     sharing = [rank for rank, other in enumerate(beside) if other == node]
     cores = _share(topology, near, sharing.index(local_rank), len(sharing))

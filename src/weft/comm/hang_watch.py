@@ -167,7 +167,7 @@ def _grouped_by_wait(waiter: RankStatus, ask: Ask) -> tuple[tuple[tuple[int, ...
         known.add(rank)
         record = waiter if rank == waiter.rank else ask(rank)
         if record is None:
-            where = "has left no word"
+            where = "has sent no message"
         elif record.waits_for:
             where = f"waits in {record.waits_for}, at {record.frame}"
             open_ends += [*record.late, *record.ranks]

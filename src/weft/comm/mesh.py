@@ -325,8 +325,8 @@ def build_mesh(
     if plan.world_size != world_size:
         sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
         raise PlanError(
-            f"plan={plan}: it needs {plan.world_size} ranks ({sizes}), but {world_size} were started. "
-            f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
+            f"plan={plan}: it needs {plan.world_size} ranks ({sizes}), but {world_size} were started. Start "
+            f"{plan.world_size} ranks, or use '*' for one axis, such as dp_replicate=*."
         )
     multiply_as_planned(plan.precision, torch.device(device))
     rank = dist.get_rank() if dist.is_initialized() else 0

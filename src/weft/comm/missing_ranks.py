@@ -109,14 +109,14 @@ def could_not_meet(place: env.RankEnv, store: Store | None, error: Exception, li
     is_late = any(word in text.lower() for word in ("timed out", "timeout"))
     why = f"within {format_seconds(limit_s)}" if is_late or not text else f"({text[:300]})"
     whom = _named(missing) if missing else "the others"
-    return f"rank {place.rank} of {place.world_size} could not meet {whom} at {address} {why}. {remedy(place)}"
+    return f"rank {place.rank} of {place.world_size} could not connect to {whom} at {address} {why}. {remedy(place)}"
 
 
 def remedy(place: env.RankEnv) -> str:
     """Return advice for missing ranks."""
     if place.starter == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):
         return f"Start all ranks, or type `unset {_VARIABLES}` if this command is to start its own."
-    return "Check that every rank was started and can reach that address; the log of a missing one says why."
+    return "Check that every rank was started and can reach that address; the log of a missing one has the reason."
 
 
 def _own(store: Store) -> Store:

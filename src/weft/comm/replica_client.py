@@ -109,14 +109,14 @@ class SocketLink:
         leaves_host: returns True if bytes to the rank at that index leave this host.
     """
 
-    transport = "sockets of a meeting"
+    transport = "sockets of a synchronization"
     self_driven = True
     busy = False
 
     def __init__(
         self, calls: Mapping[int, socket.socket], place: int, timeout_s: float, leaves_host: Callable[[int], bool]
     ):
-        self.reason = "replicas are worlds of their own"
+        self.reason = "replicas are separate"
         self._calls, self._place, self._size = dict(calls), place, len(calls) + 1
         self._timeout_s, self._leaves_host = timeout_s, leaves_host
         self._queue: deque[Operation] = deque()
@@ -235,7 +235,7 @@ def _move(call: socket.socket, events: int, going: memoryview, coming: memoryvie
     if events & selectors.EVENT_READ:
         count = call.recv_into(coming, min(len(coming), _AT_ONCE))
         if not count:
-            raise ConnectionResetError("a replica has left the meeting")
+            raise ConnectionResetError("a replica has left the synchronization")
         coming = coming[count:]
     return going, coming
 
@@ -373,7 +373,7 @@ class ReplicaGroup:
         while True:
             told = self._on_first(lambda: self._ask_for_a_while("arrive", more, lost_at))
             if told["do"] == "refuse":
-                raise CommError(f"the replicas cannot meet: {told['why']}. Start all with the same config.")
+                raise CommError(f"the replicas cannot synchronize: {told['why']}. Start all with the same config.")
             if told["do"] == "meet":
                 place = told["members"].index(self.replica)
                 doors: Any = tuple(tuple(each) for each in told["doors"])
@@ -452,7 +452,7 @@ class ReplicaGroup:
             if say == "arrive" and self.wants_out():
                 with contextlib.suppress(OSError):
                     self._line.ask("leave", **self.figures)
-                return {"do": "leave", "why": "this replica is asked to stop"}
+                return {"do": "leave", "why": "this replica got a request to stop"}
             try:
                 told = self._line.ask(say, **self.figures, **more)
                 lost_at.clear()

@@ -331,7 +331,7 @@ class RendezvousClient:
             text = _proven(answer, self._key, once, b"answers")
             if text is None:
                 raise ConfigError(
-                    f"launch.meeting_key: the place where replicas meet, {self.address}, has another key. Start all "
+                    f"launch.meeting_key: the rendezvous at {self.address} has another key. Start all "
                     "replicas with the same one."
                 )
             found: dict[str, Any] = json.loads(text)
@@ -355,8 +355,9 @@ def address_towards(address: str) -> str:
             found: str = probe.getsockname()[0]
     except (OSError, OverflowError) as error:
         raise LaunchError(
-            f"launch.meet_at={address}: this machine knows no way there ({getattr(error, 'strerror', None) or error}). "
-            "Use the name or address of the machine that starts replica 0, and a port from 1 to 65535."
+            f"launch.meet_at={address}: this machine cannot resolve or reach it "
+            f"({getattr(error, 'strerror', None) or error}). Use the name or address of the machine that starts "
+            "replica 0, and a port from 1 to 65535."
         ) from error
     return found
 

@@ -109,7 +109,7 @@ def _broadcast_secret(group: dist.ProcessGroup, common: bytes) -> bytes:
     received = as_bytes(drawn)
     if received[_SECRET_BYTES:] != common:
         raise CommError(
-            f"rank {dist.get_rank()} was given other settings than rank 0 sent. Another process wrote to the ranks' "
+            f"rank {dist.get_rank()} received other settings than rank 0 sent. Another process wrote to the ranks' "
             "store before training began. Start the run again, on a network where only the ranks reach that port."
         )
     return received[:_SECRET_BYTES]

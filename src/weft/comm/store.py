@@ -132,7 +132,7 @@ class StoreChannel:
         except (dist.DistError, RuntimeError) as error:
             raise CommError(
                 f"rank {self._rank} of {self._number} lost the other ranks while a checkpoint was saved ({error}). "
-                "The log of one of them says why."
+                "The log of one of them has the reason."
             ) from error
 
 
@@ -205,7 +205,7 @@ class RankZeroMessage:
         place = self._place
         return CommError(
             f"rank {place.rank} of {place.world_size} lost the others at {place.master_addr}:{place.master_port} "
-            f"before training began: {error}. The log of one of them says why."
+            f"before training began: {error}. The log of one of them has the reason."
         )
 
 

@@ -263,12 +263,12 @@ def device(name: str) -> DeviceSpec:
     wanted = name.strip().lower()
     sized = _MEMORY_SUFFIX.fullmatch(wanted)
     if sized and (base := _known_device(sized[1])) is not None:
-        rule = f"Weft knows the {base.name} with {base.memory_bytes / 2**30:.0f} GiB"
+        rule = f"there are data for the {base.name} with {base.memory_bytes / 2**30:.0f} GiB"
         remedy = f'device = {{like = "{base.name}", memory_gib = {sized[2]}}} in a cluster file'
         raise _error(f"device={shown(name)}: {rule}. For another size write {remedy}.", "device")
     known = [*devices(), *(alias for spec in devices().values() for alias in spec.aliases)]
     hint = did_you_mean(wanted, known)
-    raise _error(f"device={shown(name)}: not a device that Weft knows.{hint} Known: {', '.join(devices())}.", "device")
+    raise _error(f"device={shown(name)}: unknown device.{hint} Known: {', '.join(devices())}.", "device")
 
 
 def device_by_torch_name(name: str) -> DeviceSpec | None:
@@ -347,7 +347,7 @@ def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int
         problems.append(Problem("oversubscription", f"oversubscription={shown(factor)}: {rule}. Use e.g. 2."))
         factor = 1.0
     elif factor > 1 and not nodes:
-        rule = "it says how thin the links between racks are, and no rack has a size"
+        rule = "it sets the speed of links between racks, and rack_nodes is not set"
         problems.append(Problem("oversubscription", f"oversubscription={factor:g}: {rule}. Give rack_nodes too."))
     return nodes, float(factor)
 

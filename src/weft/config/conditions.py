@@ -188,7 +188,7 @@ def _state(figure: str, state: str, hold: str | None) -> State:
 def _no_improvement(figure: str, way: str, span: str, by: str | None) -> NoImprovement:
     series, known = _figure(figure)
     if way == "better" and not known.worse:
-        raise ValueError(f"nothing says which way {series} is better. Write 'no higher' or 'no lower'")
+        raise ValueError(f"it is unknown whether higher or lower {series} is better. Write 'no higher' or 'no lower'")
     if way == "better":
         way = "lower" if known.worse == "high" else "higher"
     amount, relative = (0.0, False) if by is None else _amount(by, known)
@@ -335,7 +335,7 @@ STANDARD: tuple[StandardAlert, ...] = (
     ),
     StandardAlert(
         "stalled", "no step for 10m", "critical",
-        "Weft names who holds the ranks up after launch.warn_after; `logs/` has their stacks.",
+        " Weft names the missing rank after launch.warn_after; `logs/` has their stacks.",
     ),
     StandardAlert(
         "rank-silent", "rank.silent > 0 for 1m", "warning", "Its process may be stopped or its machine lost.",
@@ -359,5 +359,5 @@ STANDARD: tuple[StandardAlert, ...] = (
         "gpu-error", "gpu.xid_errors > 0 or gpu.ecc_errors > 0", "critical", "Drain this machine and test its GPU.",
     ),
     StandardAlert("failure", "event failure", "critical", "The log of the failed rank has the reason."),
-    StandardAlert("held", "event held", "warning", "Look at it, and let it go on: weft resume RUN."),
+    StandardAlert("held", "event held", "warning", "Check it, and resume it: weft resume RUN."),
 )  # fmt: skip

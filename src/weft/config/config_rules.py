@@ -38,9 +38,9 @@ GRAPH_CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="graphs-need-cuda",
         keys=("launch.device", "plan"),
-        reason="Only GPUs of NVIDIA record graphs.",
+        reason="Only NVIDIA GPUs record graphs.",
         predicate=_asks_on_cpu,
-        message=lambda _: "cpu: the plan says graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
+        message=lambda _: "cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
     ),
 )
 
@@ -103,14 +103,14 @@ def _of_channel(key: str, channel: ChannelSection) -> Iterator[Problem]:
     if channel.name in RUN_WORDS:
         yield Problem(
             f"{key}.name",
-            f"{key}.name={channel.name}: this is what a run itself can do. Use another name, such as ops.",
+            f"{key}.name={channel.name}: this is the name of a run's action. Use another name, such as ops.",
         )
     if channel.kind == "mail" and not channel.to:
         yield Problem(f"{key}.to", f'{key}.to=[]: mail needs an address. Use e.g. to = ["you@example.org"].')
     if channel.kind == "mail" and channel.password and channel.security == "none":
         yield Problem(
             f"{key}.security",
-            f'{key}.security=none: the password would travel in the clear. Use security = "starttls" or "tls".',
+            f'{key}.security=none: the password would be sent unencrypted. Use security = "starttls" or "tls".',
         )
     if channel.kind in ("webhook", "apprise") and channel.url is None:
         yield Problem(
@@ -138,7 +138,7 @@ def _secret_url(key: str, url: str | None, *, everything: bool = False) -> Itera
         return
     yield Problem(
         f"{key}.url",
-        f"{key}.url=***: this address is a secret or may hold one, and the run folder keeps the config. Put it into a "
+        f"{key}.url=***: this address is or may contain a secret, and the run folder stores the config. Put it into a "
         f'variable and write url = "env:HOOK_URL".',
     )
 
@@ -182,20 +182,20 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="task-options-are-of-a-class",
         keys=("task.options", "task.name"),
-        reason="The default task, a decoder on text, has sections of its own.",
+        reason="The default task, a decoder on text, uses its own sections of the config.",
         predicate=lambda config: bool(config.task.options) and config.task.name is None,
         message=lambda config: (
-            f"{shown(config.task.options)}: only a task given as package.module:Class takes options. Set "
+            f"{shown(config.task.options)}: only a task with a task.name has options. Set "
             "task.name=package.module:Class, or leave them out."
         ),
     ),
     ConfigRule(
         name="model-path-decides",
         keys=("model.path", "model", "tokenizer"),
-        reason="The folder of a pretrained model holds its shape and its tokenizer.",
+        reason="The folder of a pretrained model sets its shape and its tokenizer.",
         predicate=lambda config: bool(config.model.path) and _is_on_text(config) and bool(_set_by_model_path(config)),
         message=lambda config: (
-            f"{config.model.path}: the folder decides {', '.join(_set_by_model_path(config))}. Leave "
+            f"{config.model.path}: the folder sets {', '.join(_set_by_model_path(config))}. Leave "
             f"{'it' if len(_set_by_model_path(config)) == 1 else 'them'} out, or leave model.path out."
         ),
     ),
@@ -214,26 +214,26 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         reason="Without a rank there is no adapter, and its other settings would do nothing.",
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
         message=lambda _: (
-            "0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave them out."
+            "0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them out."
         ),
     ),
     ConfigRule(
         name="packed-base-has-a-folder",
         keys=("adapter.base", "model.path"),
-        reason="Random weights rounded to a few bits are no base worth adapting, and every plan must make the same.",
+        reason="int8 and nf4 quantize the weights of a pretrained model, so its folder is needed.",
         predicate=lambda config: config.adapter.base != "stored" and not config.model.path,
         message=lambda config: (
-            f"{config.adapter.base}: weights are rounded as they are read from a folder, and there is none. Set "
+            f"{config.adapter.base}: weights are quantized while a folder is read, and model.path is not set. Set "
             "model.path to a Hugging Face folder, or use adapter.base=stored."
         ),
     ),
     ConfigRule(
         name="packed-base-has-no-dora",
         keys=("adapter.base", "adapter.kind"),
-        reason="DoRA divides by norms of the weights, which bytes do not show.",
+        reason="DoRA divides by norms of the weights, which quantized weights do not provide.",
         predicate=lambda config: config.adapter.base != "stored" and config.adapter.kind == "dora",
         message=lambda config: (
-            f"{config.adapter.base}: adapter.kind=dora divides by norms of the weights as stored. Use "
+            f"{config.adapter.base}: adapter.kind=dora divides by norms of unquantized weights. Use "
             "adapter.kind=lora, or adapter.base=stored."
         ),
     ),
@@ -263,10 +263,10 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="decay-belongs-to-wsd",
         keys=("schedule.decay_steps", "schedule.kind"),
-        reason="Only the wsd schedule has a decay of its own length; linear and cosine fall until the last step.",
+        reason="Only the wsd schedule has a separate decay; linear and cosine fall until the last step.",
         predicate=lambda config: config.schedule.decay_steps is not None and config.schedule.kind != "wsd",
         message=lambda config: (
-            f"{config.schedule.decay_steps}: only schedule.kind=wsd has a decay of its own length, and schedule.kind "
+            f"{config.schedule.decay_steps}: only schedule.kind=wsd has a separate decay, and schedule.kind "
             f"is {config.schedule.kind}. Leave it out, or use schedule.kind=wsd."
         ),
     ),
@@ -292,18 +292,18 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="layout-reads",
         keys=("layout",),
-        reason="A layout is pattern=style words, or a file of them.",
+        reason="A layout is a list of pattern=style entries, or a file of them.",
         predicate=lambda config: bool(_layout_problem(config)),
         message=lambda config: f"{config.layout}: {_layout_problem(config)}",
     ),
     ConfigRule(
         name="options-are-of-a-class",
         keys=("optimizer.options", "optimizer.name"),
-        reason="Only optimizers given as package.module:Class take options; adamw, sgd and muon have named settings.",
+        reason="Only an optimizer set as package.module:Class has options; adamw, sgd and muon have named settings.",
         predicate=lambda config: bool(config.optimizer.options) and not config.optimizer.is_foreign,
         message=lambda config: (
-            f"{shown(config.optimizer.options)}: only an optimizer given as package.module:Class takes options, and "
-            f"optimizer.name is {config.optimizer.name}. Set optimizer.betas, eps or momentum instead, or give a "
+            f"{shown(config.optimizer.options)}: only an optimizer set as package.module:Class has options, and "
+            f"optimizer.name is {config.optimizer.name}. Set optimizer.betas, eps or momentum instead, or use a "
             "class."
         ),
     ),
@@ -323,10 +323,10 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="bf16-states-are-of-adamw",
         keys=("optimizer.states", "optimizer.name"),
-        reason="Weft can store only AdamW's running means in bf16.",
+        reason="Only AdamW's moments can be stored in bf16 or fp8.",
         predicate=lambda config: config.optimizer.states != "fp32" and config.optimizer.name != "adamw",
         message=lambda config: (
-            f"{config.optimizer.states}: Weft stores only AdamW's states in bf16, and optimizer.name is "
+            f"{config.optimizer.states}: only AdamW's moments can be stored in bf16 or fp8, and optimizer.name is "
             f"{config.optimizer.name}. Use fp32, or optimizer.name=adamw."
         ),
     ),
@@ -348,7 +348,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
         message=lambda config: (
             f"{config.train.early_stop.patience}: there is no evaluation data (data.holdout=0 and no data.eval). "
-            f"Use data.holdout=0.02, or give data.eval."
+            f"Use data.holdout=0.02, or set data.eval."
         ),
     ),
     *APART_RULES,

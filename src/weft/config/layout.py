@@ -98,7 +98,7 @@ class Layout:
         for pattern, style in self.pairs:
             _check_pair(pattern, style)
             if pattern in seen:
-                raise LayoutError(f"layout pattern {pattern!r} is given twice. Keep one.")
+                raise LayoutError(f"layout pattern {pattern!r} is set twice. Keep one.")
             seen.add(pattern)
 
     def match(self, path: str) -> str | None:
@@ -158,7 +158,7 @@ class Layout:
             pattern, equals, style = word.partition("=")
             if not equals:
                 raise LayoutError(
-                    f"layout word {word!r}: a layout consists of pattern=style words. Use e.g. embed=vocab."
+                    f"layout entry {word!r}: a layout consists of pattern=style entries. Use e.g. embed=vocab."
                 )
             pairs.append((pattern, style))
         return cls(tuple(pairs))
@@ -180,8 +180,8 @@ class Layout:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise LayoutError(
-                f"layout={text}: this file cannot be read ({reason}). Give pattern=style words, or a file that "
-                f"`weft layout MODEL --save FILE` wrote."
+                f"layout={text}: this file cannot be read ({reason}). Use pattern=style entries, or a file that "
+                "`weft layout MODEL --save FILE` wrote."
             ) from error
         return cls.parse(" ".join(line.partition("#")[0] for line in lines))
 

@@ -69,7 +69,7 @@ def split_series(text: str) -> tuple[str, str]:
 _TRAINING = (
     Figure(name="loss", unit="", help="Mean training loss of the step, before its update.", worse="high"),
     Figure(name="lr", unit="", help="Learning rate of the step."),
-    Figure(name="grad_norm", unit="", help="Norm of the whole gradient before clipping.", worse="high"),
+    Figure(name="grad_norm", unit="", help="Global norm of the gradient before clipping.", worse="high"),
     Figure(
         name="update_ratio",
         unit="ratio",
@@ -120,7 +120,7 @@ _SPEED = (
     Figure(
         name="busy_s",
         unit="s",
-        help="Seconds of a step in which a rank computed and waited for nobody.",
+        help="Seconds of a step in which a rank computed without waiting for others.",
         owner="rank",
         worse="high",
     ),
@@ -207,7 +207,7 @@ _HOST = (
     Figure(
         name="disk.free_bytes",
         unit="bytes",
-        help="Free space where the run folder lies.",
+        help="Free space on the disk of the run folder.",
         owner="host",
         worse="low",
     ),
@@ -244,7 +244,10 @@ _RUN = (
     Figure(
         name="plan.drift",
         unit="ratio",
-        help="Measured over planned: of a step, of its parts, of memory. Alerts ask e.g. plan.drift{over dp} > 1.15.",
+        help=(
+            "Ratio of measured to planned, for a step, its parts and memory. Example in an alert: "
+            "plan.drift{over dp} > 1.15."
+        ),
         label="part",
         worse="high",
     ),

@@ -51,7 +51,7 @@ def shape_rules() -> tuple[ShapeRule, ...]:
         ShapeRule(
             "rope_scale",
             lambda spec: spec.rope_scale >= 1,
-            lambda _: "rotary frequencies are stretched by a factor of at least 1. Use 1 for no stretching.",
+            lambda _: "the factor on rotary wavelengths must be at least 1. Use 1 for no scaling.",
         ),
         ShapeRule(
             "norm_eps",

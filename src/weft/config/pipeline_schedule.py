@@ -395,7 +395,7 @@ def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_
     if num_microbatches % unit:
         below = num_microbatches // unit * unit
         use = f"{below} or {below + unit}" if below else f"{unit}"
-        rule = f"schedule={name} takes microbatches in groups of pp={num_ranks}. Use microbatches={use}."
+        rule = f"schedule={name} runs microbatches in groups of pp={num_ranks}. Use microbatches={use}."
         found.append(Problem("microbatches", f"microbatches={num_microbatches}: {rule}"))
     if num_microbatches < least:
         rule = f"schedule={name} needs at least {least} with pp={num_ranks}. Use microbatches={least} or more."

@@ -82,7 +82,7 @@ class Plan:
         tried=sizes_tried,
     )
     dp_shard: int = described(Integer(star=True), 1,
-        "Data parallel: ranks that shard states as `zero` says and read different samples; a mesh axis.",
+        "Data parallel: ranks that shard states by `zero` and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     cp: int = described(
@@ -99,8 +99,8 @@ class Plan:
     )
     order: tuple[str, ...] = described(
         AxisOrder(AXES), (),
-        "Mesh axes in use, outermost first; by default in the order of this table. Neighbours on the innermost axis "
-        "are neighbours on the machine.", nearby=orders_near, divides_work=False,
+        "Mesh axes in use, outermost first; by default in the order of this table. Neighbors on the innermost axis "
+        "are neighbors on the machine.", nearby=orders_near, divides_work=False,
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
     )
     zero: int = described(
@@ -113,8 +113,8 @@ class Plan:
         ReshardPolicy(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
         "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
-        "after_forward:8 keeps an eighth of them on each of 8 neighbouring ranks of dp_shard, from which backward "
-        "gathers: on one host, so that only forward's gathers cross hosts.",
+        "after_forward:8 keeps an eighth of them on each of 8 neighboring ranks of dp_shard for backward's gathers, "
+        "which then stay on one host.",
         needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
     )
     sp: bool = described(
@@ -123,12 +123,12 @@ class Plan:
     )
     tp_chunks: int = described(
         Integer(dtype="int32"), 1,
-        "Pieces of each rank's tokens in which cut layers multiply under `sp=on`: one travels over tp while another "
-        "multiplies. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
+        "Chunks of each rank's tokens under `sp=on`: sharded layers multiply one chunk while another is communicated "
+        "over tp. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
     )
     cp_mode: str = described(
         OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
-        "How attention reaches the whole sequence under cp: gather (all-gathers keys and values), ring (passes them "
+        "Attention over a sequence that cp shards: gather (all-gathers keys and values), ring (passes them "
         "around, overlapped with compute), ulysses (exchanges tokens for heads by all_to_all), auto (chosen by "
         "heads, sequence length and memory).", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
         probed=True,
@@ -146,7 +146,7 @@ class Plan:
         asks="value",
     )
     split: tuple[int, ...] = described(Counts(), (),
-        "How many of the model's blocks each stage takes, in order (`3+4+4+3`); by default stages of equal work.",
+        "Number of the model's blocks in each stage, in order (`3+4+4+3`); by default stages of equal work.",
         needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
     )
     accumulation: int = described(
@@ -156,8 +156,8 @@ class Plan:
     precision: str = described(
         OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
         "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64). fp8 is bf16 "
-        "with the products of linear layers in blocks in float8; tf32 is fp32 with what products and convolutions "
-        "read rounded to 10 bits of mantissa, on GPUs that have it.",
+        "with float8 products of the linear layers in blocks; tf32 is fp32 with the inputs of products and "
+        "convolutions rounded to 10 bits of mantissa, on GPUs that support it.",
         searched=precisions, tried=("fp64",), divides_work=False,
     )
     reduce: str = described(
@@ -168,39 +168,38 @@ class Plan:
     )
     compress: str = described(
         Compression(COMPRESSES), "none",
-        "What gradients travel as over the outermost data axis alone, for links that are slow: over dp_replicate, or "
-        "where that is 1 over dp_shard. int8: a byte for each value, rounded up or down by chance, a scale for each "
-        "256. int4: half a byte, a scale for each 64. powersgd:4: each matrix as two of rank 4, after the first steps "
-        "(`train.compress_after`). What these two leave out goes with the next step. top:0.02, where replicas meet "
-        "rarely: the largest 2 % of each 4096 values; the others are owed to the next meeting. It changes results; "
-        "`auto` never chooses it.", tried=("none",),
+        "For slow links: format of gradients over the outermost data axis only (dp_replicate, or dp_shard if "
+        "dp_replicate is 1). int8: one byte per value, rounded stochastically, one scale per 256. int4: half a byte, "
+        "one scale per 64. powersgd:4: each matrix as two factors of rank 4, after the first steps "
+        "(`train.compress_after`). The last two add their error to the next step. top:0.02, under sync=average or "
+        "diloco: the largest 2 % of each 4096 values; the others are added at the next synchronization. It changes "
+        "results; `auto` never chooses it.", tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_compress.py
     )
     gather: str = described(
         OneOf(GATHERS), "none",
-        "What weights travel as, for links that are slow. int8, where zero=3 gathers them: a byte for each value, "
-        "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are. diff4, under zero=1 and 2: "
-        "differences to the weights that all ranks have, half a byte each, a scale for each 64; what rounding loses "
-        "goes with the next. fp8, under zero=3 and precision=fp8: weights as these products round them, a byte for "
-        "each value, a scale for each row; others travel as they are. Masters are never rounded. It changes results; "
-        "`auto` never chooses it.",
+        "For slow links: format of gathered weights. int8, for zero=3: one byte per value, rounded to nearest, one "
+        "scale per 256 of a row; vectors are sent exactly. diff4, for zero=1 and 2: differences to the weights that "
+        "all ranks have, half a byte each, one scale per 64; the rounding error is added to the next difference. fp8, "
+        "for zero=3 and precision=fp8: weights as these products round them, one byte per value, one scale per row; "
+        "others are sent exactly. Masters are never rounded. It changes results; `auto` never chooses it.",
         needs=("dp_shard", "cp"), tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_gather.py
     )
     sync: str = described(
         SyncEvery(), "step",
-        "When the ranks of dp_replicate meet, for links that are slow. step: gradients add up in every step. "
-        "average:H: each replica trains by itself, and every H steps weights are averaged. diloco:H: their mean change "
-        "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); with "
-        "compress=int8 it travels in bytes. diloco:50/4: in four fragments, one after another, each on its way while "
-        "the next step computes. It is another algorithm; `auto` never chooses it.",
+        "For slow links: synchronization of the replicas of dp_replicate. step: gradients are reduced in every step. "
+        "average:H: replicas train separately, and every H steps weights are averaged. diloco:H: their mean change "
+        "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); compress=int8 "
+        "sends it in bytes. diloco:50/4: in four fragments, each sent while the next step computes. It is another "
+        "algorithm; `auto` never chooses it.",
         needs=("dp_replicate",), tried=("step",),
         divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
     )
     recompute: str = described(
         PolicyOrBudget(RECOMPUTES), "none",
-        "What backward recomputes instead of keeping: a policy, a policy for the first blocks of each rank only, or "
-        "a memory budget for what is kept.",
+        "Activations that backward recomputes: a policy, a policy for the first blocks of each rank only, or "
+        "a memory budget for the kept activations.",
         searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
         tried=("none", "full", "selective", "attention", "full:1"),
     )

@@ -24,12 +24,12 @@ LAYER_RULES: tuple[Rule, ...] = (
     Rule(
         name="ep-divides-ranks",
         field="ep",
-        reason="Experts are spread over dp_shard x cp x tp, so ep must divide that product.",
+        reason="Experts are sharded over dp_shard x cp x tp, so ep must divide that product.",
         predicate=lambda plan, facts: (
             facts.open_axis not in ("dp_shard", "cp", "tp") and (plan.dp_shard * plan.cp * plan.tp) % plan.ep != 0
         ),
         finding=lambda plan, facts: (
-            f"experts are spread over dp_shard x cp x tp = {plan.dp_shard * plan.cp * plan.tp} ranks, "
+            f"experts are sharded over dp_shard x cp x tp = {plan.dp_shard * plan.cp * plan.tp} ranks, "
             f"and that is not a multiple of {plan.ep}"
         ),
         remedy=lambda plan, facts: alternatives(common_divisors(plan.dp_shard * plan.cp * plan.tp), "ep"),
@@ -47,7 +47,7 @@ LAYER_RULES: tuple[Rule, ...] = (
     Rule(
         name="ep-divides-experts",
         field="ep",
-        reason="Every rank of ep holds the same number of experts, so ep must divide their number.",
+        reason="Every rank of ep has the same number of experts, so ep must divide their number.",
         predicate=lambda plan, facts: facts.model.num_experts > 0 and facts.model.num_experts % plan.ep != 0,
         finding=lambda plan, facts: (
             f"the model has {facts.model.num_experts} experts, and {facts.model.num_experts} is not a multiple of "
@@ -59,21 +59,20 @@ LAYER_RULES: tuple[Rule, ...] = (
     Rule(
         name="chunks-need-sp",
         field="tp_chunks",
-        reason="Pieces of a sequence travel over tp only where sp=on cuts sequences, so tp_chunks needs sp=on.",
+        reason="tp_chunks divides sequences that sp=on shards over tp, so it needs sp=on.",
         predicate=lambda plan, facts: plan.tp_chunks > 1 and (not plan.sp or not asks(plan, facts, "tp")),
         finding=lambda plan, facts: (
-            f"pieces of a sequence travel over tp only where sp=on cuts sequences, and "
-            f"{'tp is 1' if plan.sp else 'sp is off'}"
+            f"it divides sequences that sp=on shards over tp, and {'tp is 1' if plan.sp else 'sp is off'}"
         ),
         remedy=lambda plan, facts: "Use tp_chunks=1, or sp=on with tp=2 or more",
         fix=lambda plan, facts: plan.replace(tp_chunks=1),
     ),
     Rule(
-        name="chunks-keep-half",
+        name="chunks-without-fp8",
         field="tp_chunks",
-        reason="The ranks agree on a scale of float8 for whole products, so precision=fp8 has no products in pieces.",
+        reason="precision=fp8 has one scale per full product, so products cannot be computed in chunks.",
         predicate=lambda plan, facts: plan.tp_chunks > 1 and plan.precision == "fp8",
-        finding=lambda plan, facts: "with precision=fp8 the ranks agree on scales for whole products",
+        finding=lambda plan, facts: "precision=fp8 has one scale per full product",
         remedy=lambda plan, facts: "Use tp_chunks=1, or precision=bf16",
         fix=lambda plan, facts: plan.replace(tp_chunks=1),
     ),
@@ -87,8 +86,8 @@ _NEEDS = {
     "tp": "Tensor parallelism divides heads and features of the layers, so tp must divide their numbers.",
     "cp": "Context parallelism needs a sequence, and attention that the runtime can replace.",
     "sp": "Sequence parallelism needs a sequence.",
-    "ep": "Expert parallelism must know which modules are experts.",
-    "pp": "A pipeline cuts one chain of blocks, so the model must have one.",
+    "ep": "Expert parallelism needs modules that are marked as experts.",
+    "pp": "A pipeline divides one chain of blocks, so the model must have one.",
 }
 
 
@@ -156,7 +155,7 @@ ORDER_RULES: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(order=()),
     ),
     Rule(
-        name="order-is-another",
+        name="order-is-not-the-default",
         field="order",
         reason="Write the default order by leaving the field out.",
         predicate=lambda plan, facts: bool(plan.order) and list(plan.order) == _in_use(plan, facts),
@@ -167,7 +166,7 @@ ORDER_RULES: tuple[Rule, ...] = (
     Rule(
         name="order-without-ep",
         field="order",
-        reason="Experts are spread over dp_shard x cp x tp in their usual order.",
+        reason="Experts are sharded over dp_shard x cp x tp in their usual order.",
         predicate=lambda plan, facts: bool(plan.order) and plan.ep > 1,
         finding=lambda plan, facts: f"ep={plan.ep} is a view over dp_shard, cp and tp in their usual order",
         remedy=lambda plan, facts: "Leave order out, or use ep=1",
@@ -275,7 +274,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="global-batch",
         field="train.global_batch",
-        reason="Every rank takes the same number of sequences in every microbatch of a step.",
+        reason="Every rank reads the same number of sequences in every microbatch of a step.",
         predicate=lambda plan, facts: facts.global_batch % _batch_unit(plan) != 0,
         finding=lambda plan, facts: (
             f"{counted(plan.dp_size, 'data-parallel rank')} x "
@@ -312,7 +311,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="second-shards-divide",
         field="reshard",
-        reason="Second shards lie on equal groups of neighbouring ranks of dp_shard, fewer than all, and cp has none.",
+        reason="reshard=after_forward:N needs two or more groups of N neighboring ranks of dp_shard, and cp=1.",
         predicate=lambda plan, facts: (
             plan.second_shards > 0
             and plan.zero == 3
@@ -320,7 +319,7 @@ LASTING: tuple[Rule, ...] = (
             and (plan.cp > 1 or plan.dp_shard % plan.second_shards > 0 or plan.dp_shard == plan.second_shards)
         ),
         finding=lambda plan, facts: (
-            "second shards beside cp are not built"
+            "second shards with cp are not built"
             if plan.cp > 1
             else f"dp_shard={plan.dp_shard} is not 2 or more groups of {plan.second_shards} ranks"
         ),
@@ -332,7 +331,7 @@ LASTING: tuple[Rule, ...] = (
         field="reshard",
         reason="Only zero=3 gathers parameters, so only zero=3 can free them again.",
         predicate=lambda plan, facts: plan.reshard != "after_forward" and plan.zero != 3,
-        finding=lambda plan, facts: f"zero={plan.zero} keeps parameters whole",
+        finding=lambda plan, facts: f"zero={plan.zero} does not shard parameters",
         remedy=lambda plan, facts: "Leave reshard out, or use zero=3",
         fix=lambda plan, facts: plan.replace(reshard="after_forward"),
     ),
@@ -352,7 +351,7 @@ LASTING: tuple[Rule, ...] = (
         name="tp-heads",
         field="tp",
         reason=(
-            "Tensor parallelism gives each rank whole heads, so tp must divide the heads; key-value heads are "
+            "Tensor parallelism does not split heads, so tp must divide their number; key-value heads are "
             "divided too, or each is repeated on the same number of ranks."
         ),
         predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or not _kv_heads_fit(facts, plan.tp),
@@ -394,7 +393,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="sp-divides-sequence",
         field="train.seq_len",
-        reason="Sequence parallelism gives each rank of tp the same number of tokens of every sequence.",
+        reason="Under sequence parallelism, each rank of tp has the same number of tokens of every sequence.",
         predicate=lambda plan, facts: plan.sp and facts.seq_len % _sequence_unit(plan) != 0,
         finding=lambda plan, facts: (
             f"with sp=on, {plan.cp} x {plan.tp} ranks share the {facts.seq_len} tokens of a sequence evenly, and "
@@ -408,7 +407,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="pp-layers",
         field="pp",
-        reason="Every stage of a pipeline holds at least one layer.",
+        reason="Every stage of a pipeline has at least one layer.",
         predicate=lambda plan, facts: plan.pp > 1 and plan.pp * plan.virtual_stages > facts.model.num_layers,
         finding=lambda plan, facts: (
             f"{plan.pp} x {plan.virtual_stages} stages are more than the model's {facts.model.num_layers} layers"
@@ -432,7 +431,7 @@ LASTING: tuple[Rule, ...] = (
         field="accumulation",
         reason="Under a pipeline, microbatches counts the microbatches of a step, so accumulation stays 1.",
         predicate=lambda plan, facts: plan.accumulation > 1 and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "under a pipeline, microbatches takes its place",
+        finding=lambda plan, facts: "under a pipeline, microbatches is used instead",
         remedy=lambda plan, facts: f"Use microbatches={plan.accumulation * plan.microbatches}",
         fix=lambda plan, facts: plan.replace(microbatches=plan.accumulation * plan.microbatches, accumulation=1),
     ),
@@ -465,8 +464,8 @@ LASTING: tuple[Rule, ...] = (
         name="cp-divides-sequence",
         field="cp",
         reason=(
-            "Context parallelism cuts every sequence into equal chunks: cp of them for cp_mode=ulysses, 2 * cp for the "
-            "others, whose ranks take one from the front and one from the back."
+            "Context parallelism divides every sequence into equal chunks: cp for cp_mode=ulysses, 2 * cp for the "
+            "others, with one chunk from the front and one from the back per rank."
         ),
         predicate=lambda plan, facts: plan.cp > 1 and facts.seq_len % _cp_chunks(plan, facts, plan.cp) != 0,
         finding=lambda plan, facts: (
@@ -480,8 +479,8 @@ LASTING: tuple[Rule, ...] = (
         name="ulysses-heads",
         field="cp_mode",
         reason=(
-            "Ulysses gives each rank of cp whole heads: cp divides the heads of a rank of tp, and its key-value heads, "
-            "or is a multiple of these."
+            "Ulysses does not split heads: cp must divide the heads of a rank of tp, and divide or be a multiple of "
+            "its key-value heads."
         ),
         predicate=lambda plan, facts: (
             plan.cp > 1
@@ -492,7 +491,7 @@ LASTING: tuple[Rule, ...] = (
             f"{facts.model.num_heads} heads and {facts.model.num_kv_heads} key-value heads cannot be divided evenly "
             f"over cp={plan.cp}{f' and tp={plan.tp}' if plan.tp > 1 else ''}"
         ),
-        remedy=lambda plan, facts: "Use cp_mode=ring or cp_mode=gather, which take any number of heads",
+        remedy=lambda plan, facts: "Use cp_mode=ring or cp_mode=gather, which support any number of heads",
         fix=lambda plan, facts: plan.replace(cp_mode="auto"),
     ),
     Rule(

@@ -24,15 +24,17 @@ def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
     table: dict[str, object] = {}
     problems: list[Problem] = []
     if is_auto(text):
-        rule = "auto works only for a whole run, and an explicit plan is needed here. Use e.g. 'dp_replicate=*'."
+        rule = (
+            "auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g. 'dp_replicate=*'."
+        )
         return table, [Problem("", f"plan=auto: {rule}")]
     for word in text.split():
         name, equals, value = word.partition("=")
         if not name or not equals or not value:
-            rule = "a plan consists of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
-            problems.append(Problem(name, f"plan word {word!r}: {rule}"))
+            rule = "a plan consists of name=value fields. Write e.g. 'dp_replicate=4 precision=bf16'."
+            problems.append(Problem(name, f"plan field {word!r}: {rule}"))
         elif name in table:
-            problems.append(Problem(name, f"plan field {name!r} is given twice in {text!r}. Keep one."))
+            problems.append(Problem(name, f"plan field {name!r} is set twice in {text!r}. Keep one."))
         else:
             table[name] = value
     return table, problems

@@ -212,7 +212,7 @@ class Compression(OneOf):
         if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and num_kept_of(value) is None:
             raise refused(
                 name,
-                f"{name}={shown(value)}: the share of values that travel is above 0 and at most {MOST_SHARE}. Use "
+                f"{name}={shown(value)}: the share of values that are sent is above 0 and at most {MOST_SHARE}. Use "
                 f"{name}={LARGEST_VALUES}:0.02.",
             )
         return choice(name, value, self.known)
@@ -239,14 +239,14 @@ class ReshardPolicy(OneOf):
             if not _BLOCKS.fullmatch(number) or number == "1":
                 raise refused(
                     name,
-                    f"{name}={shown(value)}: second shards lie on a number of neighbouring ranks, from 2 to 999999. "
-                    f"Use {name}={self.known[0]}:8, for 8 ranks on a host.",
+                    f"{name}={shown(value)}: second shards are divided over a number of neighboring ranks, from 2 to "
+                    f"999999. Use {name}={self.known[0]}:8, for 8 ranks on a host.",
                 )
             return value
         return choice(name, value, self.known)
 
     def words(self) -> str:
-        return f"{listed(self.known)}; `{self.known[0]}:N` with a number N of neighbouring ranks"
+        return f"{listed(self.known)}; `{self.known[0]}:N` with a number N of neighboring ranks"
 
     def schema(self) -> Schema:
         pattern = f"^{self.known[0]}:[1-9][0-9]{{0,5}}$"
@@ -418,7 +418,7 @@ class Counts(_Listed):
         counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
         if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
             return cast(tuple[int, ...], counts)
-        rule = f"each stage takes a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
+        rule = f"each stage has a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
         raise refused(name, f"{name}={shown(cast(object, value))}: {rule}")
 
     def words(self) -> str:
@@ -506,7 +506,7 @@ class NamedShares(_Listed):
         return word, word if fraction == 1 else f"{word}:{fraction.normalize():f}"
 
     def words(self) -> str:
-        return f"any of {listed(self.known)}, joined by `+`, each whole or with a share (`:0.5`)"
+        return f"any of {listed(self.known)}, joined by `+`, each in full or with a share (`:0.5`)"
 
     def schema(self) -> Schema:
         return {"type": "array", "items": {"type": "string", "pattern": f"^({'|'.join(self.known)})(:.+)?$"}}

@@ -40,99 +40,98 @@ def _is_no_replica(config: RunConfig) -> bool:
 
 APART_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
-        name="apart-meets-rarely",
+        name="separate-replicas-need-sync",
         keys=("launch.replicas_apart", "plan"),
-        reason="Replicas are worlds of their own only between meetings, so the plan must have such replicas.",
+        reason="Only replicas that synchronize every H steps can be separate, so the plan needs sync=diloco:H.",
         predicate=_meets_never_rarely,
         message=lambda config: (
-            f"true: the plan {config.plan!r} has no replicas that meet rarely. Use e.g. dp_replicate=2 "
+            f"true: the plan {config.plan!r} has no replicas that synchronize every H steps. Use e.g. dp_replicate=2 "
             "sync=diloco:50 in the plan, or leave launch.replicas_apart out."
         ),
     ),
     ConfigRule(
-        name="apart-meets-whole",
+        name="separate-replicas-without-fragments",
         keys=("launch.replicas_apart", "plan"),
-        reason="A meeting of replicas that are worlds of their own counts for all of the model or for none of it.",
+        reason="Separate replicas synchronize the full model together, so they cannot stream fragments.",
         predicate=lambda config: (
             config.launch.replicas_apart and (found := _plan(config)) is not None and found[0].sync_fragments > 0
         ),
         message=lambda config: (
-            f"true: the plan {config.plan!r} streams fragments, and a meeting of replicas that are worlds of their own "
-            "counts for all of the model or for none. Leave the number of fragments out of sync, or "
-            "launch.replicas_apart."
+            f"true: the plan {config.plan!r} streams fragments, and separate replicas synchronize the full model "
+            "together. Leave the number of fragments out of sync, or leave launch.replicas_apart out."
         ),
     ),
     ConfigRule(
-        name="apart-owes-nothing",
+        name="separate-replicas-without-feedback",
         keys=("launch.replicas_apart", "plan"),
-        reason="A replica that missed meetings would owe changes to weights that the others no longer have.",
+        reason="A replica that misses a synchronization would add its error feedback to weights that have changed.",
         predicate=lambda config: (
             config.launch.replicas_apart and (found := _plan(config)) is not None and _has_residual(found[0])
         ),
         message=lambda config: (
-            f"true: the plan {config.plan!r} owes what it leaves out to the next meeting, which a replica that is a "
-            "world of its own may miss. Use compress=int8, which owes nothing, or leave launch.replicas_apart out."
+            f"true: the plan {config.plan!r} adds its compression error to the next synchronization, which a separate "
+            "replica may miss. Use compress=int8, which has no error feedback, or leave launch.replicas_apart out."
         ),
     ),
     ConfigRule(
-        name="apart-plan-is-given",
+        name="separate-replicas-need-a-plan",
         keys=("launch.replicas_apart", "plan"),
-        reason="The planner never chooses sync, and gives a plan for ranks that train as one world.",
+        reason="The planner never chooses sync, so it cannot plan separate replicas.",
         predicate=lambda config: config.launch.replicas_apart and is_auto(config.plan),
         message=lambda _: (
-            "true: the planner makes no plans for replicas that are worlds of their own. Write the plan, such as "
+            "true: the planner cannot plan separate replicas. Write the plan, such as "
             'plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".'
         ),
     ),
     ConfigRule(
-        name="apart-keeps-its-ranks",
+        name="separate-replicas-keep-all-ranks",
         keys=("launch.min_ranks", "launch.replicas_apart"),
-        reason="A replica that is a world of its own has the ranks of the plan; the others go on without it.",
+        reason="A separate replica has all ranks of its plan; if it is lost, the others continue without it.",
         predicate=lambda config: config.launch.replicas_apart and config.launch.min_ranks is not None,
         message=lambda config: (
             f"{config.launch.min_ranks}: under launch.replicas_apart=true a replica has all ranks of its plan or is "
-            "lost, and the others go on without it. Leave launch.min_ranks out."
+            "lost, and the others continue without it. Leave launch.min_ranks out."
         ),
     ),
     ConfigRule(
-        name="replica-is-apart",
+        name="replica-needs-separate-replicas",
         keys=("launch.replica", "launch.meet_at", "launch.replicas_apart"),
-        reason="Only replicas that are worlds of their own are started one by one, and meet at an address.",
+        reason="Only separate replicas are started one by one, and have a rendezvous address.",
         predicate=lambda config: (
             not config.launch.replicas_apart
             and (config.launch.replica is not None or config.launch.meet_at is not None)
         ),
         message=lambda config: (
             f"{'none' if config.launch.replica is None else config.launch.replica}: launch.replica and launch.meet_at "
-            "are for replicas that are worlds of their own. Add launch.replicas_apart=true, or leave them out."
+            "are for separate replicas. Add launch.replicas_apart=true, or leave them out."
         ),
     ),
     ConfigRule(
-        name="replica-has-a-place",
+        name="replica-needs-an-address",
         keys=("launch.replica", "launch.meet_at", "launch.replicas_apart"),
-        reason="A replica that is started by itself must know where the others are met, and which of them it is.",
+        reason="A replica that is started alone needs the rendezvous address and its number.",
         predicate=lambda config: (
             config.launch.replicas_apart and (config.launch.replica is None) != (config.launch.meet_at is None)
         ),
         message=lambda config: (
-            f"none: launch.meet_at={config.launch.meet_at} is given, and not which replica this machine starts. Add "
+            f"none: launch.meet_at={config.launch.meet_at} is set without the number of this machine's replica. Add "
             "launch.replica=0 on the machine of that address, launch.replica=1 on the next."
             if config.launch.replica is None
-            else f"{config.launch.replica}: it must know where replicas meet. Add launch.meet_at=HOST:PORT, with the "
+            else f"{config.launch.replica}: it needs the rendezvous address. Add launch.meet_at=HOST:PORT, with the "
             "address of the machine that starts replica 0."
         ),
     ),
     ConfigRule(
-        name="meeting-has-a-key",
+        name="rendezvous-needs-a-key",
         keys=("launch.meet_at", "launch.meeting_key"),
-        reason="Whoever reaches the place could take part in a meeting, and change the model.",
+        reason="Anyone who can reach the rendezvous address could otherwise change the model.",
         predicate=lambda config: (
             config.launch.meet_at is not None
             and config.launch.meeting_key is None
             and config.launch.meet_at.rpartition(":")[0] not in _LOOPBACK
         ),
         message=lambda config: (
-            f"{config.launch.meet_at}: other machines reach this address, so replicas must prove who they are. Put the "
+            f"{config.launch.meet_at}: other machines can reach this address, so replicas must authenticate. Put the "
             "same secret into WEFT_MEETING_KEY on all machines, and add launch.meeting_key=env:WEFT_MEETING_KEY."
         ),
     ),
@@ -147,15 +146,15 @@ APART_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     ConfigRule(
-        name="replica-plan-is-whole",
+        name="replica-plan-is-closed",
         keys=("launch.replica", "plan"),
-        reason="Machines that each start one replica must all read the same plan, whatever devices they have.",
+        reason="Machines that each start one replica need the same plan, so it must not depend on their devices.",
         predicate=lambda config: (
             config.launch.replica is not None and (found := _plan(config)) is not None and found[1] is not None
         ),
         message=lambda config: (
-            f"{config.launch.replica}: the plan {config.plan!r} leaves an axis open, and this machine sees one replica "
-            "alone. Write the number of ranks in the place of '*'."
+            f"{config.launch.replica}: the plan {config.plan!r} has an axis '*', and this machine has only one "
+            "replica. Write the number of ranks instead of '*'."
         ),
     ),
 )

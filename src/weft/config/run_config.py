@@ -50,7 +50,7 @@ class RunSection(Section):
     dir: str = "runs"
     """Folder that holds the run folders."""
     mode: Literal["private", "group", "umask"] = "private"
-    """Who may read a new run folder and checkpoints of `checkpoint.dir`. private: only you (0700, files 0600); group:
+    """Access to a new run folder and to checkpoints of `checkpoint.dir`. private: only you (0700, files 0600); group:
     your group too (0750, 0640); umask: as your umask allows. An existing run folder keeps its permissions, and new
     files in it get the same ones: use chmod to change them. Exported models and prepared data follow your umask.
     """
@@ -72,8 +72,8 @@ class ModelSection(Section):
     """A named size, of which single fields may be changed."""
 
     path: str = ""
-    """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config decides
-    all of the shape, so the other settings of [model] and [tokenizer] stay out."""
+    """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config sets the
+    shape, so leave out the other settings of [model] and [tokenizer]."""
     name: str = "tiny"
     """A built-in size, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
@@ -96,7 +96,7 @@ class ModelSection(Section):
     max_seq_len: Extent | None = None
     """Longest sequence that the model can read, in tokens; train.seq_len may not exceed it."""
     tied: bool | None = None
-    """Whether the output head shares the embedding's weight."""
+    """Share the embedding's weight with the output head."""
     rope_theta: PositiveFloat | None = None
     """Base of the rotary position frequencies (llama)."""
     norm_eps: PositiveFloat | None = None
@@ -116,11 +116,11 @@ class ModelSection(Section):
     router: Literal["softmax", "sigmoid"] | None = None
     """Function that turns router logits into scores."""
     normalise_top_k: bool | None = None
-    """Whether the scores of the chosen experts are normalised to sum to 1."""
+    """Normalize the scores of the chosen experts to sum to 1."""
     route_scale: PositiveFloat | None = None
     """Factor on the scores of the chosen experts."""
     balance: Literal["aux_loss", "bias", "none"] | None = None
-    """How the load of experts is balanced. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is
+    """Balancing of the experts' load. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is
     adjusted after each step; none: no balancing. Of model.path: aux_loss or none, by default aux_loss if its config
     sets output_router_logits."""
     balance_rate: PositiveFloat | None = None
@@ -182,7 +182,7 @@ class DataSection(Section):
     borders: bool = True
     """Positions restart at each document, and attention does not cross document borders."""
     bos: Literal["auto"] | bool = "auto"
-    """Whether each document begins with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by
+    """Begin each document with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by
     its post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
     max_record_bytes: PositiveInt = 64 * 2**20
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in chunks and have no limit."""
@@ -193,12 +193,12 @@ class DataSection(Section):
     max_untrained: Fraction = 0.1
     """Maximum share of documents with a mask that have no trained token."""
     max_cut: Fraction = 0.25
-    """Maximum share of documents with a mask whose answers train.seq_len cuts."""
+    """Maximum share of documents with a mask whose answers train.seq_len truncates."""
     cache_dir: str = ""
-    """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
+    """Folder for tokenized data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
     batching: Literal["fixed", "cost"] = "fixed"
-    """fixed: ranks and microbatches have equally many samples; cost: equal work, so that short samples are not filled
-    up to long ones. Both give the same numbers."""
+    """fixed: ranks and microbatches have the same number of samples; cost: equal work, so that short samples are not
+    padded to long ones. Results are the same."""
     microbatch_cost: PositiveFloat | Literal["auto"] = "auto"
     """For batching=cost: the cost limit of a microbatch, in tokens: its FLOPs, padded to its longest sample, divided by
     those of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens.
@@ -288,7 +288,7 @@ class CheckpointSection(Section):
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Whether to keep the checkpoint with the best evaluation too."""
+    """Keep the checkpoint with the best evaluation too."""
     best_by: str = "loss"
     """Quantity that selects the best evaluation: loss, or one of the task's metrics by name."""
     best_is: Literal["lowest", "highest"] = "lowest"
@@ -305,7 +305,7 @@ class CheckpointSection(Section):
     busy: Literal["wait", "skip"] = "wait"
     """If a save is due while the previous one is still being written: wait for the previous one, or skip this save."""
     retries: Count = 2
-    """How many times Weft retries a failed save, with increasing pauses; training continues meanwhile."""
+    """Number of retries of a failed save, with increasing pauses; training continues meanwhile."""
     peer_every: Count = 0
     """Steps between copies of the state in memory, on each machine and the next one; 0: none. If ranks or a machine are
     lost, a restart resumes from the newest copy: at most this many steps are repeated, plus those done while a copy or
@@ -377,4 +377,4 @@ class RunConfig(Section):
     channel: tuple[ChannelSection, ...] = Field(default=(), strict=False)
     """Recipients of alerts, each as a table [[channel]]."""
     sink: tuple[SinkSection, ...] = Field(default=(), strict=False)
-    """Destinations of metrics besides events.jsonl, each as a table [[sink]]."""
+    """Destinations of metrics in addition to events.jsonl, each as a table [[sink]]."""

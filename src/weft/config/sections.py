@@ -98,7 +98,7 @@ class LaunchSection(Section):
     exists. The first rank of each axis reads it and sends it to the others.
     """
     restarts: Count = 0
-    """How many times in a row `weft train` restarts the ranks after a rank died, hung or failed: from the newest good
+    """Consecutive restarts of the ranks by `weft train` after a rank died, hung or failed: from the newest good
     checkpoint, or from the newest copy in memory (checkpoint.peer_every) if that is later. Progress since the restart
     before resets the count. Not for ranks that torchrun or srun started.
     """
@@ -246,7 +246,7 @@ class AlertSection(Section):
     oscillating metric from repeating the alert.
     """
     severity: Literal["info", "warning", "critical"] = "warning"
-    """How much it matters."""
+    """Severity in messages and events."""
     actions: tuple[str, ...] = Field(default=(), strict=False)
     """Names of channels, and actions of the run: checkpoint, hold (save, release the devices, wait for `weft resume`),
     stop, lower_lr, skip_data, roll_back.
@@ -254,7 +254,7 @@ class AlertSection(Section):
     quiet: Duration = "30m"
     """Time after an alert in which the same one is recorded and sends nothing."""
     after_step: Count = 0
-    """Steps of the run that are let pass before it is judged."""
+    """First step of the run at which the alert is evaluated."""
     factor: PositiveFloat = Field(default=0.5, le=1)
     """lower_lr: factor on the learning rate."""
     says: str = ""

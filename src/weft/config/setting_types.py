@@ -107,7 +107,7 @@ SecretRef = Annotated[
             "type": "string",
             "pattern": _SECRET,
             "x-secret": True,
-            "x-rule": "env:NAME or file:PATH, where the secret is (it must not stand in a config)",
+            "x-rule": "env:NAME or file:PATH, with the secret (a config must not contain it)",
         }
     ),
 ]

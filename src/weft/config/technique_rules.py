@@ -99,7 +99,7 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
         field="microbatches",
         reason="An interleaved schedule sends microbatches through its stages in groups of pp.",
         predicate=lambda plan, facts: plan.pp > 1 and plan.microbatches % _unit(plan) != 0,
-        finding=lambda plan, facts: f"schedule={plan.schedule} takes microbatches in groups of pp={plan.pp}",
+        finding=lambda plan, facts: f"schedule={plan.schedule} runs microbatches in groups of pp={plan.pp}",
         remedy=_group_choices,
         fix=_nearest_microbatches,
     ),
@@ -115,7 +115,7 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
     Rule(
         name="split-needs-pp",
         field="split",
-        reason="A split gives the number of blocks of each stage, so it needs a pipeline.",
+        reason="A split sets the number of blocks of each stage, so it needs a pipeline.",
         predicate=lambda plan, facts: bool(plan.split) and not asks(plan, facts, "pp"),
         finding=lambda plan, facts: "it divides the blocks of a pipeline, and pp is 1",
         remedy=lambda plan, facts: "Leave split out, or use pp=2 or more",
@@ -163,7 +163,7 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="gather-needs-zero3",
         field="gather",
-        reason="gather=int8 and fp8 are for weights that zero=3 gathers; other stages keep whole weights.",
+        reason="gather=int8 and fp8 are for weights that zero=3 gathers; other stages do not shard weights.",
         predicate=lambda plan, facts: plan.gather not in ("none", "diff4") and plan.zero != 3,
         finding=lambda plan, facts: f"zero={plan.zero} gathers no weights before it uses them",
         remedy=lambda plan, facts: "Leave gather out, or use zero=3",
@@ -181,10 +181,10 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="gather-differences-zero",
         field="gather",
-        reason="gather=diff4 sends differences to weights that ranks keep, as zero=1 and 2 do that send new ones.",
+        reason="gather=diff4 sends differences to the weights of the last step, which only zero=1 and 2 keep and send.",
         predicate=lambda plan, facts: plan.gather == "diff4" and plan.zero not in (1, 2),
         finding=lambda plan, facts: (
-            "zero=3 keeps no weights to which a difference could be sent"
+            "zero=3 keeps no unsharded weights to add a difference to"
             if plan.zero == 3
             else "zero=0 sends gradients and no weights"
         ),
@@ -194,7 +194,7 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="gather-differences-alone",
         field="gather",
-        reason="Differences of weights to masters on the host, or of replicas that meet rarely, are not built.",
+        reason="gather=diff4 is not built for masters on the host, or for sync other than step.",
         predicate=lambda plan, facts: (
             plan.gather == "diff4" and (plan.offload_share("optimizer") > 0 or plan.sync != "step")
         ),
@@ -211,16 +211,16 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="compress-needs-data",
         field="compress",
-        reason="compress acts on gradients over dp_replicate, or over dp_shard where dp_replicate is 1.",
+        reason="compress acts on gradients over dp_replicate, or over dp_shard if dp_replicate is 1.",
         predicate=lambda plan, facts: plan.compress != "none" and not _has_data(plan, facts),
-        finding=lambda plan, facts: "dp_replicate and dp_shard are 1, so no gradient travels between data ranks",
+        finding=lambda plan, facts: "dp_replicate and dp_shard are 1, so no gradient is sent between data ranks",
         remedy=lambda plan, facts: "Leave compress out, or use dp_replicate=2 or more",
         fix=lambda plan, facts: plan.replace(compress="none"),
     ),
     Rule(
-        name="compress-debts-zero",
+        name="compress-feedback-zero",
         field="compress",
-        reason="Under zero=3 a wire that owes what it rounds off is not built with tp, pp and ep; int4 for 2 replicas.",
+        reason="Under zero=3, error feedback is not built with tp, pp and ep; int4 is built for 2 replicas.",
         predicate=lambda plan, facts: (
             plan.compress != "none"
             and wire_spec(plan.compress).outer_only
@@ -230,57 +230,56 @@ WIRE_RULES: tuple[Rule, ...] = (
             and asks(plan, facts, "dp_replicate")
         ),
         finding=lambda plan, facts: (
-            "its rounding error is added to the next step, which zero=3 with "
-            f"{_incompatible_setting(plan)} does not keep"
+            "its rounding error is added to the next step, which is not built for zero=3 with "
+            f"{_incompatible_setting(plan)}"
         ),
-        remedy=lambda plan, facts: "Use zero=2, or compress=int8, which owes nothing",
+        remedy=lambda plan, facts: "Use zero=2, or compress=int8, which has no error feedback",
         fix=lambda plan, facts: plan.replace(compress="int8"),
     ),
     Rule(
         name="compress-state-over-shard",
         field="compress",
         reason=(
-            "A wire that keeps what it rounds off keeps a whole gradient on every rank of dp_shard, which is what ZeRO "
-            "2 and 3 give up."
+            "Error feedback needs an unsharded gradient on every rank of dp_shard, which ZeRO 2 and 3 do not keep."
         ),
         predicate=lambda plan, facts: _keeps(plan) and plan.zero >= 2 and not asks(plan, facts, "dp_replicate"),
         finding=lambda plan, facts: (
-            f"it keeps what it rounds off, a whole gradient on every rank, which zero={plan.zero} has no room for"
+            f"its error feedback needs an unsharded gradient on every rank, which zero={plan.zero} does not keep"
         ),
-        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or dp_replicate=2 or more",
+        remedy=lambda plan, facts: "Use compress=int8, which has no error feedback, or dp_replicate=2 or more",
         fix=lambda plan, facts: plan.replace(compress="int8"),
     ),
     Rule(
         name="sync-needs-replicas",
         field="sync",
-        reason="sync says when the replicas of dp_replicate meet, so it needs more than one of them.",
+        reason="sync sets when the replicas of dp_replicate synchronize, so it needs more than one of them.",
         predicate=lambda plan, facts: plan.sync != "step" and not asks(plan, facts, "dp_replicate"),
-        finding=lambda plan, facts: "dp_replicate is 1, so there are no replicas to meet",
+        finding=lambda plan, facts: "dp_replicate is 1, so there are no replicas to synchronize",
         remedy=lambda plan, facts: "Leave sync out, or use dp_replicate=2 or more",
         fix=lambda plan, facts: plan.replace(sync="step"),
     ),
     Rule(
         name="sync-compress",
         field="compress",
-        reason="From meeting to meeting replicas owe what top leaves out; int4 and powersgd are not built there.",
+        reason="Under sync other than step, error feedback is built for top, and not for int4 and powersgd.",
         predicate=lambda plan, facts: plan.sync != "step" and _keeps(plan) and not _keeps_few(plan),
-        finding=lambda plan, facts: f"it keeps what it rounds off for the next step, which sync={plan.sync} does not",
-        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, top:0.02, or sync=step",
+        finding=lambda plan, facts: f"its error feedback is not built for sync={plan.sync}",
+        remedy=lambda plan, facts: "Use compress=int8, which has no error feedback, top:0.02, or sync=step",
         fix=lambda plan, facts: plan.replace(compress="int8"),
     ),
     Rule(
         name="top-needs-sync",
         field="compress",
-        reason="The largest values alone lose too much of a gradient in each step; changes over many steps bear it.",
+        reason="The largest values alone lose too much of each step's gradient, so top is for changes over many steps.",
         predicate=lambda plan, facts: plan.sync == "step" and _keeps_few(plan),
-        finding=lambda plan, facts: "it sends few values, which is for the changes of weights between meetings",
+        finding=lambda plan, facts: "it sends few values, which is for changes of weights over many steps",
         remedy=lambda plan, facts: "Use e.g. sync=diloco:50 with dp_replicate=2 or more, or compress=int8",
         fix=lambda plan, facts: plan.replace(compress="int8"),
     ),
     Rule(
         name="sync-loss-scale",
         field="precision",
-        reason="Under fp16 each replica that trains by itself would have a loss scale of its own, which is not built.",
+        reason="Under fp16, separately trained replicas would have different loss scales, which is not built.",
         predicate=lambda plan, facts: plan.sync != "step" and plan.precision == "fp16",
         finding=lambda plan, facts: f"its loss scale would differ between replicas under sync={plan.sync}",
         remedy=lambda plan, facts: "Use precision=bf16, or sync=step",
@@ -305,7 +304,7 @@ def _between(plan: Plan, facts: Facts) -> str:
     if inside is not None:
         return f"{inside} communicates within forward and backward"
     if plan.offload:
-        return f"offload={'+'.join(plan.offload)} lets the device and the host wait for each other"
+        return f"offload={'+'.join(plan.offload)} makes the device and the host wait for each other"
     if plan.sync != "step":
         return f"sync={plan.sync} changes weights while a step computes"
     return ""
@@ -326,31 +325,31 @@ GRAPH_RULES: tuple[Rule, ...] = (
         fix=_off,
     ),
     Rule(
-        name="graphs-hold-one-rank",
+        name="graphs-on-one-rank",
         field="graphs",
-        reason="A graph holds kernels of one rank alone, in a row that neither the host nor other ranks interrupt.",
+        reason="A graph contains kernels of one rank, without interruption by the host or other ranks.",
         predicate=lambda plan, facts: plan.graphs and bool(_between(plan, facts)),
-        finding=lambda plan, facts: f"a graph holds kernels of one rank alone, and {_between(plan, facts)}",
-        remedy=lambda plan, facts: "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone",
+        finding=lambda plan, facts: f"a graph contains kernels of one rank only, and {_between(plan, facts)}",
+        remedy=lambda plan, facts: "Use graphs=off, or only data parallelism with zero=0, 1 or 2",
         fix=_off,
     ),
     Rule(
-        name="graphs-hold-no-experts",
+        name="graphs-without-experts",
         field="graphs",
-        reason="What routers count of a microbatch is added up by the host's code, which a graph leaves out.",
+        reason="The host adds up the routers' token counts, which a graph cannot contain.",
         predicate=lambda plan, facts: plan.graphs and facts.model.num_experts > 0,
-        finding=lambda plan, facts: "the model has experts, and the host's code adds up what their routers count",
+        finding=lambda plan, facts: "the model has experts, and the host adds up their routers' token counts",
         remedy=lambda plan, facts: "Use graphs=off",
         fix=_off,
     ),
     Rule(
         name="graphs-compiled-recompute",
         field="graphs",
-        reason="Code that torch generates for recomputed blocks asks for the generator's state, which a graph forbids.",
+        reason="Generated code of recomputed blocks reads the generator's state, which a graph forbids.",
         predicate=lambda plan, facts: plan.graphs and plan.compile and plan.recompute_policy != "none",
         finding=lambda plan, facts: (
-            f"with compile=on and recompute={plan.recompute}, generated code asks for the state of torch's generator, "
-            "which nothing may do while a graph is recorded"
+            f"with compile=on and recompute={plan.recompute}, generated code reads the state of torch's generator, "
+            "which is impossible while a graph is recorded"
         ),
         remedy=lambda plan, facts: "Use recompute=none, compile=off, or graphs=off",
         fix=_off,

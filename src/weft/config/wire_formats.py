@@ -59,7 +59,7 @@ _KNOWN: dict[str, WireSpec] = {}
 def register(wire: WireSpec) -> WireSpec:
     """Make a format a legal value of `reduce`. Registering it again has no effect; raise PlanError for a taken name."""
     if _KNOWN.setdefault(wire.name, wire) != wire:
-        raise PlanError(f"reduce={wire.name}: another wire has this name. Register it under a name of its own.")
+        raise PlanError(f"reduce={wire.name}: another wire format has this name. Register it under another name.")
     return wire
 
 

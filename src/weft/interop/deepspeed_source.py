@@ -143,7 +143,7 @@ def _scan(text: str, name: str) -> tuple[dict[KeyPath, int], list[Problem]]:
             path[-1] = str(json.loads(last[0]))
             place = tuple(path)
             if place in lines:
-                rule = f"{dotted(place)} is given twice, first in line {lines[place]}. Keep one."
+                rule = f"{dotted(place)} is set twice, first in line {lines[place]}. Keep one."
                 problems.append(Problem(dotted(place), rule, f"{name}:{last[1]}"))
             lines.setdefault(place, last[1])
         elif token == ",":

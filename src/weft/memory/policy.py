@@ -267,8 +267,8 @@ def without_cache(value: Any) -> Any:
         return value
     if hugging_face.holds_tokens(value):
         raise ModelError(
-            f"{type(value).__name__} in a recomputed block: it holds tokens already, and replaying the block would "
-            f"add to it twice. Use recompute=none, or train without a cache."
+            f"{type(value).__name__} in a recomputed block: it has tokens already, and replaying the block would add "
+            "to it twice. Use recompute=none, or train without a cache."
         )
     return None
 

@@ -286,9 +286,9 @@ class Recompute:
         else:
             least = f"{math.ceil(fixed_bytes / 2**20)}MiB"
         return (
-            f"recompute={self.setting}: one microbatch keeps {format_bytes(full_bytes)} for backward on this rank, and "
-            f"{format_bytes(fixed_bytes)} of them even with recompute=full (the blocks' inputs and what lies outside "
-            f"the blocks). Use recompute={least}, or a larger accumulation."
+            f"recompute={self.setting}: one microbatch keeps {format_bytes(full_bytes)} for backward on this rank, "
+            f"and {format_bytes(fixed_bytes)} of them even with recompute=full (the blocks' inputs and activations "
+            f"outside the blocks). Use recompute={least}, or a larger accumulation."
         )
 
 

@@ -426,7 +426,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         # An adapted class has AdaptedLinear as its first base. A later class replacement would come before it.
         if type(layer).__bases__[0] is not AdaptedLinear:
             raise ModelError(
-                f"model: {path} was changed after add_adapter, such as by parallelize. Merge the whole tensors: "
+                f"model: {path} was changed after add_adapter, such as by parallelize. Merge the full tensors: "
                 "merged_tensors(model, run.full_state_dict(model))."
             )
         assert isinstance(layer, AdaptedLinear)

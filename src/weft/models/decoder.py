@@ -188,7 +188,7 @@ class Decoder(KeepsTies):
         if cache is None:
             return
         if document_ids_BT is not None:
-            raise ModelError("document_ids with a cache: a cache holds one document. Leave document_ids out.")
+            raise ModelError("document_ids with a cache: a cache has one document. Leave document_ids out.")
         if cache.num_tokens + num_tokens > cache.max_tokens:
             raise ModelError(
                 f"cache of {cache.max_tokens} tokens: it holds {cache.num_tokens}, and {num_tokens} more do not fit. "

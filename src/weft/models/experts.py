@@ -276,7 +276,7 @@ def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
         x_RD, weights_EFD = x_RD.to(dtype), weights_EFD.to(dtype)
     if way == "loop":
         return _Loop.apply(x_RD, weights_EFD, ends_E.tolist() if isinstance(ends_E, Tensor) else ends_E)
-    assert isinstance(ends_E, Tensor), "ends were told for stacks that all go expert by expert"
+    assert isinstance(ends_E, Tensor), "ends were passed for stacks that all compute expert by expert"
     return torch.nn.functional.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
 
 

@@ -71,8 +71,8 @@ def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: 
         return
     if not parameter.is_floating_point():
         raise ModelError(
-            f"parameter {full_name}: it holds bytes of a packed weight, which no seed makes. Give the model weights "
-            "before add_adapter(base=...)."
+            f"parameter {full_name}: it has quantized weights, which cannot be initialized from a seed. Load the "
+            "weights before add_adapter(base=...)."
         )
     if name == "bias":
         parameter.zero_()

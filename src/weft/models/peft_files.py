@@ -45,8 +45,8 @@ def save_adapter(
     own = {f"{path}.{name}" for path, name in record.params()}
     if more := [name for name, param in model.named_parameters() if param.requires_grad and name not in own]:
         raise ModelError(
-            f"parameter {more[0]!r}: it is trained beside the adapter, and files of an adapter cannot hold it. Save "
-            "the whole model: run.save_pretrained, or merged_tensors."
+            f"parameter {more[0]!r}: it is trained in addition to the adapter, and adapter files cannot contain it. "
+            "Save the full model: run.save_pretrained, or merged_tensors."
         )
     named = getattr(getattr(model, "config", None), "_name_or_path", None)
     task = "CAUSAL_LM" if hasattr(model, "generate") else None
@@ -109,7 +109,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
                 "Give the base that the adapter was trained on."
             )
         raise CheckpointError(
-            f"{folder}: it adapts {path!r} ({type(modules[path]).__name__}), which takes no adapter in Weft. "
+            f"{folder}: it adapts {path!r} ({type(modules[path]).__name__}), which cannot have an adapter in Weft. "
             "Merge it with peft, and load the merged model."
         )
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
@@ -122,7 +122,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         if saved is None or saved.shape != param.shape:
             said = "is missing" if saved is None else f"has shape {tuple(saved.shape)}, not {tuple(param.shape)}"
             raise CheckpointError(
-                f"{folder}: tensor {theirs!r} {said}. Give the base that the adapter was trained on, and whole files."
+                f"{folder}: tensor {theirs!r} {said}. Use the base that the adapter was trained on, and complete files."
             )
         with torch.no_grad():
             param.copy_(saved)
@@ -189,6 +189,6 @@ def _names_in(folder: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str
         found = next((name for name, suffix in _SUFFIXES.items() if full.endswith(f".{suffix}")), None)
         if found is None or not full.startswith(_PREFIX):
             raise CheckpointError(
-                f"{folder}: tensor {full!r} is none of an adapter on linear layers. Use peft to load it."
+                f"{folder}: tensor {full!r} does not belong to an adapter on linear layers. Use peft to load it."
             )
         yield full.removeprefix(_PREFIX).removesuffix(f".{_SUFFIXES[found]}"), found

@@ -172,7 +172,7 @@ def pack_layers(model: nn.Module, chosen: Mapping[str, nn.Module], base: str) ->
         ModelError: if the format is unknown, or if a layer stores its weight transposed.
     """
     if base not in BASE_FORMATS:
-        raise ModelError(f"base={base}: a base is kept as stored, int8 or nf4. Use base=nf4.")
+        raise ModelError(f"base={base}: a base is stored, int8 or nf4. Use base=nf4.")
     kept, widths = BASE_FORMATS[base], dict[str, int]()
     for path, layer in chosen.items():
         if layers.is_transposed(layer):

@@ -349,7 +349,7 @@ def build_image_model(name: str, num_classes: int, side: int) -> nn.Module:
         patch = _SMALL_PATCH if side < _SMALL_SIDE else _PATCH
         if side % patch:
             raise ModelError(
-                f"side={side}: {name} cuts a picture into squares of {patch} pixels. Use a multiple of {patch}."
+                f"side={side}: {name} divides a picture into squares of {patch} pixels. Use a multiple of {patch}."
             )
         return VisionTransformer(VITS[name], num_classes, side, patch)
     stages = VGGS.get(name.removesuffix("_bn"))

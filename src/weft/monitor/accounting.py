@@ -139,7 +139,7 @@ class TimeLedger:
             self._spend("restart", when - self._looped)
         elif self._state == "held":
             self._spend("held", when - self._looped)
-        elif self._state == "told to go on":
+        elif self._state == "request to continue":
             self._spend("restart", when - self._looped)
         if math.isnan(self.first):
             self.first = when
@@ -168,7 +168,7 @@ class TimeLedger:
             self._looped, self._state = when, "held"
         elif kind == "go_on":
             self._spend("held", when - self._looped)
-            self._looped, self._state = when, "told to go on"
+            self._looped, self._state = when, "request to continue"
         elif kind == "action" and event.get("action") == "hold":
             self._state = "will be held"
         elif kind in ("checkpoint", "copy"):

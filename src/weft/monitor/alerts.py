@@ -150,7 +150,7 @@ def ask(folder: Path, wish: RunRequest) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot ask this run for anything ({error.strerror}). Check the path.") from error
+        raise ConfigError(f"{folder}: cannot send a request to this run ({error.strerror}). Check the path.") from error
 
 
 class RequestQueue:
@@ -196,9 +196,9 @@ def action_line(step: int, wish: RunRequest) -> str:
     """Return the line that the terminal shows for a request, once all ranks have received it."""
     does = {
         "checkpoint": "saves a checkpoint",
-        "hold": "saves and is held",
+        "hold": "saves and pauses",
         "stop": "saves and stops",
-        "lower_lr": f"goes on with the learning rate times {wish.factor:g}",
+        "lower_lr": f"continues with the learning rate times {wish.factor:g}",
         "skip_data": "goes back, and leaves out the data of the steps since",
         "roll_back": "goes back to an older checkpoint",
     }
@@ -532,7 +532,9 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
     if rule.says:
         lines.append(rule.says.replace("RUN", str(folder)))
     resume = f"weft resume {folder}"
-    lines.append(f"To go on: {resume} [key=value ...]" if "hold" in does else f"To hold it: weft ask {folder} hold")
+    lines.append(
+        f"To continue: {resume} [key=value ...]" if "hold" in does else (f"To pause it: weft ask {folder} hold")
+    )
     data = {"run": config.run.name, "folder": str(folder), "good": dict(notice.good), **notice.as_json()}
     if notice.rule.severity == "critical":
         data["resume"] = resume

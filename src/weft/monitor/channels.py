@@ -117,7 +117,7 @@ def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
     def send() -> None:
         speaker = apprise.Apprise()
         if not speaker.add(url):
-            raise SinkTrouble("apprise does not know an address of this kind")
+            raise SinkTrouble("apprise does not support this kind of address")
         if not speaker.notify(title=_one_line(message.title), body=message.text):
             raise SinkTrouble("apprise could not send it")
 

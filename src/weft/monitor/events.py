@@ -175,8 +175,8 @@ class EventLog:
 
     def _halted(self, error: OSError) -> TrainingHalted:
         return TrainingHalted(
-            f"run.dir={self.path.parent}: events cannot be written to {self.path.name} ({error.strerror})."
-            " Make room or choose another run.dir, and run the same command again: it resumes."
+            f"run.dir={self.path.parent}: events cannot be written to {self.path.name} ({error.strerror}). Free "
+            "space or choose another run.dir, and run the same command again: it resumes."
         )
 
 

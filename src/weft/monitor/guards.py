@@ -68,7 +68,7 @@ class NonFiniteGuard:
         elif "loss" in kinds:
             advice = "Lower optimizer.lr or lengthen schedule.warmup_steps"
         else:
-            advice = "Lower optimizer.lr or optimizer.max_grad_norm, or use bf16 or fp32 in place of fp16"
+            advice = "Lower optimizer.lr or optimizer.max_grad_norm, or use bf16 or fp32 instead of fp16"
         return (
             f"train.max_bad_steps={self.limit}: the {what} was not finite {where}; the last: {reason}."
             f" {advice}, and run the command again"

@@ -154,7 +154,7 @@ class StragglerWatch:
         own_s, peers_s = statistics.median(list(one.own_s)[-_LEAST:]), statistics.median(list(one.peers_s)[-_LEAST:])
         peers = [other for other in range(len(reports)) if other != rank and reports[other]
                  and self._group_of[other] == self._group_of[rank]]  # fmt: skip
-        beside = "its peers' median" if peers else "what it usually takes"
+        beside = "its peers' median" if peers else "its usual time"
         text = (
             f"rank {rank} is slow, and the others wait for it: its own work takes {format_seconds(own_s)} a step, "
             f"{lag:.2f} times {beside} ({format_seconds(peers_s)})"

@@ -145,7 +145,9 @@ def options_of(optimizer: Callable[..., torch.optim.Optimizer]) -> list[str] | N
 
 def _check_options(section: OptimizerSection, takes: list[str] | None) -> None:
     if takes is not None and "lr" not in takes:
-        _refuse("name", f"{section.name}: it takes no lr, which the schedule sets. Wrap it in a class that does.")
+        _refuse(
+            "name", (f"{section.name}: it has no lr argument, which the schedule sets. Wrap it in a class that does.")
+        )
     own = [name for name in ("lr", "weight_decay") if name in section.options]
     if own:
         _refuse(f"options.{own[0]}", f"this is a setting of the section itself. Use optimizer.{own[0]}=.")

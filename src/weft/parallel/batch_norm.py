@@ -77,9 +77,9 @@ class SampleGroups:
             return self._check_own_samples(samples, index, count)
         if not _on_borders(range(start, stop), size, count):
             raise ModelError(
-                f"{self._said}: a microbatch holds samples {start} to {stop - 1} of the global batch over all "
-                f"ranks, and a group must lie in one microbatch. Use a {self._name} that divides {stop - start}, or "
-                f"fewer microbatches."
+                f"{self._said}: a microbatch holds samples {start} to {stop - 1} of the global batch over all ranks, "
+                f"and a group must be in one microbatch. Use a {self._name} that divides {stop - start}, or fewer "
+                "microbatches."
             )
         alone = count % size == 1 or size == 1
         if all(_on_borders(run, size, count) for run in runs):
@@ -97,8 +97,8 @@ class SampleGroups:
         is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
         if not is_run or not _on_borders(range(numbers[0], numbers[-1] + 1), self.size, count):
             raise ModelError(
-                f"{self._said}: this rank's microbatch holds parts of groups, and Weft does not know where "
-                "the other parts are. Pass the DataLoader through run.shard, which deals out samples in order."
+                f"{self._said}: this rank's microbatch has parts of groups, and the other parts are unknown. Pass "
+                "the DataLoader through run.shard, which divides samples in order."
             )
         own = range(numbers[0], numbers[-1] + 1)
         return GroupSplit(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
@@ -178,8 +178,8 @@ class NormGroups:
         """Layout of the groups in the current computation."""
         if self._split_part is None:
             raise ModelError(
-                f"norm_group={self.size}: a model in training needs to know which samples it is given, and only "
-                "run.train_step tells it. Call run.train_step, or leave norm_group out in a loop of your own."
+                f"norm_group={self.size}: in training, only run.train_step passes the sample numbers to the model. "
+                "Call run.train_step, or leave norm_group out in your own loop."
             )
         return self._split_part
 
@@ -353,8 +353,8 @@ def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
     per_sample = cut.samples.rows_of_each(count)
     if per_sample is None:
         raise ModelError(
-            f"norm_group={size}: a batch norm got {count} rows for {len(numbers)} samples, and Weft cannot tell which "
-            "belong to which. Give every sample equally many rows, or normalise with GroupNorm."
+            f"norm_group={size}: a batch norm got {count} rows for {len(numbers)} samples, so the rows of each "
+            "sample are unknown. Use the same number of rows for every sample, or GroupNorm."
         )
     rows = [0] * cut.num_groups
     for number, many in zip(numbers, per_sample, strict=True):

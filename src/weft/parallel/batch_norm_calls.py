@@ -45,7 +45,7 @@ class BatchNormCall:
     def check(self, norm: Any) -> None:
         """Raise ModelError unless the call updates the running statistics of `norm` as torch's own forward does."""
         if self.func is torch.native_batch_norm:
-            raise _refused(norm, "it calls torch.native_batch_norm, whose statistics are those of one microbatch")
+            raise _refused(norm, "it calls torch.native_batch_norm, with statistics of one microbatch")
         moves = self.running_mean is not None or self.running_var is not None
         if moves and (self.running_mean is not norm.running_mean or self.running_var is not norm.running_var):
             raise _refused(norm, "it passes statistics to batch_norm that are not its running_mean and running_var")
@@ -96,7 +96,7 @@ def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwa
     """
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.ndim]
     if len(tensors) != 1 or not args or args[0] is not tensors[0]:
-        raise _refused(norm, "its forward takes more than one tensor")
+        raise _refused(norm, "its forward has more than one tensor argument")
     x = tensors[0]
     buffers = {name: (buffer, buffer.clone()) for name, buffer in norm.named_buffers(recurse=False)}
     running = [one for one in (norm.running_mean, norm.running_var) if one is not None]
@@ -122,7 +122,7 @@ def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwa
         raise _refused(norm, "its forward does not return one tensor with a row for each row of its input")
     scale = alone.abs().max().clamp(min=1e-30)
     if not bool((among[: len(x)] - alone).abs().max() <= 1e-3 * scale):
-        raise _refused(norm, "it computes statistics of the batch itself, which are those of one microbatch")
+        raise _refused(norm, "it computes statistics of one microbatch")
 
 
 class _WithoutStatistics(TorchFunctionMode):
@@ -138,6 +138,6 @@ class _WithoutStatistics(TorchFunctionMode):
 def _refused(norm: Any, found: str) -> ModelError:
     path = norm._weft_path or "the model"
     return ModelError(
-        f"norm_group={norm._weft_groups.size}: {path} is a {type(norm).__name__}, a batch norm with a forward of its "
-        f"own: {found}. Use nn.BatchNorm2d or GroupNorm, or leave norm_group out."
+        f"norm_group={norm._weft_groups.size}: {path} is a {type(norm).__name__}, a batch norm with a custom "
+        f"forward: {found}. Use nn.BatchNorm2d or GroupNorm, or leave norm_group out."
     )

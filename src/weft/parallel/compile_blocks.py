@@ -175,8 +175,8 @@ def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None
     )
     if (reason := next((words for holds, words in reasons if holds), None)) is not None:
         warnings.warn(
-            f"compile=on: blocks with {reason} run uncompiled where they recompute. "
-            f"Use recompute=none to have them compiled in parts, or leave compile out.",
+            f"compile=on: blocks with {reason} run uncompiled if they are recomputed. Use recompute=none to have "
+            "them compiled in parts, or leave compile out.",
             WeftWarning,
             stacklevel=stacklevel + 1,
         )

@@ -137,7 +137,7 @@ class ElasticDiLoCo(RareSync):
         self._engine.arrive()
         held = self.held()
         self._refuse_unfit(held)
-        with self.mesh.pulse.doing("meets the other replicas"):
+        with self.mesh.pulse.doing("synchronizes with the other replicas"):
             self._sync_others(held)
 
     def _sync_others(self, held: Sequence[FlatSlice]) -> None:
@@ -149,13 +149,17 @@ class ElasticDiLoCo(RareSync):
             if not isinstance(call, Call):
                 self.over = call if call["do"] == "over" else None
                 self.owes_meeting = call["do"] == "leave"
-                self.party.says(f"step {self.step}: no meeting ({call.get('why') or 'the other replicas have ended'})")
+                self.party.says(
+                    f"step {self.step}: no synchronization ({call.get('why') or 'the other replicas have ended'})"
+                )
                 return
             found = self._exchange(call)
             if self.party.finalize(call, found is not None) and found is not None:
                 self._commit(call, found)
                 return
-            self.party.says(f"step {self.step}: a meeting of replicas {call.members} failed, and nothing was changed")
+            self.party.says(
+                f"step {self.step}: a synchronization of replicas {call.members} failed, and nothing was changed"
+            )
 
     def _exchange(self, call: Call) -> list[_Found] | None:
         """Return the result of the members' exchange in separate buffers, or None if it failed."""
@@ -208,7 +212,7 @@ class ElasticDiLoCo(RareSync):
             self.party.says(f"step {self.step}: joined the others again at step {call.step}, with their weights")
         elif away != self._away and away:
             several, others = "s" if len(away) > 1 else "", ", ".join(map(str, away))
-            self.party.says(f"step {self.step}: meetings go on without replica{several} {others}")
+            self.party.says(f"step {self.step}: synchronizations continue without replica{several} {others}")
         elif away != self._away:
             self.party.says(f"step {self.step}: all replicas take part in meetings again")
         self._away = away

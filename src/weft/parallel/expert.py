@@ -107,8 +107,8 @@ def balance_routers(model: nn.Module, rate: float) -> int:
     ]
     if not found:
         raise ModelError(
-            f"balance_rate={rate}: {type(model).__name__} has no routers beside its experts that give (logits, "
-            f"weights, ids). Leave balance_rate out; Weft's own models have model.balance."
+            f"balance_rate={rate}: {type(model).__name__} has no routers with its experts that return (logits, "
+            "weights, ids). Leave balance_rate out; Weft's own models have model.balance."
         )
     for layer, name in found:
         router: Any = getattr(layer, name)

@@ -110,8 +110,8 @@ def _refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
             raise ModelError(frequency_refusal(path or "the model"))
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and mesh.world_size > 1:
             raise ModelError(
-                f"max_norm={module.max_norm}: {path or 'the model'} scales rows of its weight in forward, on each rank "
-                "those of its own samples, so the ranks' weights part. Scale the weight after each step instead."
+                f"max_norm={module.max_norm}: {path or 'the model'} scales rows of its weight in forward, on each "
+                "rank by its own samples, so the ranks' weights diverge. Scale the weight after each step instead."
             )
 
 
@@ -133,8 +133,8 @@ def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
         "GroupNorm"
     )
     warnings.warn(
-        f"batch norm in {names}: each of {' x '.join(parts)} normalises its own samples, so the "
-        f"numbers are not those of one device with the whole batch. {remedy}",
+        f"batch norm in {names}: each of {' x '.join(parts)} normalizes its own samples, so results differ from one "
+        f"device with the full batch. {remedy}",
         WeftWarning,
         stacklevel=5,
     )

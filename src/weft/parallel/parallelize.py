@@ -151,7 +151,7 @@ def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recip
 
 def _refuse_graphs(mesh: Mesh, spread: EncoderChoice) -> None:
     if mesh.plan.graphs and spread.shared:
-        rule = "ranks share the encoder that is spread, and communicate within forward"
+        rule = "ranks share the work of a spread encoder, and communicate within forward"
         raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])
 
 

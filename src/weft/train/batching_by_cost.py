@@ -65,7 +65,7 @@ class Costs:
             number, least = int(found.argmax()), int(np.ceil(found.max()))
             raise DataError(
                 f"data.microbatch_cost={self.most:g}: sample {number} of the training data has {lengths[number]} "
-                f"tokens, which cost {found[number]:.1f}. Use data.microbatch_cost={least}, or cut long samples "
+                f"tokens, which cost {found[number]:.1f}. Use data.microbatch_cost={least}, or truncate long samples "
                 "(train.seq_len)."
             )
 

@@ -355,7 +355,11 @@ class Keeper:
             return
         set_aside(self._folder.checkpoints, lambda one: one.step == self._resumed)
         steps = saved_steps(self._folder)
-        goes_on = f"it resumes from step {steps[-1]}" if steps else "it starts anew, since no other was saved"
+        goes_on = (
+            f"it resumes from step {steps[-1]}"
+            if steps
+            else ("it starts from the beginning, because no other was saved")
+        )
         raise CheckpointError(
             f"checkpoint of step {self._resumed}, which the run went on from: {'; '.join(dict.fromkeys(problems))}. "
             f"It is set aside, and no step since is saved. Run the command again: {goes_on}."

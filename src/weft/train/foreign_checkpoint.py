@@ -74,14 +74,14 @@ def _model_of(weights_at: Mapping[Place, list[Place]], states: list[Place], key:
     if key is not None:
         found = [place for place in weights_at if ".".join(map(str, place)) == key]
         if not found:
-            raise CheckpointError(f"--model {key}: this table holds no tensors. {_tables(weights_at)}")
+            raise CheckpointError(f"--model {key}: this table has no tensors. {_tables(weights_at)}")
         return found[0]
     owners = {str(place[-2]) for place in states if place[-3:-2] == ("state",)}
     fits = [place for place, members in weights_at.items() if owners <= {str(one[-1]) for one in members}]
     if len(fits) != 1:
         fits = [place for place in fits or weights_at if place and place[-1] in ("model", "module", "state_dict")]
     if len(fits) != 1:
-        raise CheckpointError(f"cannot tell which tensors are the model's weights. {_tables(weights_at)}")
+        raise CheckpointError(f"it is unclear which tensors are the model's weights. {_tables(weights_at)}")
     return fits[0]
 
 
@@ -322,7 +322,7 @@ def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
             return int(found.tensors[place])
     counted = [int(tensor) for name, tensor in states.items() if name.endswith("/step") and tensor.numel() == 1]
     if not counted:
-        raise CheckpointError("--step: the checkpoint does not say how many optimizer steps were done. Give --step N.")
+        raise CheckpointError("--step: the checkpoint does not record its optimizer step. Add --step N.")
     return max(counted)
 
 

@@ -64,7 +64,7 @@ class Taken:
             NotTaken: if the tensors together exceed the limit.
         """
         if num_bytes > self._bytes_left:
-            raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files hold")
+            raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files have")
 
     def tensor(self, place: Sequence[Any], tensor: torch.Tensor) -> None:
         """Add one full tensor. Raise NotTaken if it is far larger than the source's files."""
@@ -141,7 +141,7 @@ def reason_of(error: Exception) -> str:
         return f"it holds {found[1]}, which is not a weight; Weft ran and loaded nothing from it"
     first = str(error).strip().split("\n")[0][:160]
     if isinstance(error, MemoryError) or "allocate memory" in first:
-        return "reading it takes far more memory than its files have bytes"
+        return "reading it needs far more memory than its files have bytes"
     return f"it cannot be read as weights ({type(error).__name__}: {first})"
 
 
@@ -243,14 +243,14 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         found[int(match[1] or 0)] = within(folder, path.name)
     if sorted(found) != list(range(len(found))) or not found:
         kind = "optimizer states" if pattern is _STATES else "model states"
-        raise NotTaken(f"files of {kind} are missing: found only those of ranks {sorted(found)}")
+        raise NotTaken(f"files of {kind} are missing: found only files of ranks {sorted(found)}")
     return [found[rank] for rank in sorted(found)]
 
 
 def _load(path: Path) -> dict[str, Any]:
     found = load_weights(path, path.name, mapped=True)
     if not isinstance(found, dict):
-        raise NotTaken(f"{path.name} holds no table")
+        raise NotTaken(f"{path.name} has no table")
     return found
 
 
@@ -486,27 +486,27 @@ def _whole(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _
     properties, shape = entry.get("properties"), entry.get("size")
     dtype = properties.get("dtype", 0) if isinstance(properties, _Record) else None
     if not isinstance(dtype, torch.dtype) or not _is_shape(shape):
-        raise NotTaken(f"{name}: .metadata gives no dtype or shape")
+        raise NotTaken(f"{name}: .metadata has no dtype or shape")
     taken.reserve(name, numel(shape) * dtype.itemsize)
     found: torch.Tensor | None = None
     seen = torch.zeros(0, dtype=torch.bool)
     for index, info in stored:
         chunk, offset = load_weights(_bytes(source, info), name), index.get("offset")
         if not isinstance(chunk, torch.Tensor) or chunk.dtype != dtype or not _is_shape(offset):
-            raise NotTaken(f"{name}: one of its pieces is not a tensor of {dtype}")
+            raise NotTaken(f"{name}: one of its parts is not a tensor of {dtype}")
         ends = [low + size for low, size in zip(offset, chunk.shape, strict=False)]
         if len(offset) != len(shape) or chunk.dim() != len(shape) or any(map(int.__gt__, ends, shape)):
-            raise NotTaken(f"{name}: one of its pieces lies outside of the shape {list(shape)}")
+            raise NotTaken(f"{name}: one of its parts is outside the shape {list(shape)}")
         if tuple(chunk.shape) == tuple(shape) and len(stored) == 1:
             return chunk
         if found is None:
             found, seen = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
         box = tuple(slice(low, end) for low, end in zip(offset, ends, strict=True))
         if bool(seen[box].any()):
-            raise NotTaken(f"{name}: two of its pieces overlap")
+            raise NotTaken(f"{name}: two of its parts overlap")
         found[box], seen[box] = chunk, True
     if found is None or not bool(seen.all()):
-        raise NotTaken(f"{name}: some of its pieces are missing")
+        raise NotTaken(f"{name}: some of its parts are missing")
     return found
 
 
@@ -521,9 +521,9 @@ def _bytes(source: Path, info: _Stored) -> bytes:
     offset, length = info.get("offset"), info.get("length")
     path = within(source, info.get("relative_path"))
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise NotTaken(f"{path.name}: .metadata gives no byte range in it")
+        raise NotTaken(f"{path.name}: .metadata has no byte range in it")
     if offset + length > path.stat().st_size:
-        raise NotTaken(f"{path.name} is shorter than .metadata says: it was truncated")
+        raise NotTaken(f"{path.name} is shorter than .metadata records: it was truncated")
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(length)
@@ -551,13 +551,13 @@ def read_pickled(source: Path, taken: Taken) -> None:
         for key, tensor in _weights(table, name).items():
             if isinstance(key, str) and isinstance(tensor, torch.Tensor):
                 if key in seen:
-                    raise NotTaken(f"{name}: tensor {key[:200]!r} stands in another file too")
+                    raise NotTaken(f"{name}: tensor {key[:200]!r} is in another file too")
                 seen.add(key)
                 taken.tensor((key,), tensor)
             else:
                 taken.value((name, str(key)), None)
     if not seen:
-        raise NotTaken("its files hold no tensors")
+        raise NotTaken("its files have no tensors")
 
 
 def _pickle_files(source: Path) -> list[str]:

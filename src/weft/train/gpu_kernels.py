@@ -98,12 +98,12 @@ class GpuKernels:
             self._measures = self._convolutions == "measured"
             self._chosen = "measured" if self._measures else "guessed"
         elif cudnn.benchmark:
-            self._chosen = "measured for every shape, as torch was told" if has_any else ""
+            self._chosen = "measured for every shape, as set in torch" if has_any else ""
             return
         elif has_any:
             told = torch.are_deterministic_algorithms_enabled() or cudnn.deterministic
             self._measures = not told and self._plan.tp == 1
-            reason = " (torch is told to be deterministic)" if told else " (tp has copies of them on several ranks)"
+            reason = " (torch is set to be deterministic)" if told else " (tp has copies of them on several ranks)"
             self._chosen = "measured" if self._measures else f"guessed{reason}"
         if self._measures:
             self._chosen += f" for the first {MOST_SHAPES} shapes of batches"
@@ -126,7 +126,7 @@ class GpuKernels:
 
     def lines(self) -> list[str]:
         """Return the active settings for the opening of a run. Empty if torch's defaults apply."""
-        chosen = [] if self._attention == "auto" else [f"attention by {self._attention} where it can"]
+        chosen = [] if self._attention == "auto" else [f"attention by {self._attention} if possible"]
         chosen += [f"convolutions {self._chosen}"] if self._chosen else []
         return [f"kernels {'; '.join(chosen)}"] if chosen else []
 
@@ -167,8 +167,8 @@ def _check_measured(plan: Plan, device: torch.device) -> None:
         )
     if plan.tp > 1:
         raise ConfigError(
-            f"kernels.convolutions=measured: the ranks of tp={plan.tp} hold copies of convolutions, which would drift "
-            "apart where one measures another algorithm to be the fastest. Use kernels.convolutions=auto, or tp=1."
+            f"kernels.convolutions=measured: the ranks of tp={plan.tp} have copies of convolutions, which would "
+            "diverge if one measures another algorithm to be the fastest. Use kernels.convolutions=auto, or tp=1."
         )
 
 

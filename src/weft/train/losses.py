@@ -82,8 +82,7 @@ def expect_global_batch(plan: Plan) -> None:
         )
     if plan.cp > 1:
         raise PlanError(
-            f"cp={plan.cp}: the loss compares features of whole samples, and cp gives each rank a part of each. "
-            "Use cp=1."
+            f"cp={plan.cp}: the loss compares features of full samples, and cp shards each sample. Use cp=1."
         )
 
 
@@ -263,8 +262,7 @@ class GroupLoss:
         """
         if mesh.plan.cp > 1:
             raise PlanError(
-                f"cp={mesh.plan.cp}: the loss compares features of whole samples, and cp gives each rank a part of "
-                "each. Use cp=1."
+                f"cp={mesh.plan.cp}: the loss compares features of full samples, and cp shards each sample. Use cp=1."
             )
         found = GroupLoss(self.size, self.compare)
         found._groups = SampleGroups(mesh, self.size, f"group_loss({self.size})", "size")
@@ -453,8 +451,8 @@ def _check_sum(loss_sum: Any) -> None:
         )
     if not loss_sum.requires_grad and torch.is_grad_enabled():
         raise ModelError(
-            "loss_fn: the sum that it returned has no gradient, because .item(), .detach() or no_grad cut it off, or "
-            "it does not depend on the model's trained parameters. Return the sum as the model's output gives it."
+            "loss_fn: the sum that it returned has no gradient, because of .item(), .detach() or no_grad, or it "
+            "does not depend on the model's trained parameters. Return the sum computed from the model's output."
         )
 
 

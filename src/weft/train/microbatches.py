@@ -52,8 +52,8 @@ def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
     if len(batch) > 1 and all(isinstance(entry, Mapping | tuple | list) for entry in batch):
         raise ModelError(
             f"batch: a list of {len(batch)} {type(batch[0]).__name__}s, and a batch is a tensor, or a tuple, list or "
-            "dict of tensors. Let the loader's collate_fn stack the samples, pass microbatches as "
-            f"weft.Microbatches([...]), or give forward=lambda model, batch: model(...)."
+            "dict of tensors. Stack the samples in the loader's collate_fn, pass microbatches as "
+            "weft.Microbatches([...]), or pass forward=lambda model, batch: model(...)."
         )
     params = _parameters(model)
     if params is None:
@@ -115,8 +115,8 @@ def _refuse_row(model: nn.Module, params: list[inspect.Parameter], batch: Sequen
 
 def _refuse(model: nn.Module, names: str, found: str, inputs: str) -> NoReturn:
     raise ModelError(
-        f"batch: {type(model).__name__}.forward takes ({names}), and {found}, so Weft cannot tell which are inputs. "
-        f"Say so: train_step(..., forward=lambda model, batch: model({inputs}))."
+        f"batch: {type(model).__name__}.forward takes ({names}), and {found}, so it is unclear which are inputs. "
+        f"Pass train_step(..., forward=lambda model, batch: model({inputs}))."
     )
 
 
@@ -174,8 +174,8 @@ class Microbatches:
             counts = [()] * len(numbers) if rows is None else list(rows)
             if not len(numbers) == len(counts) == len(self._batches):
                 raise ModelError(
-                    f"samples: sample numbers of {len(numbers)} microbatches were given for {len(self._batches)} "
-                    "microbatches. Give one list for each, an empty one for a microbatch without samples."
+                    f"samples: sample numbers of {len(numbers)} microbatches were passed for {len(self._batches)} "
+                    "microbatches. Pass one list for each, an empty one for a microbatch without samples."
                 )
             self._samples = tuple(SampleNumbers(*one, total) for one in zip(numbers, counts, strict=True))
 
@@ -247,7 +247,7 @@ class Microbatches:
     def __iter__(self) -> Iterator[Any]:
         if self._samples is not None and any(one.is_empty for one in self._samples):
             raise ModelError(
-                "batch: this rank has no sample for one microbatch, so a stand-in takes its place, and only "
+                "batch: this rank has no sample for one microbatch, so a substitute is used, and only "
                 "run.train_step leaves it out of the sums. In your own loop use drop_last=True, and a batch_size of "
                 "at least one sample for each rank and microbatch."
             )
@@ -256,8 +256,8 @@ class Microbatches:
     def __getitem__(self, index: int) -> Any:
         if isinstance(index, str):
             raise ModelError(
-                f"batch[{index!r}]: with accumulation or a pipeline run.shard gives a batch cut into microbatches. "
-                f"Pass it to step(batch) as it is, or iterate over it: for microbatch in batch."
+                f"batch[{index!r}]: with accumulation or a pipeline run.shard returns a batch of microbatches. Pass "
+                "it to step(batch) unchanged, or iterate over it: for microbatch in batch."
             )
         return self._batches[index]
 
@@ -322,7 +322,7 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     if len(batch) != expected and not (batch.any_number and plan.pp == 1):
         field = "microbatches" if plan.pp > 1 else "accumulation"
         raise ModelError(
-            f"{field}={expected}: a step takes that many microbatches, and got {len(batch)}. Give {expected}."
+            f"{field}={expected}: a step has that many microbatches, and got {len(batch)}. Give {expected}."
         )
     return [one for one, _ in batch.counted()]
 
@@ -428,8 +428,8 @@ class _Splitting:
             if batch is None or isinstance(batch, bool | int | float | str | bytes):
                 return [batch] * len(self._runs)
             raise ModelError(
-                f"{self._field}: the batch holds a {type(batch).__name__}, which Weft cannot cut into "
-                f"microbatches. Give it cut: step(weft.Microbatches([...])), or use accumulation=1."
+                f"{self._field}: the batch holds a {type(batch).__name__}, which Weft cannot divide into "
+                "microbatches. Pass step(weft.Microbatches([...])), or use accumulation=1."
             )
         is_column = isinstance(batch, tuple | list) and len(batch) == self._num_samples
         if is_column and next(tensors_in(batch), None) is None:
@@ -442,10 +442,10 @@ class _Splitting:
             return [tensor] * len(self._runs)
         if tensor.shape[0] != self._num_samples:
             raise ModelError(
-                f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
-                "its rows are not samples, and cutting it by rows would split samples. Pass the DataLoader through "
-                "run.shard, which cuts by samples before they are collated, or give the step "
-                "weft.Microbatches([...])."
+                f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, "
+                "so its rows are not samples and cannot be divided into microbatches. Pass the DataLoader through "
+                "run.shard, which divides samples before they are collated, or pass weft.Microbatches([...]) to the "
+                "step."
             )
         return [tensor[run.start : run.stop] for run in self._runs]
 

@@ -78,8 +78,8 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
     for key in ("kind", "rank", "alpha"):
         if now[key] != saved[key]:
             raise CheckpointError(
-                f"{path}: it holds an adapter with {key}={saved[key]}, and the model's has {key}={now[key]}. "
-                f"Use {key}={saved[key]}."
+                f"{path}: it has an adapter with {key}={saved[key]}, and the model's has {key}={now[key]}. Use "
+                f"{key}={saved[key]}."
             )
     if differing := sorted(now["layers"].keys() ^ saved["layers"].keys()):
         which = "does not adapt" if differing[0] in now["layers"] else "adapts"
@@ -122,12 +122,12 @@ def _as_text(digest: int | torch.Tensor) -> str:
 def _refuse_single(record: Adapted | None, saved: Mapping[str, Any] | None, path: object) -> None:
     if saved is not None:
         raise CheckpointError(
-            f"{path}: it holds an adapter alone (kind={saved['kind']}, rank={saved['rank']}), and the model has none. "
+            f"{path}: it has only an adapter (kind={saved['kind']}, rank={saved['rank']}), and the model has none. "
             "Call add_adapter on the base before parallelize."
         )
     if record is not None:
         raise CheckpointError(
-            f"{path}: it holds a whole model, and this one trains an adapter alone. Load it into a model without an "
+            f"{path}: it has a full model, and this one trains only an adapter. Load it into a model without an "
             "adapter."
         )
 

@@ -238,9 +238,9 @@ class RunRecorder(Hook):
             self._is_full = is_full
             name, at = self._folder.events.name, self._folder.path
             self._display.note(
-                f"run.dir={at}: the disk is full. Training goes on, and {name} is written when there is room."
+                f"run.dir={at}: the disk is full. Training continues, and {name} is written when there is space."
                 if is_full
-                else f"run.dir={at}: there is room again, and {name} is written."
+                else f"run.dir={at}: there is space again, and {name} is written."
             )
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:

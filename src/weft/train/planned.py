@@ -178,7 +178,7 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
         found = device_by_torch_name(name)
         if found is None:
             remedy = "Describe it in a file for `weft plan`, or write the plan itself"
-            raise PlanError([Problem("plan", f"plan=auto: the planner does not know the device {name!r}. {remedy}.")])
+            raise PlanError([Problem("plan", f"plan=auto: the planner has no data of the device {name!r}. {remedy}.")])
         spec = replace(found, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
     return ClusterSpec(nodes=world_size // local_size, devices_per_node=local_size, device=spec)
 
@@ -280,7 +280,7 @@ def _incompatible_setting(took: float, planned: float) -> str:
 
 def _part(part: str, planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
     wanted = planned.get(part, 0.0)
-    told = f"planned {format_seconds(wanted)}" if wanted else "of which the plan knows nothing"
+    told = f"planned {format_seconds(wanted)}" if wanted else "which the plan does not contain"
     return f"{part} takes {format_seconds(measured.get(part, 0.0))}, {told}"
 
 
@@ -366,7 +366,7 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
         return None, None, f"{_TOLD}: {name!r} is not in the device table"
     local = min(size, torch.cuda.device_count())
     if size % local:
-        return None, None, f"no estimate: {size} ranks do not fill whole machines of {local}"
+        return None, None, f"no estimate: {size} ranks do not fill complete machines of {local}"
     return ClusterSpec(nodes=size // local, devices_per_node=local, device=known), None, f"tables of {known.name}"
 
 
@@ -386,7 +386,7 @@ def _lines(measured: Mapping[str, Any], expected: Mapping[str, Any], device: str
         both = theirs.get(name, 0.0), measured["parts"].get(name, 0.0)
         if max(both) >= _WORTH_TELLING * step:
             lines.append(f"        {name}: {format_seconds(both[0])} planned, {format_seconds(both[1])} measured")
-    what = "allocated" if device == "cuda" else "used by the whole process, libraries included"
+    what = "allocated" if device == "cuda" else "used by the process, libraries included"
     lines.append(
         f"        memory: {format_bytes(int(expected['memory_bytes']))} of tensors planned, "
         f"{format_bytes(measured['memory_bytes'])} {what}"

@@ -265,7 +265,7 @@ def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
     """Return the exception that ends this process after training ended in order, for the launcher to handle."""
     why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
     if wish.action == "hold":
-        return ActionAsked(f"held at step {step}{why}. To go on: weft resume {folder.path}", "hold", step)
+        return ActionAsked(f"paused at step {step}{why}. To continue: weft resume {folder.path}", "hold", step)
     return ActionAsked(f"step {step}: going back to an older checkpoint{why}.", "roll_back", step)
 
 
@@ -364,7 +364,7 @@ class _RankRun:
         """
         engine, found = self.engine, None
         if recorder:
-            with engine.pulse.doing("asks the planner what to expect"):
+            with engine.pulse.doing("runs the planner for its estimate"):
                 found = PlanWatch.of(
                     self.task, self.folder.plan(), engine.device, book, recorder.on_figures, recorder.on_note
                 )

@@ -105,7 +105,12 @@ class OtherWorlds:
         """Return the replica and its schedule of outer steps, for the opening of a run."""
         sync = self.sync
         every = counted(sync.every, "step")
-        return [f"replica {sync.place} of {sync.replicas}, meets the others every {every} at {self.world.meet_at}"]
+        return [
+            (
+                f"replica {sync.place} of {sync.replicas}, synchronizes with the others every {every} at "
+                f"{self.world.meet_at}"
+            )
+        ]
 
     def end(self) -> None:
         """Send the others the end of this replica."""

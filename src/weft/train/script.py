@@ -248,7 +248,7 @@ class Run(ScriptState):
             ConfigError: if `every` is not a number of steps.
         """
         if every < 1:
-            raise ConfigError(f"every={every}: garbage is collected after so many steps, at least 1. Use every=50.")
+            raise ConfigError(f"every={every}: garbage is collected every N steps, with N at least 1. Use every=50.")
         return GarbageTurns(every)
 
     def close(self) -> None:

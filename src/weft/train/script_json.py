@@ -77,8 +77,8 @@ def _plain(value: Any, owner: str, key: str) -> Any:
     if isinstance(value, list | tuple | deque):
         return [_plain(one, owner, key) for one in value]
     raise CheckpointError(
-        f"{owner}: its state has a {type(value).__name__} under {key!r}, which JSON cannot hold. "
-        f"Leave scheduler= out, and give what it needs as extra=."
+        f"{owner}: its state has a {type(value).__name__} under {key!r}, which JSON cannot store. Leave scheduler= "
+        "out, and pass its state as extra=."
     )
 
 

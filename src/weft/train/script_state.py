@@ -317,8 +317,8 @@ class ScriptState:
         """
         if self.mesh.plan.gather == "diff4":
             raise ModelError(
-                "gather=diff4: averages would be encoded as differences each time that they change places with the "
-                "weights, and change the training. Leave run.ema out, or gather."
+                "gather=diff4: averages that replace the weights would be encoded as differences, which changes the "
+                "training. Leave run.ema out, or gather."
             )
         if self.mesh.plan.sync != "step":
             raise ModelError(

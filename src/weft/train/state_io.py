@@ -79,7 +79,7 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
         raise failure
     if worst:
         raise CheckpointError(
-            f"rank {mesh.world_size - worst} failed where the other ranks succeeded; its log says why."
+            f"rank {mesh.world_size - worst} failed where the other ranks succeeded; its log has the reason."
         )
     return value
 
@@ -229,5 +229,5 @@ def _lost(saved: SavedReplicas, more: str = "") -> str:
     learnt = [f"what each of them learnt {steps}"] * (since > 0 or saved.has_own_weights(0))
     parts = [*learnt, *([more] if more else []), "the optimizer states of all but the first"]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    start = f"the run goes on from the weights of the last meeting of {replicas} replicas"
+    start = f"the run continues from the weights of the last synchronization of {replicas} replicas"
     return f"{start}. {listed[0].upper()}{listed[1:]} are lost."

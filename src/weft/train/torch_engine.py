@@ -182,8 +182,8 @@ def seeds_by_sample(config: RunConfig, mesh: Mesh, number: int, whole: Microbatc
     """
     if whole.samples is None:
         raise ModelError(
-            "data.batching=cost: before_step returned batches of new tensors, so Weft cannot tell whose samples "
-            "they hold. Return changed ones with the old tensors among them, or leave data.batching out."
+            "data.batching=cost: before_step returned batches of new tensors, so their samples are unknown. Return "
+            "changed batches that still contain the old tensors, or leave data.batching out."
         )
     first, seed = number * config.train.global_batch, config.seed
     part = _part(mesh)

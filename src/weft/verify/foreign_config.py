@@ -159,8 +159,8 @@ def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Te
         grid, shape = None, (count, *found)
     else:
         raise ModelError(
-            f"model of type {config.model_type}: Weft cannot tell the size of its images. Return (model, loader) "
-            "from package.module:function."
+            f"model of type {config.model_type}: the size of its images is unknown. Return (model, loader) from "
+            "package.module:function."
         )
     images = {"pixel_values": torch.randn(shape, generator=rng, dtype=torch.float64)}
     return images if grid is None else images | {"image_grid_thw": grid}

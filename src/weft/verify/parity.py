@@ -262,7 +262,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
         param = visible.get(name)
         if type(param) is nn.Parameter and param.shape == weight.shape:
             is_seen = plan.gather == "diff4" or torch.equal(param.detach(), weight.detach().to(param.dtype))
-            assert is_seen, f"{name}: forward sees other weights"
+            assert is_seen, f"{name}: forward uses other weights"
     return result
 
 

@@ -242,9 +242,8 @@ class Subject:
         vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
         if data is None and vocab_size is None and not has_inputs(model):
             raise ModelError(
-                f"model={self.source}: Weft cannot tell what its inputs are. Return (model, loader) with a "
-                "DataLoader, or (model, batch_fn), where batch_fn(step, size) gives "
-                f"{{'x': tensor, 'labels': tensor}}."
+                f"model={self.source}: its inputs are unknown. Return (model, loader) with a DataLoader, or (model, "
+                "batch_fn), where batch_fn(step, size) gives {'x': tensor, 'labels': tensor}."
             )
         return BuiltCase(self, model.to(dtype), data=data, loss_fn=loss_fn, vocab_size=vocab_size)
 
@@ -483,7 +482,7 @@ def _quieten(model: nn.Module) -> list[str]:
         notes.append(f"dropout of {number} modules is off: plain PyTorch draws other random numbers")
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         notes.append(
-            "batch norms take the statistics of the whole global batch, as PyTorch alone does; a plan with several "
+            "batch norms use the statistics of the full global batch, as PyTorch alone does; a plan with several "
             "microbatches cannot, and is refused"
         )
     return notes

@@ -251,23 +251,23 @@ REFUSALS = {
     "Use cp_mode=ring or cp_mode=gather.",
     "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, and Weft finds that rate under "
     "none of the usual names. Store it as module.attention_dropout, or set it to 0.",
-    "bias": "cp=2: LlamaAttention passes position_bias to its attention, and attention over a cut sequence does not "
-    "support it. Use cp=1.",
-    "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and Weft cuts sequences only through "
+    "bias": "cp=2: LlamaAttention passes position_bias to its attention, which is not supported for a sharded "
+    "sequence. Use cp=1.",
+    "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and sequences are sharded only through "
     "attention. Use cp=1 for this model.",
-    "own mask": "cp=2: LlamaAttention makes its own attention mask, which a cut sequence does not support. "
+    "own mask": "cp=2: LlamaAttention makes its own attention mask, which is not supported for a sharded sequence. "
     "Use cp=1 for this model.",
     "labels": "labels: they equal input_ids, so the loss would have to shift them, and under cp=2 a token and the "
     "next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1].",
-    "length": "cp=2: cp_mode=ulysses cuts a sequence into 2 equal chunks, and 15 tokens do not divide evenly. Pad "
-    "the sequences to a multiple of 2 tokens.",
-    "mask": "cp=2: the batch holds a mask of shape (8, 1, 16, 16) over pairs of tokens, which cannot be cut along the "
-    "sequence. Give document_ids, or an attention_mask of shape (batch, sequence).",
-    "image": "cp=2: the last two dims of pixel_values (8, 3, 16, 16) both equal the sequence length 16, so Weft cannot "
-    "tell an image from a mask over pairs of tokens. Use cp=1, or another length.",
-    "nothing": "cp=2: the batch has no tensor of shape (batch, sequence) that could be cut. Use cp=1 for this model.",
-    "again": "document_ids: document 0 continues after another one has begun, and a cut sequence needs each document "
-    "in one piece. Give each piece an id of its own.",
+    "length": "cp=2: cp_mode=ulysses divides a sequence into 2 equal chunks, and 15 tokens do not divide evenly. "
+    "Pad the sequences to a multiple of 2 tokens.",
+    "mask": "cp=2: the batch holds a mask of shape (8, 1, 16, 16) over pairs of tokens, which cannot be sharded "
+    "along the sequence. Use document_ids, or an attention_mask of shape (batch, sequence).",
+    "image": "cp=2: the last two dims of pixel_values (8, 3, 16, 16) both equal the sequence length 16, so it may "
+    "be an image or a mask over pairs of tokens. Use cp=1, or another length.",
+    "nothing": "cp=2: the batch has no tensor of shape (batch, sequence) to shard. Use cp=1 for this model.",
+    "again": "document_ids: document 0 continues after another one has begun, and a sharded sequence needs "
+    "contiguous documents. Use another id for each part.",
 }
 
 
@@ -285,7 +285,7 @@ def test_attention_within_chunks_is_refused_where_the_sequence_is_longer():
     module.config = SimpleNamespace(attention_chunk_size=8, layer_types=["chunked_attention"])
     refuse_chunks(module, context, 8)
     with pytest.raises(
-        ModelError, match="Module attends within chunks of 8 tokens, which a cut sequence of 16 does not support"
+        ModelError, match=("Module attends within chunks of 8 tokens, which a sharded sequence of 16 does not support")
     ):
         refuse_chunks(module, context, 16)
     module.config.layer_types = ["full_attention"]
@@ -307,7 +307,7 @@ def test_without_cp_nothing_happens():
     "change, why",
     [
         ("_supports_attention_backend", "the attention of LlamaForCausalLM cannot be replaced from outside"),
-        ("trigram_input", "LlamaForCausalLM reads the embeddings of neighbouring tokens together"),
+        ("trigram_input", "LlamaForCausalLM reads the embeddings of neighboring tokens together"),
     ],
 )
 def test_why_attention_gets_all_tokens(change, why):

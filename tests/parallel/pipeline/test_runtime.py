@@ -113,5 +113,5 @@ def test_what_was_sent_is_let_go(schedule, ranks2):
 
 def test_too_few_microbatches(ranks2):
     assert set(ranks2.run(cases.wrong_number, "pp=2 microbatches=4")) == {
-        "microbatches=4: a step takes that many microbatches, and got 1. Give 4."
+        "microbatches=4: a step has that many microbatches, and got 1. Give 4."
     }

@@ -104,8 +104,8 @@ def test_what_is_no_chain_is_refused():
     with pytest.raises(ModelError) as caught:
         find_chain(nn.Linear(2, 2))
     assert str(caught.value) == (
-        "model of type Linear: a pipeline cuts a chain of blocks, and it has no repeated modules that are called. "
-        "Put the blocks into nn.ModuleList, nn.ModuleDict or nn.Sequential, or use pp=1."
+        "model of type Linear: a pipeline divides a chain of blocks, and it has no repeated modules that are "
+        "called. Put the blocks into nn.ModuleList, nn.ModuleDict or nn.Sequential, or use pp=1."
     )
 
 

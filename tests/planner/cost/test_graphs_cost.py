@@ -118,7 +118,7 @@ def test_a_search_tries_no_graphs_unless_it_is_asked_to_and_then_only_those_that
         assert one.plan.graphs
         assert not check(one.plan, asked.question.facts)
     assert {one.plan.tp * one.plan.pp * one.plan.cp for one in asked} == {1}
-    assert "graphs-hold-one-rank" in {each.name for each in asked.refused}
+    assert "graphs-on-one-rank" in {each.name for each in asked.refused}
     scenario = what_if("graphs=on", question("precision=bf16"))
     assert scenario.answer.best is not None
     assert scenario.answer.best.plan == asked.best.plan

@@ -64,7 +64,7 @@ def test_all_levers_leave_the_rest_alone():
         ("watts=900", "watts=900: h100 draws 700. Use less."),
         ("nic=0", "nic=0: a number of GB/s for each device above 0 is needed"),
         ("seq=1M", "seq=1000000: llama3-8b reads at most 8192 tokens. Use less."),
-        ("device=h1000", "device=h1000: not a device that Weft knows."),
+        ("device=h1000", "device=h1000: unknown device."),
     ],
 )
 def test_changes_that_cannot_be_read(text, message):

@@ -81,12 +81,12 @@ def test_clusters_are_listed_by_what_a_token_costs() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mtfb=3h", "run=mtfb: not a word of a run. Did you mean 'mtbf'?"),
+        ("mtfb=3h", "run=mtfb: not a field of a run. Did you mean 'mtbf'?"),
         ("tokens=0", "tokens=0: a number above 0 is needed. Write e.g. tokens=1T."),
         ("budget=inf", "budget=inf: a number above 0 is needed. Write e.g. budget=5000usd."),
-        ("mtbf=9h", "run=mtbf=9h: nothing says where it ends. Write one of them, e.g. --run tokens=1T."),
-        ("tokens=1T,loss=2", "run=tokens=1T,loss=2: tokens, loss and budget each say where it ends. "
-         "Write one of them, e.g. --run tokens=1T."),
+        ("mtbf=9h", "run=mtbf=9h: its end is not set. Write one of them, e.g. --run tokens=1T."),
+        ("tokens=1T,loss=2", "run=tokens=1T,loss=2: tokens, loss and budget each set its end. Write one of them, "
+                             "e.g. --run tokens=1T."),
     ],
 )  # fmt: skip
 def test_words_that_say_nothing(text: str, message: str) -> None:

@@ -102,7 +102,7 @@ def test_changes_that_fit_do_fit_and_keep_the_rules():
     ("plan", "message"),
     [
         ("dp_shrad=8", "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?"),
-        ("tp", "plan word 'tp': a plan consists of name=value words."),
+        ("tp", "plan field 'tp': a plan consists of name=value fields."),
         ("cp=2 cp_mode=rings", "cp_mode=rings: not one of auto, gather, ring, ulysses. Did you mean 'ring'?"),
         ("dp_replicate=* tp=3", "dp_replicate=*: the other axes need 3 ranks, and 8 is not a multiple of 3."),
     ],

@@ -105,7 +105,7 @@ def test_each_name_of_the_plan_has_a_generator():
     [
         (
             Plan(pp=4, schedule="interleaved", microbatches=6, virtual_stages=2),
-            "microbatches=6: schedule=interleaved takes microbatches in groups of pp=4. Use microbatches=4 or 8.",
+            "microbatches=6: schedule=interleaved runs microbatches in groups of pp=4. Use microbatches=4 or 8.",
         ),
         (
             Plan(pp=4, schedule="dualpipe_v", microbatches=6, virtual_stages=2),

@@ -34,7 +34,7 @@ def test_every_row_is_predicted_in_every_tier_or_listed_with_the_reason(report):
     assert Counter(row["id"] for row in report["rows"]) == {name: 3 for name in ids if name not in skipped}
     assert {row["tier"] for row in report["rows"]} == set(SCORE_TIERS) == {"datasheet", "tables", "stack"}
     assert skipped["bad-001"] == "no heads"
-    assert skipped["bad-002"].startswith("device=abacus: not a device that Weft knows.")
+    assert skipped["bad-002"].startswith("device=abacus: unknown device.")
     assert skipped["bad-003"] == "tp x pp x cp x dp = 16, not the 8 devices"
     assert skipped["bad-004"] == "hidden='many' is not a number"
 

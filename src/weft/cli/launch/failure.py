@@ -143,6 +143,6 @@ def _signal_text(number: int) -> str:
         "SIGBUS": "Is /dev/shm or the disk full? `weft doctor` shows both.",
         "SIGSEGV": "Compiled code crashed; the log has the Python stack.",
         "SIGABRT": "Compiled code aborted; the log has its last output.",
-        "SIGTERM": "Another program asked it to stop.",
+        "SIGTERM": "Another program sent it a stop signal.",
     }
     return f"{number} ({name}). {causes.get(name, '')}".rstrip()

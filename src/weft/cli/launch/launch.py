@@ -295,7 +295,7 @@ class _Watch:
         if self.first_signal is None:
             self.first_signal, self._first_signal_at = signum, now
             if self.notice is not None:
-                again = " (Ctrl-C again stops at once, without saving)" if signum == signal.SIGINT else ""
+                again = " (Ctrl-C again stops without saving)" if signum == signal.SIGINT else ""
                 self.notice(f"stopping after this step{again}")
             self._send(signal.SIGTERM)
             self._kill_after(self.grace_s)

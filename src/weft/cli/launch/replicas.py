@@ -98,7 +98,7 @@ def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str
     try:
         yield
         if not place.is_over():
-            say(f"replica 0 has ended; other replicas still meet at {world.meet_at} until they end too")
+            say(f"replica 0 has ended; other replicas still synchronize at {world.meet_at} until they end too")
             place.wait_until_over()
     finally:
         place.close()
@@ -253,7 +253,7 @@ class Replicas:
             name = signal.Signals(self._first_signal).name
             raise Stopped(self._first_signal, f"stopped by {name}; replica {names} could not end in order.")
         if len(failed) < len(self._replicas):
-            remedy = "Run the same command: it takes over their model"
+            remedy = "Run the same command to load their model"
             self._say(f"replica {names} failed, and the others have ended. {remedy}")
         return failed[0].code or 1
 

@@ -299,9 +299,9 @@ class SharedLink:
         if waited_s > self._timeout_s:
             names = self._names(late) or "the other ranks"
             self._fail(
-                f"{operation}: no word from {names} in {self._timeout_s:g} s, the timeout of the group. Look at the "
-                "log and the stack of that rank; if it is only slow, raise launch.timeout, "
-                f"or weft.init(..., timeout=...)."
+                f"{operation}: no message from {names} in {self._timeout_s:g} s, the timeout of the group. Look at "
+                "the log and the stack of that rank; if it is only slow, raise launch.timeout, or weft.init(..., "
+                "timeout=...)."
             )
 
     def _names(self, places: list[int]) -> str:

@@ -158,7 +158,7 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
     with _opened(encoded) as sound:
         frames, rate, channels = sound.frames, sound.samplerate, sound.channels
         if _is_truncated(encoded, sound):
-            raise DataError(f"{encoded.name}: it is cut off. Copy it again, or delete it.")
+            raise DataError(f"{encoded.name}: it is truncated. Copy it again, or delete it.")
         if frames <= 0:
             raise DataError(f"{encoded.name}: it has no samples. Delete it.")
         if frames >= _MOST_FRAMES:
@@ -172,7 +172,7 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
             )
         _refuse_silence(sound, frames, encoded.name)
         if sound.format == "FLAC" and not _has_last_frame(sound):
-            raise DataError(f"{encoded.name}: it is cut off. Copy it again, or delete it.")
+            raise DataError(f"{encoded.name}: it is truncated. Copy it again, or delete it.")
     return frames, rate, channels
 
 
@@ -193,10 +193,11 @@ def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]
         found = sound.read(count, dtype="float32", always_2d=True)
     if len(found) < count:
         raise DataError(
-            f"{encoded.name}: it ends {count - len(found)} frames before its header says. Copy it again, or delete it."
+            f"{encoded.name}: it ends {count - len(found)} frames before the end in its header. Copy it again, or "
+            "delete it."
         )
     if not np.isfinite(found).all():
-        raise DataError(f"{encoded.name}: it holds samples that are no finite numbers. Repair it, or delete it.")
+        raise DataError(f"{encoded.name}: it has samples that are not finite. Repair it, or delete it.")
     return found
 
 
@@ -273,7 +274,7 @@ def _refuse_silence(sound: Any, frames: int, name: str) -> None:
     while done < min(frames, _MAX_SILENCE // sound.channels):
         block = sound.read(size, dtype="float32")
         if not len(block):
-            raise DataError(f"{name}: it is cut off. Copy it again, or delete it.")
+            raise DataError(f"{name}: it is truncated. Copy it again, or delete it.")
         if block.any():
             return
         done, size = done + len(block), min(4 * size, _LARGEST_BLOCK)

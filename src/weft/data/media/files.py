@@ -241,11 +241,11 @@ def _check_end(path: Path, end: int) -> None:
             raise _truncated(path, "its end is missing")
         while block := file.read(2**20):
             if block.count(0) < len(block):
-                raise DataError(f"{path}: another archive follows its end. Give the archives as files of their own.")
+                raise DataError(f"{path}: another archive follows its end. Use separate archive files.")
 
 
 def _truncated(path: Path, why: str) -> DataError:
-    return DataError(f"{path}: the archive is damaged or cut off ({why}). Copy it again, or leave it out.")
+    return DataError(f"{path}: the archive is damaged or truncated ({why}). Copy it again, or leave it out.")
 
 
 def _tar_record(
@@ -428,7 +428,7 @@ def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord
                     number += 1
     except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
         first = str(error).partition("\n")[0]
-        raise DataError(f"{path}: it is damaged or cut off ({first}). Copy it again, or leave it out.") from error
+        raise DataError(f"{path}: it is damaged or truncated ({first}). Copy it again, or leave it out.") from error
 
 
 def rows_of(batch: Any) -> list[dict[str, Any] | None]:

@@ -188,8 +188,8 @@ def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
     packed = [file for file in found if file.name.endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"))]
     if packed:
         raise DataError(
-            f"data={path}: {packed[0].name} is compressed as a whole, so that no {kind.one} in it can be read alone. "
-            f"Unpack it to a .tar; {kind.many} hardly shrink."
+            f"data={path}: {packed[0].name} is compressed, so that no {kind.one} in it can be read alone. Unpack it "
+            f"to a .tar; {kind.many} hardly shrink."
         )
     return sorted(file for file in found if file.suffix in RECORD_SUFFIXES and file.is_file())
 

@@ -211,7 +211,7 @@ def _tar_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
             continue
         media = [part.media for part in parts if part.what in ("picture", "recording")]
         if not all(isinstance(one, FoundMedia) for one in media):
-            yield FoundSample(where, reason="its chat names media that do not lie in the archive beside it")
+            yield FoundSample(where, reason="its chat names media that are not in the same archive")
             continue
         yield FoundSample(where, media[0].offset if media else 0, tuple(parts), tuple(media))
 
@@ -240,7 +240,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
                     number += 1
     except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
         first = str(error).partition("\n")[0]
-        raise DataError(f"{path}: it is damaged or cut off ({first}). Copy it again, or leave it out.") from error
+        raise DataError(f"{path}: it is damaged or truncated ({first}). Copy it again, or leave it out.") from error
 
 
 def _parquet_row(path: Path, number: int) -> dict[str, Any] | None:

@@ -108,8 +108,8 @@ class _SampledIndices:
         self._sampler, self._batch_size, self._drop_last, self._seed = sampler, batch_size, drop_last, seed
         if any(isinstance(one, DistributedSampler) for one in _all_of(sampler)):
             raise DataError(
-                f"{self._name}: run.shard() does what a DistributedSampler would, so the ranks would be cut twice. "
-                f"Leave the sampler out, and use shuffle=True for a random order."
+                f"{self._name}: run.shard() replaces a DistributedSampler, so data would be sharded twice. Leave the "
+                "sampler out, and use shuffle=True for a random order."
             )
         first = self._draw(0)
         if first != self._draw(0):

@@ -408,7 +408,7 @@ def _describe(wanted: RequestedSource, stored: CachedSource, seq_len: int) -> It
     ):
         yield (
             f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into "
-            "pieces; a piece does not see the text before it"
+            "chunks; a chunk does not attend to the text before it"
         )
 
 
@@ -449,7 +449,7 @@ def _num_longer(stored: CachedSource, seq_len: int) -> int:
 def _nothing_left(wanted: RequestedSource, stored: CachedSource) -> str:
     field, path = wanted.files.field, wanted.files.path
     if stored.manifest.num_records == 0:
-        return f"{field}.path={path}: the files hold no records. Give files with data in them."
+        return f"{field}.path={path}: the files have no records. Use files with data."
     return (
         f"data.holdout={wanted.limits.holdout:g}: it holds out every document of {path} for evaluation. Use a smaller "
         "data.holdout, or give data.eval."

@@ -360,8 +360,8 @@ def _training_text(train: Sequence[RequestedSource], limit: int, report: Report 
     sources = [wanted for wanted in sorted(train, key=lambda w: w.files.size_bytes) if wanted.schema.kind != "ids"]
     if not sources:
         raise DataError(
-            'tokenizer.kind="bpe": the training data holds only token ids, and no text to train a tokenizer on. '
-            'Use tokenizer.kind="file" with the tokenizer that made the ids.'
+            'tokenizer.kind="bpe": the training data has only token ids, and no text to train a tokenizer on. Use '
+            'tokenizer.kind="file" with the tokenizer of the ids.'
         )
     left = limit
     for number, wanted in enumerate(sources):

@@ -415,7 +415,7 @@ def _first_line(error: Exception) -> str:
 
 def _unclear() -> RefusedConversation:
     return RefusedConversation(
-        "tokenizer: its chat template leaves out or repeats answers, so Weft cannot tell what is trained. "
-        "Use another chat template, or data of schema=ids with a mask.",
+        "tokenizer: its chat template leaves out or repeats answers, so the trained tokens are unknown. Use another "
+        "chat template, or data of schema=ids with a mask.",
         "the chat template leaves out or repeats answers",
     )

@@ -298,7 +298,7 @@ class RecordReader:
             ) from error
 
     def _damaged(self, error: Exception) -> DataError:
-        return DataError(f"{self._file.name}: the file is damaged or cut off ({error}). Repair it or leave it out.")
+        return DataError(f"{self._file.name}: the file is damaged or truncated ({error}). Repair it or leave it out.")
 
     def _text(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name, part = self._file.name, 0

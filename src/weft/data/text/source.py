@@ -155,7 +155,7 @@ def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileS
         counts = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         raise DataError(
             f"{field}.path={path}: all files of a source have one format, but these are {counts}. "
-            'Give each format a source of its own, with a glob such as "data/**/*.jsonl".'
+            'Use a separate source for each format, with a glob such as "data/**/*.jsonl".'
         )
     return FileSet(field, path, files[0].format, tuple(files), len(found) - len(files))
 

@@ -86,8 +86,9 @@ def find_chain(model: nn.Module) -> Chain:
         units = _with_empty(model, units) or _of_sequential(model)
     if not units:
         raise ModelError(
-            f"model of type {type(model).__name__}: a pipeline cuts a chain of blocks, and it has no repeated modules "
-            f"that are called. Put the blocks into nn.ModuleList, nn.ModuleDict or nn.Sequential, or use pp=1."
+            f"model of type {type(model).__name__}: a pipeline divides a chain of blocks, and it has no repeated "
+            "modules that are called. Put the blocks into nn.ModuleList, nn.ModuleDict or nn.Sequential, or use "
+            "pp=1."
         )
     joint = len(_entries(model, pair[0])) if pair is not None else 0
     takes = inspect.signature(model.forward).parameters

@@ -371,7 +371,7 @@ def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[
         where = f" in {layers.current}" if layers.current else ""
         raise ModelError(
             f"it cannot run on the meta device: {recorder.last_op}{where} fails ({type(error).__name__}: {first}). "
-            f"Its operations must not depend on values: give a folder with its config.json, or another example"
+            "Its operations must not depend on values: use a folder with its config.json, or another example"
         ) from error
     _count_params(model, outline, recorder, layers.parts)
     makers = makers_of(recorder, {key for part in layers.parts.values() for key in part.inputs})

@@ -240,8 +240,8 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
         if is_linear(module):
             return (torch.zeros(batch, 8, weight_of(module).shape[1]),)
     raise LayoutError(
-        f"layout: {type(model).__name__} does not begin with an embedding, convolution or linear layer, so Weft "
-        "cannot tell what its input is. Give example=, the arguments of a forward."
+        f"layout: {type(model).__name__} does not begin with an embedding, convolution or linear layer, so its input "
+        "is unknown. Pass example=, the arguments of a forward."
     )
 
 
@@ -270,7 +270,7 @@ class Inputs:
         self.example = tree_map(_to_meta, made)
         tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if not tensors:
-            raise ModelError("its example holds no tensor. Return (model, example), with the arguments of a forward")
+            raise ModelError("its example has no tensor. Return (model, example), with the arguments of a forward")
         self._batch = tensors[0].shape[0]
         ids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2]
         bands = {module.in_channels for module in model.modules() if isinstance(module, nn.Conv1d)}  # before frames

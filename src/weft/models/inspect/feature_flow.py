@@ -168,11 +168,11 @@ class FeatureFlow(TorchFunctionMode):
             shape, made, ranks = [*args[0].shape], [*result.shape], ranks_of(before)
             shape[before.dim] //= ranks
             if made[after.dim] % ranks:
-                self.end(after, f"pieces of them are no pieces after `{name}`")
+                self.end(after, f"shards of them are not shards after `{name}`")
                 return
             made[after.dim] //= ranks
             if not fits_parts(name, args, kwargs, shape, made):
-                self.end(after, f"their number, or that of heads, is written down in `{name}`; take it from -1")
+                self.end(after, f"their number, or the number of heads, is hard-coded in `{name}`; use -1 instead")
         elif name == "__len__" and before is not None and before.dim == 0:
             self.end(before, "code reads their number by len()")
         elif name not in (*RESHAPES, "__getitem__", "split", "chunk", "narrow"):
@@ -192,7 +192,7 @@ class FeatureFlow(TorchFunctionMode):
             self.rank_group.append(frozenset[str]().union(*(mark.sources for mark in marks)))
         if not made:
             for mark in marks:
-                self.end(mark, step.reason or f"its features meet in `{step.name}`", alone)
+                self.end(mark, step.reason or f"its features are combined in `{step.name}`", alone)
         for tensor, mark in made:
             self.mark(tensor, mark)
 
@@ -213,7 +213,7 @@ class FeatureFlow(TorchFunctionMode):
         mark, known = self.of(value), self.of(target)
         if mark is None:
             if known is not None and not uniform(value, known.dim - target.dim()):
-                self.end(known, "its features meet numbers that are written among them")
+                self.end(known, "its features are combined with constant numbers")
             elif (fresh := self._fresh.get(id(target))) is not None:
                 fresh[1].intersection_update([dim for dim in fresh[1] if uniform(value, dim - target.dim())])
             return
@@ -307,7 +307,7 @@ class FlowStep:
             if mark is not None and mark.dim + shift != self.first.dim + output.dim() - marked[0].dim():
                 return
             if mark is not None and leaf.shape[mark.dim] != output.shape[mark.dim + shift]:
-                self.reason = f"a single feature meets all others in `{self.name}`"
+                self.reason = f"a single feature is combined with all others in `{self.name}`"
                 return
             if mark is None and leaf.requires_grad and not self.flow.trusted:
                 self.flow.met[id(leaf)] = self.flow.met.get(id(leaf), frozenset()) | self.first.sources
@@ -489,7 +489,7 @@ class FlowStep:
         mask = self._argument(3, "attn_mask")
         known = self.flow.of(mask)
         if known is None and isinstance(mask, torch.Tensor) and mask.requires_grad and not self.flow.trusted:
-            self.reason = "its heads meet a mask with a gradient that no cut layer made"
+            self.reason = "its heads are combined with a mask with a gradient that is not from a sharded layer"
             return
         if known is not None and known.dim != mask.dim() - 3:
             return

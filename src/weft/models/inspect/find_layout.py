@@ -81,8 +81,8 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
         if beside:
             why = str(error).removeprefix("layout: ").partition(" Give example=")[0].rstrip(".")
             raise LayoutError(
-                f"layout: {_listed(beside)} parameters beside cut layers, no pattern of the layout covers them, and "
-                f"the model cannot be traced to see what they work on ({why}). {_remedy(beside)}"
+                f"layout: {_listed(beside)} parameters next to sharded layers, no pattern of the layout covers them, "
+                f"and the model cannot be traced to find their inputs ({why}). {_remedy(beside)}"
             ) from None
         return
     missing = {
@@ -98,9 +98,9 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
     replaced = [path for path in missing if path in whole]
     added = " ".join(f"{path}=partial" for path in missing)
     raise LayoutError(
-        f"layout: {first} works on features of {missing[first][0]}, which the layout cuts, and the layout {said}"
-        f"{others}. Each rank's gradient would be a part of the sum. Add {added}"
-        f"{' in place of replicate' if replaced else ''}."
+        f"layout: {first} works on features of {missing[first][0]}, which the layout shards, and the layout "
+        f"{said}{others}. Each rank's gradient would be partial. Add "
+        f"{added}{' instead of replicate' if replaced else ''}."
     )
 
 

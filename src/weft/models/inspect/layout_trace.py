@@ -62,8 +62,8 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
     styles, reasons = trace.styles()
     if not styles:
         raise LayoutError(
-            f"layout: nothing in {type(model).__name__} can be cut: no two linear layers with only pointwise or "
-            f"attention operations between them, and no vocabulary. Use tp=1, or give a layout."
+            f"layout: nothing in {type(model).__name__} can be sharded: no two linear layers with only pointwise or "
+            "attention operations between them, and no vocabulary. Use tp=1, or set a layout."
         )
     modules = dict(named_modules(model))
     pairs, why = generalise(styles, reasons, (*modules, *own_parameters(modules)))
@@ -226,7 +226,7 @@ class _Trace:
         if self.flow.inside and (mark := self.flow.of(args[0])) is not None:
             self.flow.inside = False
             if mark.segment is not None:
-                self.flow.end(mark, f"{self.paths[id(module)]} takes a segment of its features together")
+                self.flow.end(mark, f"{self.paths[id(module)]} uses a segment of its features together")
             else:
                 self.flow.mark(output, mark)
 
@@ -305,10 +305,10 @@ class _Trace:
         for inner, seen in self.inside.items():
             if seen & family:
                 styles[inner] = "partial"
-                reasons[inner] = f"works on the outputs of {names} piece by piece"
+                reasons[inner] = f"works on the outputs of {names} segment by segment"
         for inner, number in self.beside.items():
             if self.flow.met.get(number, frozenset()) & family and inner not in styles:
-                styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} piece by piece"
+                styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} segment by segment"
         for inner, seen in self.normed.items():
             if seen & family:
                 read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))

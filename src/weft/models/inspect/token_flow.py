@@ -85,9 +85,9 @@ def find_regions(
     problem = flow.problem or first
     if not units:
         problem = (
-            f"{every[0]} ({type(model.get_submodule(every[0])).__name__}) is not called as one module, so there is no "
-            "block from whose entry to whose end tokens could be divided. Give the layers of a block to a module with "
-            "a forward of its own, or"
+            f"{every[0]} ({type(model.get_submodule(every[0])).__name__}) is not called as one module, so there is "
+            "no block in which tokens could be sharded. Put the layers of a block into a module with its own "
+            "forward, or"
         )
         raise LayoutError(f"{division.where}: {problem} {division.remedy[:1].lower()}{division.remedy[1:]}")
     raise LayoutError(f"{division.where}: {problem} {division.remedy}")
@@ -135,11 +135,11 @@ def why_fixed_attention(model: Any) -> str:
     if not getattr(model, "_supports_attention_backend", False):
         return f"the attention of {kind} cannot be replaced from outside (_supports_attention_backend is not set)"
     if hugging_face.attention_heads(model) is None:
-        return f"{kind} gives no single number of attention heads"
+        return f"{kind} has no single number of attention heads"
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{kind} takes no position_ids"
+        return f"{kind} has no position_ids"
     if getattr(getattr(model, "config", None), "trigram_input", False):
-        return f"{kind} reads the embeddings of neighbouring tokens together (trigram_input)"
+        return f"{kind} reads the embeddings of neighboring tokens together (trigram_input)"
     for path, block in repeated_blocks(model).items():
         for name, module in named_modules(block):
             if mixing(module) == "other":

@@ -162,16 +162,16 @@ class TokenTrace:
     def meet(self, operation: str) -> None:
         """Record that an operation mixes tokens outside of modules that get all of them."""
         self._fail(
-            f"{self.here} calls `{operation}` outside of cut layers, which mixes tokens or is not known to keep them "
-            "apart, and a rank has only a part of them there."
+            f"{self.here} calls `{operation}` outside of sharded layers, which mixes tokens or is not known to keep "
+            "them separate, and tokens are sharded there."
         )
 
     def misuse(self, operation: str) -> None:
         """Record that code depends on the number of tokens."""
         if not self._depth:
             self._fail(
-                f"{self.here} {operation.format('the number of tokens')}, and outside of cut layers that is the number "
-                "of a rank's tokens, not of all."
+                f"{self.here} {operation.format('the number of tokens')}, and outside of sharded layers that is the "
+                "number of a rank's tokens, not of all."
             )
 
     def of(self, value: Any) -> TokenDim | None:
@@ -225,7 +225,7 @@ class TokenTrace:
             self._open = self._first[path]
             if place is None:
                 width = self._division.width
-                self._fail(f"{self.here} is given no hidden states of (batch, tokens, {width} features).")
+                self._fail(f"{self.here} gets no hidden states of (batch, tokens, {width} features).")
                 return None
             leaves[place] = self._alias(leaves[place])
             self.mark(leaves[place], _stream(leaves[place]))
@@ -246,7 +246,7 @@ class TokenTrace:
                 self._inner.add(id(leaves[at]))
                 found.add(at)
         if self.summed.setdefault(path, frozenset(found)) != frozenset(found):
-            self._fail(f"{self.here} is given other tensors from outside in another call.")
+            self._fail(f"{self.here} gets other tensors from outside in another call.")
         return tree_unflatten(leaves, tree)
 
     def _is_read(self, path: str, leaf: torch.Tensor, kwargs: Any, args: Any) -> bool:
@@ -266,7 +266,7 @@ class TokenTrace:
     def _check_arguments(self, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if self._is_outside(leaf) and self.of(leaf) is None and not self._is_own(leaf):
-                self._fail(f"{self.here} is given a tensor from outside of its block that is no argument of the block.")
+                self._fail(f"{self.here} gets a tensor from outside of its block that is not an argument of the block.")
 
     def _is_own(self, leaf: torch.Tensor) -> bool:
         return bool(self._own) and id(leaf) in self._own[-1]
@@ -420,7 +420,7 @@ class TokenTrace:
                     if self._unit
                     else ("reads a parameter or a tensor with a gradient between its blocks")
                 )
-                self._fail(f"{self.here} {what}, in `{name}`: its gradient would be that of a part of the tokens.")
+                self._fail(f"{self.here} {what}, in `{name}`: its gradient would cover only a part of the tokens.")
 
     def _written(self, tensor: torch.Tensor, name: str) -> None:
         """Record that a tensor and all tensors that share its memory may no longer be constant after a write."""

@@ -447,7 +447,7 @@ def _words(kind: str, event: Mapping[str, Any]) -> str:
         return f"{what}: training waited {format_seconds(stall)}, safe after {format_seconds(durable)}"
     if kind == "action":
         why = f": {event['why']}" if event.get("why") else ""
-        return f"{event.get('action', '')}, asked by {event.get('by', 'a person')}{why}"
+        return f"{event.get('action', '')}, requested by {event.get('by', 'a person')}{why}"
     said = event.get("text") or event.get("message") or event.get("reason") or event.get("why") or ""
     name = event.get("name") or event.get("alert") or event.get("cause") or ""
     state = event.get("state") or ""

@@ -375,10 +375,10 @@ class Page:
         if run is None:
             return JSONResponse({"error": "There is no run of this name here."}, 404)
         if action not in ACTIONS:
-            return JSONResponse({"error": f"A run can be asked to {', '.join(ACTIONS)}."}, 400)
+            return JSONResponse({"error": f"A run accepts the requests {', '.join(ACTIONS)}."}, 400)
         state = run.state()[0]
         if state not in (("held",) if action == "resume" else ("running", "starting", "silent")):
-            why = "only a held run can go on" if action == "resume" else "it does not train"
+            why = "only a paused run can continue" if action == "resume" else "it does not train"
             return JSONResponse({"error": f"This run is {state}: {why}."}, 409)
         try:
             if action == "resume":

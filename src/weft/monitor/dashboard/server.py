@@ -120,9 +120,7 @@ def read_token(path: Path) -> str:
     except FileExistsError:
         pass
     except OSError as error:
-        raise ConfigError(
-            f"--token-file={path}: cannot be written ({error.strerror}). Choose another place."
-        ) from error
+        raise ConfigError(f"--token-file={path}: cannot be written ({error.strerror}). Choose another path.") from error
     try:
         mode, token = stat.S_IMODE(path.stat().st_mode), path.read_text(errors="replace").strip()
     except OSError as error:
@@ -198,7 +196,7 @@ class Guard:
             return PlainTextResponse("This address is only read.", 405)
         # The CSRF secret is not available before login, which changes only the browser's cookie.
         fits = access.knows_origin(headers) if path == "/login" else access.may_ask(headers)
-        return None if fits else PlainTextResponse("Only this server's own page may ask that.", 403)
+        return None if fits else PlainTextResponse("Only this server's own page may send requests.", 403)
 
     def _without_cookie(self, path: str, authorization: str | None, address: str) -> Response | None:
         """Return None for a request with the token in its Authorization header, else the refusal."""
@@ -303,7 +301,7 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     shown = "localhost" if is_loopback(serving.host) else (serving.names or (serving.host,))[0]
     say(f"{'https' if access.secure else 'http'}://{shown}:{port}   Ctrl-C ends the page, not the run")
     if serving.token_file is not None:
-        say(f"the token that it asks for is in {serving.token_file}")
+        say(f"the page's token is in {serving.token_file}")
     settings = uvicorn.Config(
         make_app(page(shelf, access, serving.price, serving.go_on, most_streams=max(4, connections.most // 4))),
         log_level="error",  # a client's bad requests are no news
@@ -341,7 +339,7 @@ def _socket(serving: Serving) -> socket.socket:
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise LaunchError(
-            f"--port={serving.port}: {serving.host} cannot be listened on ({why}). "
-            f"Use another --port; 0 takes a free one."
+            f"--port={serving.port}: {serving.host} cannot be used for listening ({why}). Use another --port; 0 "
+            "selects a free port."
         ) from error
     return listening

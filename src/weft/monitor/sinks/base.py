@@ -262,7 +262,9 @@ class Poster:
             login = base64.b64encode(f"{settings.user}:{password}".encode()).decode()
             headers["Authorization"] = f"Basic {login}"
         if not all(one.isascii() for one in headers.values()):
-            raise ConfigError(f"{key}: token: it has letters beyond ASCII, which no header takes. Check the secret.")
+            raise ConfigError(
+                f"{key}: token: it has letters beyond ASCII, which a header cannot contain. Check the secret."
+            )
         return cls(settings.url, headers, parse_seconds(settings.timeout), f"{key}: url")
 
     def post(

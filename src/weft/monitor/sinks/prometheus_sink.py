@@ -72,7 +72,7 @@ class ScrapedSink(FigureSink):
         try:
             self._server = ThreadingHTTPServer((settings.host, settings.port), _handler(self._figures))
         except (OSError, OverflowError) as error:
-            raise SinkTrouble(f"{settings.host}:{settings.port} cannot be listened on ({error})") from None
+            raise SinkTrouble(f"{settings.host}:{settings.port} cannot be used for listening ({error})") from None
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="weft-metrics", daemon=True).start()
 

@@ -115,7 +115,7 @@ class Pump(threading.Thread):
             except (SinkTrouble, WeftError) as trouble:
                 if not self._is_away:
                     self._is_away = True
-                    self._notify_all(f"sink {self._called}: {trouble}. Training goes on, and it is tried again")
+                    self._notify_all(f"sink {self._called}: {trouble}. Training continues, and Weft retries")
                 self._end.wait(pause_s) if not self._end.is_set() else threading.Event().wait(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                 continue

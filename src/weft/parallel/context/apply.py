@@ -80,7 +80,7 @@ class Context:
             )
         if seq_len % num_chunks(mode, cp):
             raise ModelError(
-                f"cp={cp}: cp_mode={mode} cuts a sequence into {num_chunks(mode, cp)} equal chunks, and {seq_len} "
+                f"cp={cp}: cp_mode={mode} divides a sequence into {num_chunks(mode, cp)} equal chunks, and {seq_len} "
                 f"tokens do not divide evenly. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
             )
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
@@ -94,8 +94,8 @@ class Context:
         seq_len = sequence_length(batch)
         if seq_len is None:
             raise ModelError(
-                f"cp={self.axis.size}: the batch has no tensor of shape (batch, sequence) that could be cut. "
-                f"Use cp=1 for this model."
+                f"cp={self.axis.size}: the batch has no tensor of shape (batch, sequence) to shard. Use cp=1 for "
+                "this model."
             )
         self.check_labels(batch)
         return shard_batch(batch, self.order(seq_len))
@@ -125,8 +125,8 @@ class Context:
         self.num_calls += 1
         if q_BHTC.shape[2] != k_BKTC.shape[2]:
             raise ModelError(
-                f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a cut sequence has no "
-                f"cache. Generate outside of training steps: there the model takes whole sequences."
+                f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a sharded sequence has "
+                "no cache. Generate outside of training steps, with full sequences."
             )
         view = self.divide(q_BHTC.shape[2] * self.axis.size, ids_BT)
         return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)

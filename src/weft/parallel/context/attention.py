@@ -169,7 +169,7 @@ class _Places:
             return None
         given = self._signature.bind(*args, **kwargs).arguments
         if given.get("cache") is not None:
-            raise ModelError("cache: a cut sequence has none. Generate outside of training steps.")
+            raise ModelError("cache: a sharded sequence has no cache. Generate outside of training steps.")
         ids_BT = given["input_ids_BT"]
         seq_len = ids_BT.shape[1] * context.axis.size
         if self._longest is not None and seq_len > self._longest:
@@ -259,8 +259,8 @@ def attend_by_name(
     ids_BT = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
     if ids_BT is not None and (ids_BT.is_floating_point() or ids_BT.shape[1:3] != (1, 1)):
         raise ModelError(
-            f"cp={context.axis.size}: {type(module).__name__} makes its own attention mask, which a cut "
-            f"sequence does not support. Use cp=1 for this model."
+            f"cp={context.axis.size}: {type(module).__name__} makes its own attention mask, which is not supported "
+            "for a sharded sequence. Use cp=1 for this model."
         )
     handle: Handle | None = getattr(module, _HANDLE, None)
     known = (scaling, is_causal, kwargs.get("sliding_window"), kwargs.get("softcap"))
@@ -312,8 +312,7 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
         )
     if unknown := _unknown(asked):
         raise ModelError(
-            f"{where} passes {unknown[0]} to its attention, and attention over a cut sequence does not support it. "
-            "Use cp=1."
+            f"{where} passes {unknown[0]} to its attention, which is not supported for a sharded sequence. Use cp=1."
         )
 
 
@@ -325,8 +324,8 @@ def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
     """Raise ModelError for chunked attention (Llama 4), which only a mask could express."""
     if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
         raise ModelError(
-            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a cut "
-            f"sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
+            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
+            f"sharded sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
         )
 
 
@@ -343,13 +342,13 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None or "position_ids" not in signature.parameters:
         raise ModelError(
-            f"cp={context.axis.size}: {type(model).__name__} has no input_ids or no position_ids, so Weft cannot "
-            "give it the positions of its part of a sequence. Use cp=1 for this model."
+            f"cp={context.axis.size}: {type(model).__name__} has no input_ids or no position_ids, so its positions "
+            "in the sequence cannot be set. Use cp=1 for this model."
         )
     if others := [name for name in BESIDE_TOKENS if given.get(name) is not None]:
         raise ModelError(
-            f"cp={context.axis.size}: {type(model).__name__} takes {others[0]} beside its tokens, and Weft cannot "
-            "tell which part of it belongs to a rank's tokens. Use cp=1 for this model."
+            f"cp={context.axis.size}: {type(model).__name__} takes {others[0]} in addition to its tokens, and it is "
+            "unclear which part belongs to a rank's tokens. Use cp=1 for this model."
         )
     places_T = context.places(tokens.shape[1], tokens.device)
     looks = hugging_face.looks_at_positions(model, signature, given)
@@ -380,8 +379,8 @@ def _document_ids(
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):
             raise ModelError(
-                f"attention_mask of shape {tuple(mask.shape)}: a cut sequence takes one of (batch, tokens of this "
-                f"rank) = {(batch, places_T.shape[0])}. Leave it out, or put it in the batch."
+                f"attention_mask of shape {tuple(mask.shape)}: a sharded sequence needs the shape (batch, tokens of "
+                f"this rank) = {(batch, places_T.shape[0])}. Leave it out, or put it in the batch."
             )
         ids_BT = torch.where(mask.bool(), 0, PADDING)
         if (whole := full_values(mask)) is not None:
@@ -391,7 +390,7 @@ def _document_ids(
         return None
     if positions.ndim != 2:
         raise ModelError(
-            f"position_ids of shape {tuple(positions.shape)}: context parallelism takes (batch, sequence). Use cp=1."
+            f"position_ids of shape {tuple(positions.shape)}: context parallelism needs (batch, sequence). Use cp=1."
         )
     # Start position of the token's document in the sequence: constant within a document, and larger in the next.
     first = getattr(context.positions, "first", 0)  # else an id could equal PADDING
@@ -421,6 +420,6 @@ def _check_blocks(model: nn.Module, context: Context) -> None:
         is_layer = next(block.children(), None) is not None
         if is_layer and callers.isdisjoint(block.modules()):
             raise ModelError(
-                f"cp={context.axis.size}: {path} ({type(block).__name__}) called no attention, and Weft cuts "
-                "sequences only through attention. Use cp=1 for this model."
+                f"cp={context.axis.size}: {path} ({type(block).__name__}) called no attention, and sequences are "
+                "sharded only through attention. Use cp=1 for this model."
             )

@@ -42,8 +42,8 @@ def check_sequences(model: nn.Module, mesh: Mesh) -> str:
     if why := token_flow.why_fixed_attention(model):
         if mesh.plan.sp:
             raise ModelError(
-                f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would cut "
-                "them once more. Use sp=off or cp=1 for this model."
+                f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would shard them "
+                "again. Use sp=off or cp=1 for this model."
             )
         if mesh.plan.compile:
             raise ModelError(
@@ -99,9 +99,9 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
     gather_mixers(model, context, here, mixers)
     if mesh.rank == 0:
         warnings.warn(
-            f"cp={mesh['cp'].size}: {why}, so what mixes tokens gets all of them on every rank of cp: the numbers are "
-            "those of one process, the rest of each block has its share of the tokens, but attention costs every rank "
-            "the memory and time of a whole sequence, and each of its calls gathers the hidden states.",
+            f"cp={mesh['cp'].size}: {why}, so modules that mix tokens get all of them on every rank of cp. Results "
+            "equal one process, and the rest of each block is sharded, but attention costs every rank the memory "
+            "and time of a full sequence, and each of its calls gathers the hidden states.",
             WeftWarning,
             stacklevel=2,
         )

@@ -64,7 +64,7 @@ class FullSequenceMixers(Context):
         cp = self.axis.size
         if seq_len % cp or seq_len < 2 * cp:
             raise ModelError(
-                f"cp={cp}: a sequence is cut into {cp} equal stretches of at least 2 tokens, and one of {seq_len} "
+                f"cp={cp}: a sequence is divided into {cp} equal chunks of at least 2 tokens, and one of {seq_len} "
                 f"tokens cannot be. Pad the sequences to a multiple of {cp} tokens, at least {2 * cp}."
             )
         return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)
@@ -80,7 +80,7 @@ class FullSequenceMixers(Context):
         lengths = {batch[name].shape[1] for name in _TOKENS if isinstance(batch.get(name), Tensor)}
         if not lengths:
             raise ModelError(
-                f"cp={self.axis.size}: the batch has no tokens that could be cut (it has {', '.join(batch)}). Use cp=1."
+                f"cp={self.axis.size}: the batch has no tokens to shard (it has {', '.join(batch)}). Use cp=1."
             )
         if "decoder_input_ids" not in batch:
             self.check_labels(batch)
@@ -134,8 +134,8 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
     if not blocks or chains != mixing:
         lists = ", ".join(sorted(chains - mixing)) or "none"
         raise ModelError(
-            f"{where}: the attention of {type(model).__name__} needs all tokens, and Weft can cut them only between "
-            f"blocks with attention inside; its lists without are {lists}. {remedy}"
+            f"{where}: the attention of {type(model).__name__} needs all tokens, and they can be sharded only "
+            f"between blocks with attention inside; its lists without are {lists}. {remedy}"
         )
     table = layers.input_embeddings(model)
     width = 0 if table is None else table.embedding_dim
@@ -298,8 +298,8 @@ class _Outer(_Hooks):
         tokens = {name: given[name] for name in _TOKENS if isinstance(given.get(name), Tensor)}
         if not tokens:
             raise ModelError(
-                f"cp={self._context.axis.size}: {type(model).__name__} is given no tokens (it is given "
-                f"{', '.join(given)}). Use cp=1 for this model."
+                f"cp={self._context.axis.size}: {type(model).__name__} gets no tokens (it gets {', '.join(given)}). "
+                "Use cp=1 for this model."
             )
         lengths = {name: value.shape[1] for name, value in tokens.items()}
         size = self._context.axis.size

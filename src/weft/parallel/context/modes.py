@@ -72,8 +72,8 @@ def _check_row(row: np.ndarray) -> None:
     if len(np.unique(real)) != len(real):
         ids, counts = np.unique(real, return_counts=True)
         raise ModelError(
-            f"document_ids: document {ids[counts > 1][0]} continues after another one has begun, and a cut sequence "
-            "needs each document in one piece. Give each piece an id of its own."
+            f"document_ids: document {ids[counts > 1][0]} continues after another one has begun, and a sharded "
+            "sequence needs contiguous documents. Use another id for each part."
         )
 
 

@@ -99,11 +99,11 @@ def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> 
         if name and "mask" not in name and "bias" not in name:
             raise ModelError(
                 f"cp={order.cp}: the last two dims of {name} {shape} both equal the sequence length {order.seq_len}, "
-                f"so Weft cannot tell an image from a mask over pairs of tokens. Use cp=1, or another length."
+                "so it may be an image or a mask over pairs of tokens. Use cp=1, or another length."
             )
         raise ModelError(
-            f"cp={order.cp}: the batch holds a mask of shape {shape} over pairs of tokens, which cannot "
-            f"be cut along the sequence. Give document_ids, or an attention_mask of shape (batch, sequence)."
+            f"cp={order.cp}: the batch holds a mask of shape {shape} over pairs of tokens, which cannot be sharded "
+            "along the sequence. Use document_ids, or an attention_mask of shape (batch, sequence)."
         )
     if tensor.ndim < 2 or tensor.shape[1] != order.seq_len:
         return tensor

@@ -149,7 +149,7 @@ class Encoder:
             if self._over_data:
                 raise LayoutError(
                     f"{self.path}=spread:data: the model calls it {self.calls} times in a forward, and data ranks "
-                    f"could not tell the calls apart. Use {self.path}=spread."
+                    f"cannot distinguish the calls. Use {self.path}=spread."
                 )
             if self._ranks.per_home == 1:
                 return None
@@ -356,8 +356,8 @@ class _Hooks:
         del module
         if graph_task() != -1:
             raise ModelError(
-                f"{self._encoder.path}=spread: the whole encoder is recomputed in backward, where ranks meet for other "
-                "things. Recompute its blocks (recompute=full), or leave spread out."
+                f"{self._encoder.path}=spread: the full encoder is recomputed in backward, during other collectives. "
+                "Recompute its blocks (recompute=full), or leave spread out."
             )
         return self._encoders.enter(self._encoder, args, kwargs)
 
@@ -494,34 +494,36 @@ def _check_plan(first: str, model: nn.Module, mesh: Mesh, named: Mapping[str, bo
     """Raise LayoutError if the plan divides something that must stay complete."""
     if mesh.plan.cp > 1:
         raise LayoutError(
-            f"{first}=spread: with cp={mesh.plan.cp} each rank has a part of the tokens, and Weft cannot tell whose "
-            "items belong to them. Use cp=1."
+            f"{first}=spread: with cp={mesh.plan.cp} each rank has a part of the tokens, and their items are "
+            "unknown. Use cp=1."
         )
     if mesh.plan.pp == 1:
         return
     for site in find_chain(model).blocks:
         if (inside := next((path for path in named if _meets(site.path, path)), None)) is not None:
             raise LayoutError(
-                f"{inside}=spread: with pp={mesh.plan.pp} its blocks are divided into stages, and an encoder that is "
-                "spread lies whole on one. Use pp=1, or leave spread out."
+                f"{inside}=spread: with pp={mesh.plan.pp} its blocks are divided into stages, and a spread encoder "
+                "must be on one stage. Use pp=1, or leave spread out."
             )
 
 
 def _check(path: str, module: nn.Module, others: list[str]) -> None:
     if path == "" or any(_meets(path, one) for one in others):
-        raise LayoutError(f"{path or 'the model'}=spread: it holds another module that is spread. Spread one of them.")
+        raise LayoutError(
+            f"{path or 'the model'}=spread: it contains another spread module. Use spread for one of them."
+        )
     for name, part in module.named_modules():
         where = f"{path}.{name}" if name else path
         if isinstance(part, BATCH_NORMS):
             raise LayoutError(
-                f"{path}=spread: {where} takes statistics over items, and each rank would take those of its own. "
-                "Leave spread out."
+                f"{path}=spread: {where} uses statistics over items, and each rank would use only its own. Leave "
+                "spread out."
             )
         rate = float(part.p) if isinstance(part, _DROPOUTS) else _rate(part)
         if rate:
             raise LayoutError(
-                f"{path}=spread: {where} drops at a rate of {rate:g}, and what it drops would follow the rank. Set the "
-                "rate to 0, or leave spread out."
+                f"{path}=spread: {where} drops at a rate of {rate:g}, and its dropout would depend on the rank. Set "
+                "the rate to 0, or leave spread out."
             )
 
 

@@ -423,9 +423,8 @@ class _Follower:
             self._why = why_kind_mixes(self._kind, self._config)
         if self._why and bool((ids_BT[:, -1] != ids_BT[:, 0]).any()):
             raise ModelError(
-                f"position_ids of shape {tuple(positions_BT.shape)}: they begin anew within a row, and {self._why}. "
-                f"Give each document a row of its own, with padding behind it, or leave position_ids out if documents "
-                f"may see each other."
+                f"position_ids of shape {tuple(positions_BT.shape)}: they restart within a row, and {self._why}. Use "
+                "one row per document with padding, or leave position_ids out if documents may attend to each other."
             )
 
 

@@ -165,16 +165,17 @@ def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
     main = next((place for place, leaf in tensors.items() if leaf.is_floating_point()), None)
     if main is None:
-        raise LayoutError(f"{path}=spread: it is called without a tensor of numbers. Spread a module that reads items.")
+        raise LayoutError(
+            f"{path}=spread: it is called without a floating-point tensor. Use spread for a module that reads items."
+        )
     total = tensors[main].shape[0]
     whole = {place: leaf for place, leaf in tensors.items() if not leaf.is_floating_point()}
     told = next((found for place, leaf in whole.items() if (found := _counts(leaf, total)) is not None), None)
     if told is None and tensors[main].dim() < 3:
         shape = tuple(tensors[main].shape)
         raise LayoutError(
-            f"{path}=spread: of its input of shape {shape} Weft cannot tell which rows are one item. Call it with "
-            "whole numbers that say how many rows each has, such as grid_thw, or with a row for each item, "
-            "(items, ..., ...)."
+            f"{path}=spread: of its input of shape {shape} the rows of each item are unknown. Call it with integers "
+            "for the number of rows of each, such as grid_thw, or with a row for each item, (items, ..., ...)."
         )
     rows, spans = told or ((1,) * total, (1,) * total)
     by_row = tuple(place for place, leaf in tensors.items() if leaf.shape[0] == total)
@@ -302,8 +303,8 @@ class Division:
         """Return the rows of every item in an output."""
         if not given or any(rows * made % given for rows in self.rows):
             raise LayoutError(
-                f"spread: of {given} rows of items the module made {made}, and Weft cannot tell which are whose. "
-                "Spread a module that gives as many rows for each row, or leave spread out."
+                f"spread: of {given} rows of items the module made {made}, so the rows of each item are unknown. Use "
+                "a module with the same number of output rows for each row, or leave spread out."
             )
         return [rows * made // given for rows in self.rows]
 
@@ -407,8 +408,9 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
     args, kwargs = items.arguments({})
     if len(args) + len(kwargs) != len(items.leaves):
         raise LayoutError(
-            f"{path}=spread: it is called with tensors inside of other arguments, which ranks without items cannot be "
-            "told. Call it with tensors and plain values, or use a plan without zero=3 and spread without :data."
+            f"{path}=spread: it is called with tensors inside of other arguments, which cannot be sent to ranks "
+            "without items. Call it with tensors and plain values, or use a plan without zero=3 and spread without "
+            ":data."
         )
     said = [_said(path, leaf if not _is_divided(items, place) else items.taken(place, [chosen]))
             for place, leaf in enumerate(items.leaves)]  # fmt: skip
@@ -453,8 +455,8 @@ def _said(path: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return {"is": value}
     raise LayoutError(
-        f"{path}=spread: it is called with a {type(value).__name__}, which ranks without items cannot be told. Call it "
-        "with tensors and plain values, or use a plan without zero=3 and spread without :data."
+        f"{path}=spread: it is called with a {type(value).__name__}, which cannot be sent to ranks without items. "
+        "Call it with tensors and plain values, or use a plan without zero=3 and spread without :data."
     )
 
 

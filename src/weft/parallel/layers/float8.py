@@ -115,8 +115,8 @@ def _kept(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[st
             named = {path for path in fitting if any(path == one or path.startswith(f"{one}.") for one in chosen)}
         if not named:
             raise ModelError(
-                f"bf16_layers={word!r}: no linear layer in blocks is called so. Use first:N, last:N or a pattern of "
-                f"paths such as {next(iter(fitting), 'blocks.0.*')!r}, in which * stands for anything."
+                f"bf16_layers={word!r}: no linear layer in blocks has this name. Use first:N, last:N or a pattern of "
+                f"paths such as {next(iter(fitting), 'blocks.0.*')!r}, in which * matches anything."
             )
         kept |= named
     return kept

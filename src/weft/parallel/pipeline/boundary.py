@@ -156,9 +156,8 @@ class Flow:
         number = self._calls
         if number >= len(route.calls) or route.calls[number] != relay.number:
             raise ModelError(
-                f"pp: forward calls {relay.path!r} where it called "
-                f"{self._path_of(number)!r} before. Every forward of a pipeline must call the same modules in the same "
-                f"order; use pp=1 otherwise."
+                f"pp: forward calls {relay.path!r} after {self._path_of(number)!r} before. Every forward of a "
+                "pipeline must call the same modules in the same order; use pp=1 otherwise."
             )
         self._calls += 1
         following = route.entry.get(self.stage + 1)
@@ -257,8 +256,8 @@ class Flow:
             )
         if any(version_of(tensor) != version for tensor, version in self._versions):
             raise ModelError(
-                "pp: forward changes a tensor in place that another stage receives. Write x = x + y in place of "
-                "x += y, or use pp=1."
+                "pp: forward changes a tensor in place that another stage receives. Write x = x + y instead of x += "
+                "y, or use pp=1."
             )
         values = {**self._incoming, **self._made}
         found: list[tuple[int, torch.Tensor]] = [(slot_of(leaf), each) for leaf, each in enumerate(self._leaving)]
@@ -293,7 +292,7 @@ class RemoteModule(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse the call. While a stage runs, a `Relay` replaces this module."""
         del args, kwargs
-        raise ModelError(f"module {self.path!r}: another stage of the pipeline holds it. Call the full model.")
+        raise ModelError(f"module {self.path!r}: it is on another stage of the pipeline. Call the full model.")
 
 
 class Relay(StandIn):
@@ -351,8 +350,8 @@ class Relay(StandIn):
 
     def _not_called(self) -> ModelError:
         return ModelError(
-            f"pp: forward takes {self.path!r} apart without calling it, and a stage holds all of it. Call the module, "
-            f"or use pp=1."
+            f"pp: forward takes {self.path!r} apart without calling it, and it is on one stage. Call the module, or "
+            "use pp=1."
         )
 
 
@@ -508,7 +507,7 @@ class Boundary:
         if not slots or len(slots) != count:
             raise CommError(
                 f"stage {transfer.stage}: rank {self._axis.ranks[transfer.peer]} sent something that is not a shape. "
-                f"Ranks of a pipeline must be given the same microbatches."
+                "Ranks of a pipeline must get the same microbatches."
             )
         return SentForm(tuple(slots), tuple(shapes), tuple(dtypes))
 

@@ -131,15 +131,15 @@ class Probe:
         changed = any(version_of(each) != version for each, version in versions) or _sizes(given) != sizes
         if changed or any(vars(each) != was for each, was in objects):
             raise ModelError(
-                f"pp: {self.path!r} changes one of its arguments in place, and other stages would not see that. "
-                f"Return the new value instead, or use pp=1."
+                f"pp: {self.path!r} changes one of its arguments in place, which does not reach other stages. Return "
+                "the new value instead, or use pp=1."
             )
         tensors, others = _changes(module, before)
         outputs = [*tensors_in(value), *(each for _, found in tensors for each in tensors_in(found))]
         if made.is_kept_besides([*outputs, *tensors_in(given), *_held(module)]):
             raise ModelError(
-                f"pp: {self.path!r} leaves a tensor outside of itself, such as in a list of losses, and other stages "
-                f"would not see that. Return it, or set it as an attribute of the module, or use pp=1."
+                f"pp: {self.path!r} leaves a tensor outside of itself, such as in a list of losses, which does not "
+                "reach other stages. Return it, or set it as an attribute of the module, or use pp=1."
             )
         return Returned(map_tensors(to_meta, value), tensors, others)
 
@@ -147,8 +147,8 @@ class Probe:
         first = next(tensors_in((args, kwargs)), None)
         if first is None:
             raise ModelError(
-                f"pp: {self.path!r} cannot be called without numbers, so other stages do not know what it returns. "
-                f"Use pp=1."
+                f"pp: {self.path!r} cannot be called without values, so its output is unknown on other stages. Use "
+                "pp=1."
             )
         self.guesses = True
         return Returned(_plain(first), is_guess=True)
@@ -163,8 +163,8 @@ class Probe:
         is_alike = isinstance(output, torch.Tensor) and expected is not None and output.shape == expected.shape
         if self.guesses and not is_alike:
             raise ModelError(
-                f"pp: {self.path!r} cannot be called without numbers and does not return a tensor of the shape of its "
-                f"first argument, so other stages do not know what it returns. Use pp=1."
+                f"pp: {self.path!r} cannot be called without values and does not return a tensor of the shape of its "
+                "first argument, so its output is unknown on other stages. Use pp=1."
             )
 
 

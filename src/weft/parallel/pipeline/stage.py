@@ -239,9 +239,9 @@ def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dic
             continue
         if set(owners) != {0, plan.pp - 1}:
             raise ModelError(
-                f"parameter {names[key][0]!r}: {' and '.join(owners.values())} share it, and lie on different ranks of "
-                f"the pipeline. Only the first and the last rank may share a weight. Use pp=2, or a split that keeps "
-                f"them together."
+                f"parameter {names[key][0]!r}: {' and '.join(owners.values())} share it, and are on different ranks "
+                "of the pipeline. Only the first and the last rank may share a weight. Use pp=2, or a split that "
+                "keeps them together."
             )
         found |= dict.fromkeys(names[key], names[key][0])
     return found

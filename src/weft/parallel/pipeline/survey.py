@@ -239,8 +239,8 @@ class _Walk:
                 self._need_value(tensor.value, reader)
             elif tensor.source and not tensor.parents:
                 raise ModelError(
-                    f"pp: forward reads a weight of {tensor.source!r} without calling that module, and only one stage "
-                    f"holds it. Call the module, or use pp=1."
+                    f"pp: forward reads a weight of {tensor.source!r} without calling that module, and it is on one "
+                    "stage only. Call the module, or use pp=1."
                 )
             waiting += [(parent, tensor.created > self._entered) for parent in tensor.parents]
 
@@ -251,9 +251,9 @@ class _Walk:
             what = "its output" if reader is None else repr(self._paths[self._calls[reader].site])
             again = " again" if reader is not None and reader > value[0] else ""
             raise ModelError(
-                f"pp: {what} is computed{again} on stage {self._stage}, from the output of {source!r} on a later one. "
-                f"A block must run once, or only one after another with blocks of its own stage. Use a split that "
-                f"keeps these blocks on one stage, or pp=1."
+                f"pp: {what} is computed{again} on stage {self._stage}, from the output of {source!r} on a later "
+                "one. A block must run once, or only in sequence with blocks of its own stage. Use a split that "
+                "keeps these blocks on one stage, or pp=1."
             )
         if stage < self._stage:
             self.found.add(value)
@@ -295,8 +295,8 @@ class InnerModule(StandIn):
         """Refuse."""
         del args, kwargs
         raise ModelError(
-            f"pp: forward calls {self.path!r} without calling the block around it, and only one stage holds it. Call "
-            f"the block, or use pp=1."
+            f"pp: forward calls {self.path!r} without calling the block around it, and it is on one stage only. Call "
+            "the block, or use pp=1."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -329,8 +329,8 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
         )
     if probe.guesses and (value is None or isinstance(value, float)):
         raise ModelError(
-            f"pp: forward reads {name!r} of {probe.path!r}, which another stage holds and which cannot be called "
-            f"without numbers, so its value there is not known. Return it from the block, or use pp=1."
+            f"pp: forward reads {name!r} of {probe.path!r}, which is on another stage and cannot be called without "
+            "values, so its value is unknown. Return it from the block, or use pp=1."
         )
     if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
         return RemoteTensor.of(value, torch.device("cpu"), probe.path)

@@ -101,12 +101,12 @@ def dtype_growth_warning(originals: Mapping[str, Original], precision: Precision
     if not precision.is_mixed:
         kept = str(precision.master).removeprefix("torch.")
         return (
-            f"precision: {sizes} from here on, all in {kept}. Use precision=bf16 to compute in bfloat16: "
-            f"frozen weights then stay in it, and trained ones have float32 masters beside them."
+            f"precision: {sizes} from here on, all in {kept}. Use precision=bf16 to compute in bfloat16: frozen "
+            "weights then stay in bfloat16, and trained ones have float32 masters too."
         )
     return (
-        f"precision: {sizes} from here on, since each trained weight has a float32 master beside it. Every plan "
-        "keeps these masters. Use zero=1, 2 or 3 to divide them, or offload=optimizer to keep them on the host."
+        f"precision: {sizes} from here on, since each trained weight has a float32 master too. Every plan keeps "
+        "these masters. Use zero=1, 2 or 3 to divide them, or offload=optimizer to keep them on the host."
     )
 
 

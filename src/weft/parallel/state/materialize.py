@@ -226,24 +226,24 @@ class _Guard:
         del module, prefix, keep_vars
         if not self.is_open:
             raise ModelError(
-                f"{self._start}, so state_dict() would give pieces. Use run.save(folder, step=..., model=..., "
-                "optimizer=...) to resume later, run.full_state_dict(model) for whole tensors, or "
-                f"run.save_pretrained(model, folder) for Hugging Face files."
+                f"{self._start}, so state_dict() would return shards. Use run.save(folder, step=..., model=..., "
+                "optimizer=...) to resume later, run.full_state_dict(model) for full tensors, or "
+                "run.save_pretrained(model, folder) for Hugging Face files."
             )
 
     def before_load(self, module: nn.Module, *rest: Any) -> None:
         del module, rest
         if not self.is_open:
             raise ModelError(
-                f"{self._start}, so load_state_dict() would take whole tensors for pieces. Load before "
-                f"run.parallelize(model), or use run.load(folder, model=..., optimizer=...) for what run.save wrote."
+                f"{self._start}, so load_state_dict() would load full tensors into shards. Load before "
+                "run.parallelize(model), or use run.load(folder, model=..., optimizer=...) for what run.save wrote."
             )
 
 
 def _refuse_optimizer_save(start: str, optimizer: torch.optim.Optimizer) -> NoReturn:
     del optimizer
     raise ModelError(
-        f"{start}, so state_dict() would give pieces. Use run.save(folder, step=..., model=..., optimizer=...)."
+        f"{start}, so state_dict() would return shards. Use run.save(folder, step=..., model=..., optimizer=...)."
     )
 
 

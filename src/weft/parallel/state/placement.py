@@ -51,7 +51,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.index is not None and not self.whole_shape:
-            raise ModelError("placement: index= needs the shape of the whole. Give whole_shape=.")
+            raise ModelError("placement: index= needs the full shape. Pass whole_shape=.")
         if self.parts and (self.pad or self.index is not None):
             raise ModelError(
                 "placement: parts= cannot be combined with pad= or index=. Give the rows of this rank by index=."
@@ -187,8 +187,8 @@ def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
             before = merged.get(name, WHOLE)
             if before.is_sharded and placement.is_sharded:
                 raise ModelError(
-                    f"parameter {name!r}: it was cut over {'*'.join(before.cut)} and then over "
-                    f"{'*'.join(placement.cut)}. Let one technique cut it."
+                    f"parameter {name!r}: it was sharded over {'*'.join(before.cut)} and then over "
+                    f"{'*'.join(placement.cut)}. Shard it by one technique."
                 )
             partial = (*before.partial, *(axis for axis in placement.partial if axis not in before.partial))
             saved = before.name or placement.name
@@ -381,9 +381,8 @@ class AxisMap:
         for name in sorted(names):
             cut = self.placement(name).cut
             raise ModelError(
-                f"optimizer {type(optimizer).__name__}: it must see the whole of parameter {name!r}, which is cut "
-                f"over {'*'.join(cut)}. Use AdamW or SGD for it, or a plan with "
-                f"{' '.join(f'{axis}=1' for axis in cut)}."
+                f"optimizer {type(optimizer).__name__}: it needs the full parameter {name!r}, which is sharded over "
+                f"{'*'.join(cut)}. Use AdamW or SGD for it, or a plan with {' '.join(f'{axis}=1' for axis in cut)}."
             )
 
     def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -399,11 +398,12 @@ class AxisMap:
         cut, is_expert = placement.cut, "ep" in placement.cut
         if is_expert and (len(cut) > 1 or set(placement.partial) & {"cp", "tp"}):
             raise ModelError(
-                f"placement of {name!r}: cut={'*'.join(cut)} partial={'*'.join(placement.partial)}: experts are cut "
-                f"over ep alone, and their gradients add up over all ranks beside it. Use cut=('ep',) without partial."
+                f"placement of {name!r}: cut={'*'.join(cut)} partial={'*'.join(placement.partial)}: experts are "
+                "sharded over ep only, and their gradients are summed over all other ranks. Use cut=('ep',) without "
+                "partial."
             )
         if times > 1 and len(cut) > 1:
-            raise ModelError(f"placement of {name!r}: rows that several ranks hold are cut over one axis. Use one.")
+            raise ModelError(f"placement of {name!r}: rows of several ranks are sharded over one axis. Use one.")
         shard = ("beside_ep",) if is_expert else ("dp_shard", "cp")
         adjacent = tuple(f"{axis}/{times}" for axis in cut) if times > 1 else ()
         extra = (*adjacent, *(axis for axis in placement.partial if axis not in (*cut, *_DATA, "cp")))

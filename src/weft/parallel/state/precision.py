@@ -79,14 +79,15 @@ class Precision:
         """
         if self.sync != "step":
             raise ModelError(
-                f"sync={self.sync}: backward() came outside of a train step, which alone counts the steps until "
-                "replicas meet. Use run.train_step, or sync=step."
+                f"sync={self.sync}: backward() came outside of a train step, and only a train step counts the steps "
+                "until replicas synchronize. Use run.train_step, or sync=step."
             )
         for name, wire in (("reduce", self.wire), ("compress", self.outer_wire)):
             if wire is not None and wire.feeds_back:
                 raise ModelError(
-                    f"{name}={wire.spec.name}: backward() came outside of a train step, which alone knows what is owed "
-                    f"once gradients are clipped. Use run.train_step, or compress=int8, which owes nothing."
+                    f"{name}={wire.spec.name}: backward() came outside of a train step, and only a train step "
+                    "computes the residual of clipped gradients. Use run.train_step, or compress=int8, which has no "
+                    "residual."
                 )
 
     def refuse_unscaled(self, what: str) -> None:
@@ -111,13 +112,13 @@ class Precision:
     def __str__(self) -> str:
         short = {value: key for key, value in _COMPUTE.items()}
         narrow = not self.wire.spec.exact
-        apart = f", gradients travel in {self.wire.spec.name}" if narrow else ""
+        apart = f", gradients are sent in {self.wire.spec.name}" if narrow else ""
         if self.outer_wire is not None:
             apart += f", over the outermost data axis in {self.outer_wire.spec.name} (lossy)"
         if self.products:
             apart += f", {_PRODUCTS[self.products]}"
         if self.sync != "step":
-            apart += f", replicas meet as sync={self.sync} says"
+            apart += f", replicas synchronize by sync={self.sync}"
         if not self.is_mixed:
             return f"all {short[self.compute]}{apart}"
         kept = (

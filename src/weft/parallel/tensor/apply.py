@@ -295,8 +295,8 @@ class _Cutter:
         if missing:
             has = "has" if len(missing) == 1 else "have"
             raise LayoutError(
-                f"layout: {', '.join(missing)} {has} parameters between cut layers, and no pattern of the layout "
-                f"covers them. Add {' '.join(f'{path}=replicate' for path in missing)}, with partial in place of "
+                f"layout: {', '.join(missing)} {has} parameters between sharded layers, and no pattern of the layout "
+                f"covers them. Add {' '.join(f'{path}=replicate' for path in missing)}, with partial instead of "
                 "replicate for each that works on this rank's heads or features."
             )
 
@@ -360,8 +360,8 @@ class _Cutter:
         width = layers.weight_of(module).shape[1]
         if layers.is_packed(module) and width % (64 * self.axis.size):
             raise LayoutError(
-                f"layout: {path} keeps its {width} inputs in blocks of 64, which tp={self.axis.size} cannot share out "
-                "whole. Use adapter.base=stored, or a smaller tp."
+                f"layout: {path} keeps its {width} inputs in blocks of 64, which tp={self.axis.size} cannot divide "
+                "at block boundaries. Use adapter.base=stored, or a smaller tp."
             )
         self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if layers.is_transposed(module) else 1)
         self._replace(module, "lora_A", Placement(cut=("tp",)), dim=1)
@@ -374,7 +374,7 @@ class _Cutter:
         """Raise PlanError if the layer should multiply in chunks but is more than a plain matrix product."""
         if self.line.pieces > 1 and (isinstance(module, AdaptedLinear) or layers.is_packed(module)):
             has = "has an adapter" if isinstance(module, AdaptedLinear) else "keeps its weight as bytes"
-            rule = f"layer {path} {has}, and only a plain product is made in pieces"
+            rule = f"layer {path} {has}, and only a plain product is computed in chunks"
             raise PlanError([Problem("tp_chunks", f"tp_chunks={self.line.pieces}: {rule}. Use tp_chunks=1.")])
 
     def _float8(self, module: nn.Module, **shared: Axis) -> None:
@@ -411,8 +411,8 @@ class _Cutter:
             return
         if name not in dict(module.named_parameters(recurse=False, remove_duplicate=False)):
             raise LayoutError(
-                f"layout: {self.names[id(module)]}.{name} is computed from other parameters (a weight norm?), and a "
-                f"part of it cannot be kept. Name {self.names[id(module)]}=replicate in a layout, or use tp=1."
+                f"layout: {self.names[id(module)]}.{name} is computed from other parameters (a weight norm?), and it "
+                f"cannot be sharded. Set {self.names[id(module)]}=replicate in a layout, or use tp=1."
             )
         if id(whole) not in self.locals:
             shape = tuple(whole.shape) if placement.index is not None else ()

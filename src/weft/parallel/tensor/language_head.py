@@ -86,8 +86,8 @@ class HeadLogProbs(_LogitsStandIn):
 
 def _refuse(what: str) -> NoReturn:
     raise ModelError(
-        f"loss: the model changes its logits after the head ({what}), so the head cannot give the loss. "
-        f"Give a loss_fn of your own, which gets whole logits."
+        f"loss: the model changes its logits after the head ({what}), so the head cannot compute the loss. Use your "
+        "own loss_fn, which receives full logits."
     )
 
 

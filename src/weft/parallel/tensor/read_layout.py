@@ -45,7 +45,7 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
                 f"{path}={style.name}: {what} is needed, and this is a {type(module).__name__}. Use {path}=replicate."
             )
     if not any(style.name in ("colwise", "rowwise", "vocab") for style in styles.values()):
-        raise LayoutError(f"tp={tp}: the layout cuts nothing of this model. Use tp=1, or give a layout.")
+        raise LayoutError(f"tp={tp}: the layout shards nothing of this model. Use tp=1, or set a layout.")
     return styles
 
 

@@ -93,8 +93,8 @@ class ShardedTokens(Tensor):
 
 def _hidden() -> PlanError:
     return PlanError(
-        "tp_chunks: a module around cut layers hands its input to a step of autograd of its own, or reads it without "
-        "gradients, before they have gathered it. Use tp_chunks=1."
+        "tp_chunks: a module around sharded layers passes its input to a custom autograd function, or reads it "
+        "without gradients, before they have gathered it. Use tp_chunks=1."
     )
 
 
@@ -191,7 +191,7 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
     column = next((path for path in inside if _is(styles, path, "colwise")), None)
     if column is None:
         raise LayoutError(
-            f"sp=on: the layout cuts no layer of {blocks[0]} by columns, nor of another block. Use sp=off."
+            f"sp=on: the layout shards no layer of {blocks[0]} by columns, nor of another block. Use sp=off."
         )
     return layers.weight_of(modules[column]).shape[1] if row is None else layers.weight_of(modules[row]).shape[0]
 

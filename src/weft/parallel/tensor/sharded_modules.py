@@ -313,8 +313,8 @@ class Enter:
                 values[place] = self._entry.enter(value, is_shared=not has_second)
                 return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         raise ModelError(
-            f"module of type {type(module).__name__}: none of its arguments has the {self._entry.width} features that "
-            f"its cut layers read. Use sp=off, or give a layout that leaves it out."
+            f"module of type {type(module).__name__}: none of its arguments has the {self._entry.width} features "
+            "that its sharded layers read. Use sp=off, or set a layout without it."
         )
 
     def _second_entered(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:

@@ -95,14 +95,14 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     if worst is not None:
         name, difference = worst
         raise TrialError(
-            f"{where}: a trial step on small inputs gives other numbers than one process ({name} differs by "
-            f"{difference:.1%} of its largest number), so the model computes with sizes or values that a rank has "
-            f"only a part of, in a way that Weft cannot see. {_remedy(where)}"
+            f"{where}: a trial step on small inputs differs from one process ({name} differs by {difference:.1%} of "
+            "its largest number), so the model computes with sizes or values that are sharded, which was not "
+            f"detected. {_remedy(where)}"
         )
 
 
 def _remedy(where: str) -> str:
-    return "Use sp=off." if "sp" in where else "Use tp=1, or give a layout that leaves these layers out."
+    return "Use sp=off." if "sp" in where else "Use tp=1, or set a layout without these layers."
 
 
 def _input(leaf: Any, model: nn.Module, axis: Axis, device: torch.device) -> Any:
@@ -210,9 +210,9 @@ def _why_failed(failure: Exception | None) -> str:
     reason = "another rank failed" if failure is None else f"{type(failure).__name__}: {lines[0]}"
     at = _line_of_user(failure)
     return (
-        f"a trial step fails on a rank's part of the model ({reason}){at}. A number of heads or a width may be written "
-        "down there: take it from -1, as in x.unflatten(-1, (-1, head_dim)). Otherwise use tp=1, or give a layout "
-        "that leaves this module out."
+        f"a trial step fails on a rank's part of the model ({reason}){at}. A number of heads or a width may be "
+        "hard-coded there: use -1 instead, as in x.unflatten(-1, (-1, head_dim)). Otherwise use tp=1, or set a "
+        "layout without this module."
     )
 
 

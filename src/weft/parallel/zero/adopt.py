@@ -77,8 +77,8 @@ def watch_steps(
         if found is not None and not found.in_step:
             if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
                 raise ModelError(
-                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
-                    f"cannot meet. Call backward() first, then step()."
+                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where "
+                    "ranks cannot communicate. Call backward() first, then step()."
                 )
             found.finalize()
         if before is not None:

@@ -97,8 +97,8 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
         if all(name in (_TURN, _PLAN) or f"/{BASIS}/" in name for name in tensors):
             return []  # only low-rank bases, which are optional
         return [
-            f"the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{mesh.plan}', and "
-            "it starts without any"
+            f"the rounding errors of reduce under '{saved}' are dropped: this plan is '{mesh.plan}', and it starts "
+            "without them"
         ]
     start = f"{mesh.rank}/"
     found = {name.removeprefix(start): tensors[name] for name in tensors if name.startswith(start)}

@@ -372,9 +372,9 @@ def _refuse_fill(groups: list[tuple[list[Slot], int, bool]], shard: Axis, itemsi
         return
     most = max(1, numel // max(slot.numel for group, _, _ in groups for slot in group))
     raise ModelError(
-        f"{shard.name}={shard.size}: the optimizer needs whole matrices, and dividing them over so many ranks pads "
-        f"{format_bytes(numel * itemsize)} of weights with {format_bytes(fill * itemsize)}. Use {shard.name}={most} "
-        "or less with the other ranks in dp_replicate, or AdamW."
+        f"{shard.name}={shard.size}: the optimizer needs full matrices, and dividing them over this number of ranks "
+        f"pads {format_bytes(numel * itemsize)} of weights with {format_bytes(fill * itemsize)}. Use "
+        f"{shard.name}={most} or less with the other ranks in dp_replicate, or AdamW."
     )
 
 

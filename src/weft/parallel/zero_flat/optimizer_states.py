@@ -167,8 +167,8 @@ class SlotErrorFeedback:
                     found[key] = self._all_of(bucket, low, high, source) / number
             self._load(bucket, coder, found)
         if self._sums.coders.owed:
-            return ["what compress rounded off before and still owes goes with the gradients of the first step"]
-        return [] if saved == number else [f"what {saved} replicas owe of rounded gradients is shared by {number} now"]
+            return ["the earlier compression error is added to the gradients of the first step"]
+        return [] if saved == number else [f"what {saved} replicas' compression error is shared by {number} now"]
 
     def _load(self, bucket: Bucket, coder: Coder, found: dict[str, torch.Tensor]) -> None:
         shaped = {name: tensor for name, tensor in coder.states() if not name.endswith("/residual")}

@@ -190,9 +190,9 @@ class OwnLoop:
         self._norm = None
         if most - least > _ALIKE * most:
             raise ModelError(
-                f"gradients: since backward, one rank scaled those that all ranks share by {least:.6g} and another by "
-                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees only this rank's part of what tp and ep divide. "
-                f"Use run.clip_grad_norm_(model, max_norm)."
+                f"gradients: since backward, one rank scaled those that all ranks share by {least:.6g} and another "
+                f"by {most:.6g}. torch.nn.utils.clip_grad_norm_ computes only the norm of this rank's shards under "
+                "tp and ep. Use run.clip_grad_norm_(model, max_norm)."
             )
 
     def _replicated_norm(self) -> torch.Tensor:

@@ -135,8 +135,8 @@ class RecordedSteps:
         if not is_new and not self._has_said:
             self._has_said = True
             warnings.warn(
-                f"graphs=on: the optimizer's step is recorded {MOST_STEPS} times, for other settings than its rate or "
-                "other places of gradients, and steps with still others are launched kernel by kernel.",
+                f"graphs=on: the optimizer's step is recorded {MOST_STEPS} times, for different settings or gradient "
+                "addresses, and further ones are launched kernel by kernel.",
                 WeftWarning,
                 stacklevel=2,
             )

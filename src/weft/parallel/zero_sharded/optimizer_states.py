@@ -358,7 +358,7 @@ class UnitWithErrorFeedback:
         if numel != self.numel:
             raise CommError(
                 f"compress={self.coder.wire.spec.name}: unit {self.unit} sums {numel} of its {self.numel} values: a "
-                "forward left parameters out. Use compress=int8, which owes nothing."
+                "forward left parameters out. Use compress=int8, which has no error feedback."
             )
         self.coder.matrices = () if self.coders.is_exact else self.matrices()
         return self.coder
@@ -459,8 +459,8 @@ class ShardErrorFeedback:
             rest = {name: tensor for name, tensor in unit.coder.states() if not name.endswith("/residual")}
             unit.coder.load({**rest, unit.key: debt[None]})
         if self._coders.owed:
-            return ["what compress rounded off before and still owes goes with the gradients of the first step"]
-        return [] if saved == number else [f"what {saved} replicas owe of rounded gradients is shared by {number} now"]
+            return ["the earlier compression error is added to the gradients of the first step"]
+        return [] if saved == number else [f"what {saved} replicas' compression error is shared by {number} now"]
 
     @property
     def _held(self) -> dict[str, nn.Parameter]:

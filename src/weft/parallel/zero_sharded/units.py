@@ -105,8 +105,8 @@ def _num_per_class(container: nn.Module) -> Counter[type[nn.Module]]:
 # Placements under zero=3: experts are separate units, and partial sums are added once per step.
 
 _MIXED = (
-    "module {0}: it holds parameters that are cut over ep and others, and zero=3 divides them over different ranks. "
-    "Keep experts in a module of their own."
+    "module {0}: it has parameters that are sharded over ep and others, and zero=3 shards them over different "
+    "ranks. Put experts into a separate module."
 )
 
 

@@ -250,10 +250,10 @@ def _write_s(question: Question, terms: RunTerms) -> float | None:
 
 def _tokens_for(question: Question, loss: float | None) -> float:
     if loss is None:
-        raise _error("run", "run: nothing says where it ends. Write e.g. --run tokens=1T, loss=2.2 or budget=5000usd.")
+        raise _error("run", "run: its end is not set. Write e.g. --run tokens=1T, loss=2.2 or budget=5000usd.")
     least = expected_loss(question, math.inf)
     if least is None:
-        raise _error("loss", f"loss={loss:g}: the law of losses knows dense decoders alone. Use tokens=1T.")
+        raise _error("loss", f"loss={loss:g}: the loss law covers only dense decoders. Use tokens=1T.")
     if loss <= least:
         rule = f"{question.model.name} never gets below {least:.3f}, by Chinchilla's law"
         raise _error("loss", f"loss={loss:g}: {rule}. Use more, or a larger model.")
@@ -276,7 +276,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
         known = _WORDS.get(name)
         if known is None:
             hint = did_you_mean(name, list(_WORDS)) or f" Known: {', '.join(_WORDS)}."
-            raise _error(name, f"run={name}: not a word of a run.{hint}")
+            raise _error(name, f"run={name}: not a field of a run.{hint}")
         field, read, example = known
         try:
             number = read(value)
@@ -287,7 +287,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
             raise _error(name, f"{name}={value}: {kind} is needed. Write e.g. {name}={example}.")
         found, ends = replace(found, **{field: number}), ends + (name in ("tokens", "loss", "budget"))
     if ends != 1:
-        rule = "nothing says where it ends" if not ends else "tokens, loss and budget each say where it ends"
+        rule = "its end is not set" if not ends else "tokens, loss and budget each set its end"
         raise _error("run", f"run={text}: {rule}. Write one of them, e.g. --run tokens=1T.")
     return found
 

@@ -90,7 +90,7 @@ def _steps_note(train: dict[str, Any], one: Candidate) -> str:
     steps, question = train["steps"], one.question
     read = format_count(steps * question.job.tokens).replace(" ", "")
     trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
-    return f"{trial}. weft plan ... --run tokens=1T tells what more would cost."
+    return f"{trial}. weft plan ... --run tokens=1T shows the cost of more."
 
 
 def learning_rate(num_params: float, *, is_adapter: bool) -> float:

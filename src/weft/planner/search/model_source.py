@@ -126,7 +126,7 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
         return PlannedModel(name="decoder", shape=source, spec=_as_decoder(source, 2**20))
     if isinstance(source, ModelSpec):
         if source.shape is None:
-            rule = "Weft knows its parameters, but not its shape. Give a size, a DecoderSpec or a config folder."
+            rule = "only its parameters are known, not its shape. Use a size, a DecoderSpec or a config folder."
             raise ModelError(f"model={source.name}: {rule}")
         return of_decoder(source.name, source.shape)
     return _read_text(source)
@@ -155,9 +155,7 @@ def _read_text(text: str) -> PlannedModel:
         rule = "a model given as code must be traced first"
         raise ModelError(f"model={text}: {rule}. Give weft.trace({text!r}).")
     hint = did_you_mean(text, model_names()) or f" Sizes: {', '.join(model_names())}."
-    raise ModelError(
-        f"model={text}: neither a size that Weft knows, nor a folder with a config.json, nor a .toml file.{hint}"
-    )
+    raise ModelError(f"model={text}: neither a built-in size, nor a folder with a config.json, nor a .toml file.{hint}")
 
 
 def _read_run(path: Path) -> PlannedModel:

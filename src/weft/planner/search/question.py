@@ -210,7 +210,7 @@ def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile 
     if traced is not None and not any(each.causal for layer in traced.layers for each in layer.attentions):
         raise _error("documents", f"documents={text}: {planned.name} has no causal attention. Leave it out.")
     if profile is not None and profile.machine.kind == "cpu":
-        raise _error("documents", f"documents={text}: a measured host knows whole sequences alone. Leave it out.")
+        raise _error("documents", f"documents={text}: a measured host supports only full sequences. Leave it out.")
     return job.with_documents(text)
 
 

@@ -455,10 +455,10 @@ def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[
         culprits = [_culprit(every, ran, probed.limit, half) for half, ran in enumerate(halves)]
         where = next(filter(None, culprits), "")
         found.append(
-            f"batch: what {where or 'the model'} computes for a sample depends on the other samples of its microbatch, "
-            f"and the plan divides a batch into {probed.parts} parts, so results are not those of one device. Compute "
-            "each sample by itself, use nn.BatchNorm2d with norm_group or GroupNorm for statistics, or a plan with one "
-            "part."
+            f"batch: what {where or 'the model'} computes for a sample depends on the other samples of its "
+            f"microbatch, and the plan divides a batch into {probed.parts} parts, so results differ from one device. "
+            "Compute each sample separately, use nn.BatchNorm2d with norm_group or GroupNorm for statistics, or a "
+            "plan with one part."
         )
     elif "number" in suspected:
         found.append(

@@ -64,7 +64,7 @@ class ReplicaWatch:
         said = int(self._checksum != most) if 2 * number > len(found) else 2
         all_said = all_gather(torch.tensor([said], device=device), self._mesh.world).tolist()
         ranks = [str(rank) for rank, one in zip(self._mesh.world.ranks, all_said, strict=True) if one]
-        how = "differ, and should be equal" if 2 in all_said else "are no longer those of the others"
+        how = "differ, and should be equal" if 2 in all_said else "differ from the others"
         raise CommError(
             f"replicas over {self._axis.label}: the weights of rank {', '.join(ranks)} {how}, since {EVERY} steps at "
             "most. Resume from an earlier checkpoint, and check the memory, the device and the software of these ranks."

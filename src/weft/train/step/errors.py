@@ -270,7 +270,7 @@ def _parts(plan: Plan) -> list[tuple[str, str, str]]:
         (plan.tp > 1, f"tp={plan.tp}", "the features, heads or vocabulary", "tp=1"),
         (plan.cp > 1, f"cp={plan.cp}", "each sequence", "cp=1"),
         (plan.pp > 1, f"pp={plan.pp}", "the blocks", "pp=1"),
-        (plan.zero == 3, "zero=3", "the weights, which are whole only while their own module is called", "zero=2"),
+        (plan.zero == 3, "zero=3", "the weights, which are unsharded only while their own module is called", "zero=2"),
     ]
     return [(name, divided, remedy) for is_on, name, divided, remedy in found if is_on]
 
@@ -322,8 +322,8 @@ def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -
     if num_known < num_ranks or num_ranks * squares != total**2:
         return
     warnings.warn(
-        f"batch: all {num_readers} data-parallel ranks were given the same samples at the first step, so together "
-        "they do only the work of one. Cut the loader for the ranks: loader = run.shard(loader).",
+        f"batch: all {num_readers} data-parallel ranks got the same samples at the first step, so together they do "
+        "only the work of one. Shard the loader: loader = run.shard(loader).",
         WeftWarning,
         stacklevel=5,
     )

@@ -227,7 +227,7 @@ class GraphedPasses:
             return None  # a stand-in at the end of an epoch
         shape = shape_of(given.batch)
         if shape is None:
-            self._say("batches hold more than plain tensors, numbers and text, so nothing is recorded")
+            self._say("batches have other values than tensors, numbers and text, so nothing is recorded")
             return None
         if self._drops is not None and given.samples.rows:
             self._say("the model drops by rows, and samples have different numbers of them, so nothing is recorded")
@@ -249,7 +249,7 @@ class GraphedPasses:
         if count >= WARM_UPS:
             if len(self._passes) < MOST_RECORDINGS:
                 return True
-            self._say(f"weights or gradients came to lie in other memory, and {MOST_RECORDINGS} passes are recorded; "
+            self._say(f"weights or gradients moved to other memory, and {MOST_RECORDINGS} passes are recorded; "
                       "others are launched kernel by kernel")  # fmt: skip
         self._seen[found] = count + 1
         if len(self._seen) > _MOST_SEEN:
@@ -296,7 +296,7 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
         (way is None, f"zero={mesh.plan.zero} communicates within forward and backward"),
         (recorder is None and mesh.device.type != "cuda", "this run computes on a CPU, which records no graphs"),
         (compares, "the loss compares samples of several microbatches"),
-        (norm_groups_of(model) is not None, "train.norm_group takes statistics over several microbatches"),
+        (norm_groups_of(model) is not None, "train.norm_group uses statistics over several microbatches"),
         (any(balanced_routers(model)), "the model has experts, and the host adds up what their routers count"),
     )
     why = next((words for holds, words in obstacles if holds), "")

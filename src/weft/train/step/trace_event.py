@@ -113,7 +113,7 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     bad = [rank for rank in ranks if findings[rank].order >= 0]
     unread = [rank for rank in ranks if not findings[rank].input_finite]
     if unread:
-        return _said("input", unread[0], "", "the batch already holds values that are not finite")
+        return _said("input", unread[0], "", "the batch already has values that are not finite")
     if bad:
         rank = min(bad, key=lambda one: (findings[one].stage, findings[one].order, one))
         return _of_module(findings[rank], rank, samples, findings)
@@ -121,7 +121,7 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     if kind == "gradient":
         return _gradient(findings, last)
     if not math.isfinite(samples.mean):
-        text = "all modules give finite outputs, but the loss computed from them is not finite"
+        text = "all modules have finite outputs, but the loss computed from them is not finite"
         return _said("loss", last, "", text)
     return _said("unknown", first, "", "a second forward of the same samples, in evaluation mode, gave finite numbers")
 
@@ -135,7 +135,7 @@ def _of_module(
     if holders:
         rank = rank if rank in holders else holders[0]
         names = _own(findings[rank].weights, found.module)
-        text = f"{', '.join(names[:_MOST_NAMED])} holds values that are not finite on {_ranks(holders)}, so the output "
+        text = f"{', '.join(names[:_MOST_NAMED])} has values that are not finite on {_ranks(holders)}, so the output "
         text += f"of {found.module} is not finite either{every}"
         return _said("weights", rank, found.module, text, parameters=names[:_MOST_NAMED])
     if not found.got_finite:
@@ -174,7 +174,10 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
         return _said("unknown", rank, "", text, figures=figures)
     figures["usual_loss"] = usual
     if samples.mean < _STANDS_OUT * usual:
-        text = f"no sample stands out (highest loss {samples.mean:.4g}, median of the others {usual:.4g}): look at the "
+        text = (
+            f"no sample differs clearly (highest loss {samples.mean:.4g}, median of the others {usual:.4g}): "
+            "look at the "
+        )
         text += "last updates of the weights, not at the data"
         return _said("weights", rank, "", text, figures=figures)
     text = f"the loss of the samples named is {samples.mean:.4g}; the median of the others is {usual:.4g}"

@@ -70,7 +70,7 @@ class CaptionTask(MixedTask):
 
     unit = "tokens"
     metrics = (
-        Metric("token_accuracy", "", "share of the tokens that the model names, given those before"),
+        Metric("token_accuracy", "", "teacher-forced token accuracy"),
         Metric("character_error_rate", "", "letters to change in what the model writes, for each that is right"),
         Metric("accuracy", "", "share of the texts that the model writes without a wrong letter"),
     )

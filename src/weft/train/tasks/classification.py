@@ -25,7 +25,7 @@ _CLASSES = (
     Metric("accuracy", "", "share of the texts whose label the model names"),
     Metric("macro_f1", "", "mean over the classes of the harmonic mean of precision and recall"),
 )
-_NUMBERS = (Metric("pearson", "", "correlation of the model's numbers with those of the data"),)
+_NUMBERS = (Metric("pearson", "", "correlation between the model's numbers and the data's"),)
 #: Reason that tokens are not divided between layers.
 _NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
 
@@ -134,7 +134,7 @@ def _number(record: TableRecord, value: Any, column: str) -> float:
     except (TypeError, ValueError):
         found = np.nan
     if not np.isfinite(found) or isinstance(value, bool):
-        record.refuse(f"column {column!r} holds {value!r}, and a number belongs there. Leave the record out.")
+        record.refuse(f"column {column!r} holds {value!r}, and a number is needed. Leave the record out.")
     return found
 
 
@@ -161,7 +161,7 @@ class TokenClassTask(FolderTask):
     unit, sample_unit = "words", "texts"
     head, head_words = "TokenClassification", "model for token classification"
     metrics = (
-        Metric("accuracy", "", "share of the words whose label the model names"),
+        Metric("accuracy", "", "share of words with the right label"),
         Metric("macro_f1", "", "mean over the labels of the harmonic mean of precision and recall, word by word"),
     )
 
@@ -229,5 +229,5 @@ def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
     elif isinstance(found, str):
         found = found.split()
     if not isinstance(found, list) or not found or any(one is None or one == "" for one in found):
-        record.refuse(f"column {column!r} holds no list of words or labels, or an empty one. Leave the record out.")
+        record.refuse(f"column {column!r} has no list of words or labels, or an empty one. Leave the record out.")
     return found

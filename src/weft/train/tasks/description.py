@@ -273,7 +273,7 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     kind = type(model).__name__
     attention = found.attention
     if not found.reads_sequence:
-        limits += [(name, Limit((value,), "the model's input has no sequence dimension to cut"))
+        limits += [(name, Limit((value,), "the model's input has no sequence dimension to shard"))
                    for name, value in (("cp", 1), ("sp", 0))]  # fmt: skip
     elif not isinstance(model, layers.KnownModel) and not hugging_face.is_hugging_face(model):
         rule = f"{kind} is neither one of Weft's decoders nor one of transformers, so its attention cannot be replaced"

@@ -90,7 +90,7 @@ class DistillTask(DecoderTask):
         ConfigError: for values out of range.
     """
 
-    metrics = (Metric("cross_entropy", "nats", "cross-entropy of the tokens themselves, whatever the teacher says"),)
+    metrics = (Metric("cross_entropy", "nats", "cross-entropy of the tokens, without the teacher"),)
     sum_names = ("cross_entropy",)
     identity = (*DecoderTask.identity, "task.options")
 
@@ -128,7 +128,7 @@ class DistillTask(DecoderTask):
         from weft.train.tasks.published_weights import pretrained_source
 
         if not (self._teacher / "config.json").is_file():
-            raise _wrong("teacher", self._teacher, "it holds no config.json. Give the folder of a Hugging Face model.")
+            raise _wrong("teacher", self._teacher, "it has no config.json. Use the folder of a Hugging Face model.")
         model: Any = self._teacher_shapes()  # whose methods transformers types loosely
         pretrained_source(model, self._teacher)
         longest, length = hugging_face.longest_sequence(model), self.config.train.seq_len

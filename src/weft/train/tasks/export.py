@@ -212,8 +212,8 @@ def base_folder(folder: RunFolder) -> Path:
     path = Path(folder.config().model.path).expanduser()
     if not path.is_dir():
         raise ConfigError(
-            f"--merge: the adapter's base, model.path={path}, is not there. Put the folder back there, or give its "
-            "new place with --like in place of --merge."
+            f"--merge: the adapter's base, model.path={path}, does not exist. Restore the folder, or set its new "
+            "path with --like instead of --merge."
         )
     return path
 

@@ -210,7 +210,7 @@ class _MadeTensor:
 IGNORED = -100
 _ROWS = "rows.json"
 #: Reason that no plan shards the sequences of these tasks.
-_NO_CP = Limit((1,), "context parallelism cuts packed causal texts, and this task pads whole ones")
+_NO_CP = Limit((1,), "context parallelism shards packed causal texts, and this task pads full texts")
 
 
 class FolderTask(Task):

@@ -138,8 +138,8 @@ class TextModel:
         tokenizer = self.model.tokenizer
         if not tokenizer.has_chat:
             raise ConfigError(
-                f"RUN={self.path}: its tokenizer has no chat template and no ChatML tokens, so it takes no messages. "
-                "Give a prompt and --raw."
+                f"RUN={self.path}: its tokenizer has no chat template and no ChatML tokens, so it cannot format "
+                "messages. Add a prompt and --raw."
             )
         return self.continue_ids(tokenizer.encode_prompt(turns, tools).tolist(), section, seed, stop)
 
@@ -375,7 +375,7 @@ def pretrained_of_folder(folder: Path) -> PretrainedText:
     """
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"RUN={folder}: this folder holds an adapter without its base. Give the run's folder, or write the merged "
+            f"RUN={folder}: this folder has an adapter without its base. Use the run's folder, or write the merged "
             "model with weft export RUN FOLDER --merge."
         )
     config: Any = hugging_face.load_model_config(folder)

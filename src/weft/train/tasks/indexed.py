@@ -171,8 +171,8 @@ def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collat
         return None
     if len(samples) < share.global_batch:
         raise DataError(
-            f"task: it has {len(samples)} evaluation samples, and an evaluation reads whole batches of "
-            f"train.global_batch={share.global_batch}. Give at least as many, or return None."
+            f"task: it has {len(samples)} evaluation samples, and an evaluation reads full batches of "
+            f"train.global_batch={share.global_batch}. Return at least that number, or None."
         )
     return _EvalBatches(samples, share, collate, min(most, len(samples) // share.global_batch))
 

@@ -418,10 +418,10 @@ class AudioClassTask(MediaTask):
         for name, least, most, rule in (
             ("rate", 4000, 96_000, "recordings are resampled to 4000 to 96000 samples a second"),
             ("mels", 8, 128, "a model reads 8 to 128 bands of pitch"),
-            ("seconds", 0.1, 600.0, "0.1 to 600 seconds are heard of a recording"),
+            ("seconds", 0.1, 600.0, "0.1 to 600 seconds of a recording can be used"),
             ("gain", 0.0, 60.0, "it is a change of 0 to 60 dB"),
             ("noise", 0.0, 10.0, "it is a share of a recording's own level, 0 to 10"),
-            ("masks", 0, 16, "0 to 16 stretches are hidden"),
+            ("masks", 0, 16, "0 to 16 ranges can be masked"),
             ("dropout", 0.0, 0.99, "it is a share, 0 or more and less than 1"),
             ("pad_multiple", 1, 4096, "frames are rounded up to a multiple of 1 to 4096"),
         ):

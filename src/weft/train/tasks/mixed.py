@@ -80,7 +80,7 @@ def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[s
     ]
     if not found:
         raise _refused(
-            "no encoder is frozen, so what it gives changes with every step. Freeze it, such as with "
+            "no encoder is frozen, so outputs change with every step. Freeze it, such as with "
             'optimizer.groups = [{match = "vision.*", lr = 0}], or leave data.cache_features out.'
         )
     changing = {"vision": ("augment", "colour"), "sound": ("gain", "noise", "masks")}
@@ -88,7 +88,7 @@ def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[s
         if value := getattr(options, name):
             said, off = ("true", "false") if value is True else (f"{value:g}", "0")
             raise _refused(
-                f"task.options.{name}={said} changes what the encoder gives from epoch to epoch. Use {name}={off}, or "
+                f"task.options.{name}={said} changes the encoder's outputs from epoch to epoch. Use {name}={off}, or "
                 "leave data.cache_features out."
             )
     return found
@@ -107,7 +107,7 @@ def ready_features(asked: Encoding, forwards: Forwards) -> dict[str, list[Featur
     """
     plan: Plan = forwards.plan
     if plan.precision == "fp8":
-        raise PlanError("precision=fp8: data.cache_features keeps what encoders give in bf16. Use precision=bf16.")
+        raise PlanError("precision=fp8: data.cache_features stores encoder outputs in bf16. Use precision=bf16.")
     compute = Precision.of(plan).compute
     digests = {name: _weights_digest(one) for name, one in asked.encoders.items()}
     _refuse_other(asked.folder, digests, forwards)
@@ -321,7 +321,7 @@ class MixedTask(MediaTask):
             return f"its text has {len(tokens) - len(media)} tokens, more than task.options.text_len={self.text_len}"
         for is_sound, size in media:
             if is_sound and not hears(self.model):
-                return f"it has a recording, and {self.model} hears nothing; model=omni-tiny does"
+                return f"it has a recording, and {self.model} has no sound input; model=omni-tiny has"
             if is_sound and size[0] > self.seconds * size[1]:
                 return f"a recording lasts {size[0] / size[1]:.1f} s, longer than task.options.seconds={self.seconds:g}"
         return ""

@@ -53,9 +53,9 @@ class PreferTask(DecoderTask):
 
     unit = sample_unit = "preferences"
     metrics = (
-        Metric("reward_accuracy", "", "share of pairs whose chosen answer has the higher reward; for kto, of answers "
-               "that the reward tells right"),
-        Metric("reward_margin", "", "reward of chosen less that of rejected answers, on average"),
+        Metric("reward_accuracy", "", "share of pairs whose chosen answer has the higher reward; for kto, of "
+                                      "answers that the reward classifies correctly"),
+        Metric("reward_margin", "", "mean reward of chosen minus rejected answers"),
     )  # fmt: skip
     sum_names = ("right", "better", "worse", "num_better", "num_worse")
     learns_preferences = True
@@ -121,7 +121,7 @@ class PreferTask(DecoderTask):
         _ = self.reference
         data = self.config.data
         if data.packing is not None:
-            rule = "preferences are not packed: a row holds one answer. Leave it out."
+            rule = "preferences are not packed: a row has one answer. Leave it out."
             raise _wrong("data.packing", data.packing, rule)
         for number, source in enumerate(data.train):
             if source.weight is not None:
@@ -132,8 +132,8 @@ class PreferTask(DecoderTask):
             for number, source in enumerate(sources):
                 if source.kind == "feedback" and self._objective != "kto":
                     raise DataError(
-                        f"data.{key}.{number}.path={source.name}: it holds answers with a verdict, and "
-                        f"task.options.objective={self._objective} learns from pairs. Use objective=kto."
+                        f"data.{key}.{number}.path={source.name}: it has labeled answers, and "
+                        f"task.options.objective={self._objective} needs pairs. Use objective=kto."
                     )
 
     def samples_per_epoch(self) -> int:
@@ -338,8 +338,8 @@ class PreferTask(DecoderTask):
         lines, wanted = list(super().data_lines()), self.config.train.global_batch
         if 0 < len(self._of_eval) < wanted:
             lines.append(
-                f"evaluation: {len(self._of_eval)} {self.unit} are fewer than train.global_batch={wanted}, so each is "
-                "read several times to fill whole batches"
+                f"evaluation: {len(self._of_eval)} {self.unit} are fewer than train.global_batch={wanted}, so each "
+                "is read several times to fill batches"
             )
         return lines
 

@@ -55,7 +55,7 @@ class PretrainedTask(DecoderTask):
         model: Any = self.shapes()  # whose methods transformers types loosely
         length = self.config.train.seq_len
         if self._needs_folder and not self._path.is_dir():
-            rule = "there is no such folder, and an adapter's checkpoints hold no base. Put the folder back there."
+            rule = "there is no such folder, and an adapter's checkpoints do not contain the base. Restore the folder."
             raise _wrong("model.path", self.config.model.path, rule)
         if self._needs_folder or not base_of(folder).is_dir():
             _, names = pretrained_source(model, self._path)

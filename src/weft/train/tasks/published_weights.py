@@ -134,7 +134,9 @@ def format_unexpected_keys(names: list[str]) -> list[str]:
 
 def format_new_keys(names: list[str], seed: int) -> list[str]:
     """Return a line for users about tensors that the folder lacks, or [] if it lacks none."""
-    return [f"weights: {_listed(names)} not in the files: they start anew, from seed={seed} and name"] if names else []
+    return (
+        [f"weights: {_listed(names)} not in the files: they are initialized from seed={seed} and name"] if names else []
+    )
 
 
 def _listed(names: list[str]) -> str:

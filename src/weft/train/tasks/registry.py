@@ -98,14 +98,14 @@ def _check_batching(task: Task, config: RunConfig) -> None:
     cost, asked = config.data.microbatch_cost, config.data.batching == "cost"
     key, rule = "batching=cost", ""
     if asked and type(task).lengths is Task.lengths:
-        rule = f"{_named(config)} does not say how long its samples are, or compares them. Leave it out"
+        rule = f"{_named(config)} does not report the length of its samples, or compares them. Leave it out"
         rule += "" if config.task.name is None else ", or write lengths in the task"
     elif asked and config.train.norm_group:
-        rule = f"train.norm_group={config.train.norm_group} takes samples in their order. Leave one of the two out"
+        rule = f"train.norm_group={config.train.norm_group} uses samples in their order. Leave one of the two out"
     elif cost != "auto" and not asked:
         key, rule = f"microbatch_cost={cost:g}", "only data.batching=cost reads it. Set that too, or leave it out"
     if not rule and not asked and (most := config.train.global_cost) is not None:
-        rule = "only data.batching=cost knows costs. Set that too, or use train.global_batch"
+        rule = "only data.batching=cost uses costs. Set that too, or use train.global_batch"
         raise ConfigError([Problem("train.global_cost", f"train.global_cost={most:g}: {rule}.")])
     if rule:
         raise ConfigError([Problem(f"data.{key.split('=')[0]}", f"data.{key}: {rule}.")])

@@ -78,9 +78,9 @@ class TableRecord:
         """
         found = self.value(column, option)
         if not isinstance(found, str):
-            self.refuse(f"column {column!r} holds {json.dumps(found, default=str)[:80]}, and a text belongs there.")
+            self.refuse(f"column {column!r} holds {json.dumps(found, default=str)[:80]}, and a text is needed.")
         if not found.strip():
-            self.refuse(f"column {column!r} is empty. Leave the record out, or give it a text.")
+            self.refuse(f"column {column!r} is empty. Leave the record out, or add a text.")
         return found
 
 
@@ -169,7 +169,7 @@ class TableReader:
         elif trained.notes["num_held_out"]:
             evaluated = self._table("held out", train, share, trained.notes)
         elif share:
-            self._summary.append("evaluation: none; there are too few records to hold one out (give data.eval)")
+            self._summary.append("evaluation: none; there are too few records to hold one out (set data.eval)")
         else:
             self._summary.append("evaluation: none (data.holdout=0 and no data.eval)")
         digests = (trained.digest, evaluated.digest if evaluated is not None else None)
@@ -207,9 +207,9 @@ class TableReader:
         table = ready_table(cache, key, write, waiting)
         if not len(table):
             names = ", ".join(files.path for files in sources)
-            raise DataError(f"data: the files of {names} hold no records. Give files with data in them.")
+            raise DataError(f"data: the files of {names} have no records. Use files with data.")
         bad = f", {counted(table.notes['num_broken'], 'broken record')} left out" if table.notes["num_broken"] else ""
-        cut = f", {number} cut to fit" if (number := table.total("is_cut")) else ""
+        cut = f", {number} truncated" if (number := table.total("is_cut")) else ""
         names = ", ".join(files.path for files in sources)
         self._summary.append(f"{split}: {names}; {counted(len(table), 'row')}{cut}{bad}")
         return table
@@ -298,15 +298,15 @@ def label_text(record: TableRecord, value: Any, column: str) -> str:
     """
     if isinstance(value, float) and not value.is_integer():
         record.refuse(
-            f"column {column!r} holds the number {value}, and a class is a name or a whole number. To learn numbers, "
-            "use task.name=classify_text with task.options.regression=true."
+            f"column {column!r} holds the number {value}, and a class is a name or a whole number. To train on "
+            "numbers, use task.name=classify_text with task.options.regression=true."
         )
     if isinstance(value, float):
         value = int(value)
     text = str(value).strip() if isinstance(value, str | int) else ""
     if not text:
         shown = json.dumps(value, default=str)[:80]
-        record.refuse(f"column {column!r} holds {shown}, and a label belongs there. Leave the record out.")
+        record.refuse(f"column {column!r} holds {shown}, and a label is needed. Leave the record out.")
     return text
 
 
@@ -338,12 +338,12 @@ def settled_labels(
         return {"labels": known, "ids": {str(index): index for index in range(len(known))}}
     if not 2 <= len(names) <= _MOST or len(set(names)) != len(names):
         shown = ", ".join(names[:8])
-        rule = f"there are {len(set(names))} classes ({shown}), and a classifier takes 2 to {_MOST} that differ"
+        rule = f"there are {len(set(names))} classes ({shown}), and a classifier needs 2 to {_MOST} that differ"
         raise ConfigError([Problem("task.options.labels", f"task.options.labels={option}: {rule}. Name all of them.")])
     if len(known) == len(names) and not option:
         rule = (
-            f"the data has the classes {_shown(names)}, and the folder's head {_shown(known)}. Name the data's classes "
-            "in the order of the head, or set task.options.new_head=true for a head that starts anew"
+            f"the data has the classes {_shown(names)}, and the folder's head {_shown(known)}. Name the data's "
+            "classes in the order of the head, or set task.options.new_head=true for a new head"
         )
         raise ConfigError([Problem("task.options.labels", f"task.options.labels: {rule}.")])
     return {"labels": names, "ids": {name: index for index, name in enumerate(names)}}

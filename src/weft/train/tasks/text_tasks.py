@@ -298,7 +298,10 @@ class EmbedTask(FolderTask):
 
         config: Any = hugging_face.load_model_config(self._base)
         if getattr(config, "is_encoder_decoder", False):
-            rule = "it is an encoder with a decoder, and embed takes one of them. Give the folder of an encoder."
+            rule = (
+                "it is an encoder with a decoder, and embed needs an encoder or a decoder. Use the folder of an "
+                "encoder."
+            )
             raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
         return {}
 

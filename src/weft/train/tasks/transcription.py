@@ -35,7 +35,9 @@ from weft.train.tasks.media import MediaTask
 from weft.train.tasks.token_costs import TokenCosts
 
 #: Reason that no plan divides the tokens of a text between layers.
-_NO_SP = Limit((0,), "evaluations write token by token, which is none to share out; task.options.generate=0 leaves it")
+_NO_SP = Limit(
+    (0,), ("evaluations generate token by token, which cannot be sharded; task.options.generate=0 turns it off")
+)
 
 
 @dataclass(eq=False)
@@ -64,14 +66,14 @@ class TranscribeTask(MediaTask, FolderTask):
     text: str = ""
 
     unit, sample_unit = "tokens", "recordings"
-    head, head_words = "SpeechSeq2Seq", "model that writes what it hears"
+    head, head_words = "SpeechSeq2Seq", "speech recognition model"
     media_file = "recordings.json"
     sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost")
     identity = ("model",)
     sum_names = ("right", "edits", "letters")
     metrics = (
-        Metric("token_accuracy", "", "share of the tokens that the model names, given those before"),
-        Metric("character_error_rate", "", "letters to change in what the model writes, for each that was said"),
+        Metric("token_accuracy", "", "teacher-forced token accuracy"),
+        Metric("character_error_rate", "", "edits per letter of the spoken text"),
     )
 
     _forwards: Forwards | None = field(default=None, init=False, repr=False)
@@ -115,7 +117,7 @@ class TranscribeTask(MediaTask, FolderTask):
 
         path = self.config.model.path
         if not path:
-            raise _wrong("model.path", "", "this task trains a model of a folder. Give that of a Whisper")
+            raise _wrong("model.path", "", "this task trains a model of a folder. Use the folder of a Whisper")
         features, _ = self._heard
         shapes: Any = self.shapes()
         wanted = hugging_face.input_shapes(shapes, 1).get("input_features")
@@ -125,7 +127,7 @@ class TranscribeTask(MediaTask, FolderTask):
         found = features.shape(round(self._heard[1] * features.rate))
         if features.name != "input_features" or tuple(wanted) != tuple(found):
             raise _wrong("model.path", path, f"its feature extractor gives {_times(found)} numbers, and its model "
-                         f"reads {_times(wanted)}. Give files that belong together")  # fmt: skip
+                                             f"reads {_times(wanted)}. Use files of one model")  # fmt: skip
         most = getattr(shapes.config, "max_target_positions", None)
         if most is not None and self.target_len > most:
             raise _wrong("task.options.target_len", self.target_len, f"the model writes at most {most} tokens. Use "
@@ -174,7 +176,7 @@ class TranscribeTask(MediaTask, FolderTask):
 
         def refuse(size: tuple[int, ...]) -> str:
             lasts = size[0] / size[1]
-            return "" if lasts <= seconds else f"it lasts {lasts:.1f} s, and the model hears {seconds:g} s. Cut it up."
+            return "" if lasts <= seconds else (f"it lasts {lasts:.1f} s, and the model hears {seconds:g} s. Split it.")
 
         def tokens(text: str) -> Sequence[int] | str:
             found = self._words.tokens(text)

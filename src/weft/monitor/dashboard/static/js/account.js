@@ -8,7 +8,7 @@ export const CAUSE_DYE = {
 const MEANING = {
   productive: "steps whose work is in the weights", start: "from a start to its first step", compile: "the slow first step",
   data: "steps waited for batches", evaluation: "evaluations", tracing: "looking where a step went wrong", checkpoint: "training waited for saves",
-  "lost work": "steps that were done again", held: "held, until it went on", restart: "from a failure to the next start",
+  "lost work": "steps that were done again", held: "paused, until it was resumed", restart: "from a failure to the next start",
   other: "Python between steps, samples",
 };
 
@@ -56,11 +56,11 @@ export function besideCard(found, width = "w6") {
   const step = found.step_s, memory = found.memory_bytes;
   if (!step[0] && !memory[0]) {
     const why = found.unknown || "nothing is known of this machine: run weft calibrate once, and the planner tells what to expect";
-    if (!names.length) return card(width, "Plan beside actual", null, h("p", { className: "empty" }, why));
+    if (!names.length) return card(width, "Plan and measurement", null, h("p", { className: "empty" }, why));
   }
   const rows = [pair("step", step[0], step[1], secs), ...names.map((name) => pair(name, found.planned[name], found.actual[name], secs, step[1])), pair("memory", memory[0], memory[1], bytes)];
   const drift = (found.drift || []).length ? h("p", { className: "read down" }, found.drift.join(" ")) : null;
-  return card(width, "Plan beside actual", found.basis ? `expected from ${found.basis}` : found.unknown, drift, ...rows);
+  return card(width, "Plan and measurement", found.basis ? `expected from ${found.basis}` : found.unknown, drift, ...rows);
 }
 
 export function memoryCard(last, planned, peak, width = "w6") {
