@@ -40,7 +40,7 @@ class Run:
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        if "weft resume" in self.said[-1]:
+        if "weft runs resume" in self.said[-1]:
             (self.folder.path / GO_ON).write_text(self.words.pop(0) if self.words else "")
 
     def attempt(self, config: RunConfig, ranks: int) -> None:
@@ -132,7 +132,7 @@ def test_the_last_restart_is_the_last(tmp_path):
 def test_a_held_run_goes_on_when_it_is_told(tmp_path):
     run = Run(tmp_path, DIED, DIED, None, restarts=1, on_failure="hold")
     assert len(run.keep()) == 3
-    assert any("To go on: weft resume" in line for line in run.said)
+    assert any("To go on: weft runs resume" in line for line in run.said)
     assert not (tmp_path / GO_ON).exists()
 
 
@@ -194,7 +194,7 @@ def test_a_run_that_went_back_does_not_go_back_again(tmp_path):
     assert run.steps == [5, 5]  # it died before it had gone back
 
 
-HELD_AT_7 = Failure(0, 3, kind="ActionAsked", message="held at step 7. To go on: weft resume RUN", expected=True,
+HELD_AT_7 = Failure(0, 3, kind="ActionAsked", message="held at step 7. To go on: weft runs resume RUN", expected=True,
                     step=7, action="hold")  # fmt: skip
 BACK = Failure(0, 75, kind="ActionAsked", message="step 9: going back.", expected=True, step=9, action="roll_back")
 

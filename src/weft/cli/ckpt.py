@@ -59,7 +59,7 @@ def one_of(word: str) -> Location:
     root = root_of(path)
     found = newest_checkpoint(root, verify=False)
     if found is None:
-        raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt ls {word}` lists what it holds.")
+        raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt list {word}` lists what it holds.")
     return found.path
 
 
@@ -88,7 +88,7 @@ def _is_named_step(path: Location) -> bool:
     return step_in_name(path.name.split(".")[0]) is not None and path.is_dir()
 
 
-# `weft ckpt ls`: every checkpoint of a folder, one per line, including unfinished ones.
+# `weft ckpt list`: every checkpoint of a folder, one per line, including unfinished ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def retained_steps(root: Location, every: int) -> set[int]:
     return spared | set(evaluated[-1:]) | ({best} if isinstance(best, int) else set())
 
 
-# `weft ckpt`: list, verify, compare, export, import and delete checkpoints.
+# `weft ckpt`: list, verify, compare, import and delete checkpoints. `weft export`.
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, check, compare and move checkpoints.")
 
@@ -236,7 +236,7 @@ One = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=ONE_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command("ls")
+@app.command("list")
 def list_them(run: Run, as_json: Json = False) -> None:
     """List the checkpoints of a run: step, time, size, commit state, plan."""
 
@@ -299,7 +299,6 @@ def diff(
     raise typer.Exit(found.exit_code)
 
 
-@app.command("export", help="Write a model's weights: the same as weft export.")
 def export(
     run: One,
     out: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to create.")],
@@ -319,9 +318,9 @@ def export(
 ) -> None:
     """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
     from weft.checkpoint.load import load_checkpoint
-    from weft.cli.export import export_weights
+    from weft.cli.export import expect_format, export_weights
 
-    _expect_format(dtype)
+    expect_format(dtype)
     if merge and (like is not None or own_names or group != "model"):
         other = "--like" if like is not None else "--own-names" if own_names else "--group"
         raise ConfigError(f"--merge: {other} says otherwise what is written. Use one of both.")
@@ -417,22 +416,15 @@ def convert(
 
     A process without network and secrets reads the files, and refuses everything except weights.
     """
-    from weft.cli.export import convert_pickles
+    from weft.cli.export import convert_pickles, expect_format
 
-    _expect_format(dtype)
+    expect_format(dtype)
     files, left_out = convert_pickles(
         folder_of("SOURCE", source), folder_of("FOLDER", out), dtype=dtype, limit_s=_seconds(limit)
     )
     say(f"the weights of {source} are in {out}: {', '.join(file.name for file in files)}.")
     if left_out:
         say(f"skipped, because it is no weight: {_listed(left_out)}.")
-
-
-def _expect_format(dtype: str | None) -> None:
-    from weft.cli.export import DTYPES
-
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
 
 
 def _seconds(limit: str) -> float:
