@@ -313,10 +313,11 @@ def resume(
         PauseFiles(one.path).say(words)
         say(f"{one.path}: resumes{' with ' + ' '.join(words) if words else ''}")
     if not training:
-        from weft.cli.train import train_locally
+        from weft.cli.launch.spec import LaunchSpec
+        from weft.cli.train import execute
 
         PauseFiles(folder.path).end()
-        train_locally(config)
+        execute(LaunchSpec.of(config))
 
 
 @app.command()
