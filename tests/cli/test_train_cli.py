@@ -129,7 +129,7 @@ def test_started_alone_it_starts_its_ranks(monkeypatch):
     monkeypatch.setattr(verb, "execute", started.append)
     verb.train(["train.steps=70"])
     assert started[0].config.train.steps == 70
-    assert (started[0].place, started[0].world, started[0].starts_replicas) == (None, None, False)
+    assert (started[0].rank, started[0].world, started[0].starts_replicas) == (None, None, False)
 
 
 def test_started_by_torchrun_it_is_a_rank(monkeypatch):
@@ -139,7 +139,7 @@ def test_started_by_torchrun_it_is_a_rank(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     verb.train([])
-    place = started[0].place
+    place = started[0].rank
     assert place is not None
     assert (place.rank, place.world_size, place.starter) == (1, 2, "torchrun")
 

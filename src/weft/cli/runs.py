@@ -36,7 +36,7 @@ def list_runs(
     price: PriceOption = None,
     as_json: Json = False,
 ) -> None:
-    """List the runs of a folder: state, step, loss, speed, and where their time went."""
+    """List the runs of a folder: state, step, loss, speed, and time by cause."""
     from weft.monitor.dashboard.top import print_runs
 
     print_runs(root, sys.stdout, _price(price), as_json=as_json)
@@ -44,7 +44,7 @@ def list_runs(
 
 @app.command()
 def show(run: Run, price: PriceOption = None, as_json: Json = False) -> None:
-    """Show a run's state, figures and events, where its time went, and the cost."""
+    """Show a run's state, figures, events, time by cause, and cost."""
     from weft.monitor.dashboard.top import print_runs, show_top
 
     if not (run / "events.jsonl").is_file():

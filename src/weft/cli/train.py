@@ -54,20 +54,20 @@ def train(
     from weft.config.files import load_config
 
     path, overrides = split_words(words or [])
-    place = env.rank_env()
+    rank = env.rank_env()
     try:
-        execute(LaunchSpec.of(load_config(path, overrides).config, place))
+        execute(LaunchSpec.of(load_config(path, overrides).config, rank))
     except (WeftError, typer.Exit):
         # All ranks have the same error, or rank 0 was refused. Rank 0 reports it and its launcher then ends the
         # others. A rank that still runs after the delay is the only one with its error, and reports it.
-        if place is not None and place.rank != 0:
+        if rank is not None and rank.rank != 0:
             time.sleep(_FIRST_WORD_S)
         raise
 
 
 def execute(spec: LaunchSpec) -> None:
     """Train as the spec requires. Returns when training has succeeded."""
-    if spec.place is not None:
+    if spec.rank is not None:
         _run_rank(spec)
         return
     cores = usable_cores()
@@ -140,7 +140,7 @@ def _run_rank(spec: LaunchSpec) -> None:
     from weft.comm.mesh import open_store
     from weft.comm.store import RankZeroMessage
 
-    config, place = spec.config, spec.place
+    config, place = spec.config, spec.rank
     assert place is not None
     began = time.monotonic() - process_age_s()
     # Kept until the end, because rank 0 may host it.
@@ -165,12 +165,12 @@ def _prepare_on_first_rank(spec: LaunchSpec, message: RankZeroMessage | None, he
     from weft.cli.launch.restarts import config_for_world_size
     from weft.train.folder import run_folder, run_lock
 
-    assert spec.place is not None
+    assert spec.rank is not None
     result: dict[str, object] = {"exit_code": 1}
     try:
         held.enter_context(run_lock(run_folder(spec.config).path, spec.config.run.mode))
-        config = config_for_world_size(spec.config, spec.place.world_size)
-        folder = spec.preparation(config, spec.place.world_size, spec.place.local_world_size).here()
+        config = config_for_world_size(spec.config, spec.rank.world_size)
+        folder = spec.preparation(config, spec.rank.world_size, spec.rank.local_world_size).here()
         held.enter_context(_rendezvous(spec))
         held.enter_context(monitor_process(folder.path, folder.config(), say))
         result = {"path": str(folder.path), "texts": folder.texts}
@@ -191,7 +191,7 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
 
-    result = _checked_word(message.hear(), spec.config)
+    result = _checked_message(message.hear(), spec.config)
     if "exit_code" in result:
         raise typer.Exit(result["exit_code"])
     # Fill this machine's token cache, unless it shares one with rank 0.
@@ -201,7 +201,7 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
     return RunFolder(Path(result["path"]), result["texts"])
 
 
-def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
+def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     """Return rank 0's message after checking it against this rank's own command.
 
     Before a process group exists, the message cannot be signed. It is compared with rank 0's when the ranks have

@@ -91,7 +91,7 @@ class RankInputs:
 
 def train_rank(
     run_dir: Path,
-    place: RankEnv,
+    rank: RankEnv,
     inputs: RankInputs,
     *,
     line: LauncherLine | None = None,
@@ -102,7 +102,7 @@ def train_rank(
 
     Args:
         run_dir: the run's folder, which the launcher or rank 0 holds.
-        place: the rank and the world size.
+        rank: the rank and the world size.
         inputs: inputs from the process that prepared the run.
         line: connection to the launcher, if `weft train` started the rank.
         store: store at which the ranks have already met.
@@ -129,9 +129,9 @@ def train_rank(
             world=ReplicaWorld(**inputs.world) if inputs.world else None,
             store_key=inputs.store_key,
         )
-        return run_rank(RunFolder(run_dir, inputs.texts), place, terminal, start)
+        return run_rank(RunFolder(run_dir, inputs.texts), rank, terminal, start)
 
-    run_as_rank(run_dir / "logs", place, body, line)
+    run_as_rank(run_dir / "logs", rank, body, line)
 
 
 # A rank's process: a fork of the server (fork_server.py), or `python -m weft.cli.launch.rank RUN_DIR`.

@@ -1,4 +1,4 @@
-"""Launch of replicas with separate worlds: one launcher each, and the server at which they meet."""
+"""Launch of replicas with separate worlds: one launcher each, and their rendezvous server."""
 
 from __future__ import annotations
 

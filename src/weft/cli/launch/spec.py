@@ -1,4 +1,4 @@
-"""Launch of one process of `weft train` as a value: what the process starts, or which rank it is."""
+"""Launch of one process of `weft train` as a value: the ranks that the process starts, or its own rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LaunchSpec:
     Attributes:
         config: the run's config.
         command: the command line of the user.
-        place: the rank that this process is, if torchrun or srun started it; None to start the ranks of this machine.
+        rank: the rank of this process, if torchrun or srun started it; None to start the ranks of this machine.
         world: replica of the ranks, if each replica is a separate world; None for the complete plan.
         parent: process that sent this spec by `lines` and serves the replicas' rendezvous.
         prepared: descriptor to write to once the run is checked; None to skip it.
@@ -38,13 +38,13 @@ class LaunchSpec:
 
     config: RunConfig
     command: Sequence[str]
-    place: RankEnv | None = None
+    rank: RankEnv | None = None
     world: ReplicaWorld | None = None
     parent: int | None = None
     prepared: int | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, place: RankEnv | None = None) -> LaunchSpec:
+    def of(cls, config: RunConfig, rank: RankEnv | None = None) -> LaunchSpec:
         """Return the spec of a process that a user or a launcher such as torchrun started.
 
         Raises:
@@ -63,12 +63,12 @@ class LaunchSpec:
                     f"{_KEY_LENGTH} or more, such as those of: openssl rand -hex 32."
                 )
             world = ReplicaWorld(launch.replica, launch.meet_at, key or "")
-        if place is not None and launch.replicas_apart and world is None:
+        if rank is not None and launch.replicas_apart and world is None:
             raise LaunchError(
-                f"launch.replicas_apart=true: {place.starter} starts one world. Start each replica by a command of "
+                f"launch.replicas_apart=true: {rank.starter} starts one world. Start each replica by a command of "
                 "its own, with launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
             )
-        return cls(config, typed_command(), place, world)
+        return cls(config, typed_command(), rank, world)
 
     @property
     def starts_replicas(self) -> bool:
