@@ -16,7 +16,7 @@ from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath, located
 from weft.checkpoint.open_target import target_at
-from weft.cli.console import say, table
+from weft.cli.console import say, seconds_of, table
 from weft.errors import CheckpointError, ConfigError, nearest_name
 from weft.train.folder import RunFolder
 from weft.units import counted, format_bytes
@@ -393,7 +393,7 @@ def import_them(
     from weft.train.foreign_checkpoint import bring_in
     from weft.units import counted
 
-    limit_s = _seconds(limit)
+    limit_s = seconds_of("--limit", limit)
     place = located(run)
     holds_steps = place.is_dir() and any(step_in_name(path.name) is not None for path in place.iterdir())
     is_root = holds_steps or place.name == "checkpoints" or not isinstance(place, Path)
@@ -420,20 +420,11 @@ def convert(
 
     expect_format(dtype)
     files, left_out = convert_pickles(
-        folder_of("SOURCE", source), folder_of("FOLDER", out), dtype=dtype, limit_s=_seconds(limit)
+        folder_of("SOURCE", source), folder_of("FOLDER", out), dtype=dtype, limit_s=seconds_of("--limit", limit)
     )
     say(f"the weights of {source} are in {out}: {', '.join(file.name for file in files)}.")
     if left_out:
         say(f"skipped, because it is no weight: {_listed(left_out)}.")
-
-
-def _seconds(limit: str) -> float:
-    from weft.units import parse_seconds
-
-    try:
-        return parse_seconds(limit)
-    except ValueError as error:
-        raise ConfigError(f"--limit {limit}: {error}.") from error
 
 
 def _listed(names: Sequence[str]) -> str:
