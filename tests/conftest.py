@@ -119,4 +119,4 @@ def prepares_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_server(*words: object) -> None:
         raise OSError("no server of ranks in this test")
 
-    monkeypatch.setattr("weft.cli.launch.start_method.ForkServer", no_server)
+    monkeypatch.setattr("weft.cli.launch.fork_server.ForkServer", no_server)

@@ -132,7 +132,7 @@ def test_from_one_world_to_replicas_apart_and_back(train):
     [shown] = train.finish(train.start("mixed", *settings, "train.steps=16"))
     assert "continues from the weights of the last synchronization of 2 replicas" in shown
     listed = subprocess.run(
-        [sys.executable, "-m", "weft", "ckpt", "ls", str(train.folder("mixed", 1).path)],
+        [sys.executable, "-m", "weft", "ckpt", "list", str(train.folder("mixed", 1).path)],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert "sync=diloco:4" in listed

@@ -17,8 +17,7 @@ from weft.cli import doctor as gpus
 from weft.cli import doctor as machine
 from weft.cli import doctor as network
 from weft.cli import doctor as software
-from weft.cli.doctor import text
-from weft.cli.doctor_ranks import CheckLine, examine
+from weft.cli.doctor import CheckLine, examine, text
 
 
 @pytest.fixture(scope="module")

@@ -52,11 +52,11 @@ ENDS: list[tuple[int, BaseException | None]] = [
 
 @pytest.mark.parametrize("code, end", ENDS, ids=lambda value: value if isinstance(value, int) else repr(value)[:40])
 def test_what_ends_training_gives_its_code(monkeypatch, code, end):
-    def train_here(config: object) -> None:
+    def train_here(spec: object) -> None:
         if end is not None:
             raise end
 
-    monkeypatch.setattr("weft.cli.train.train_locally", train_here)
+    monkeypatch.setattr("weft.cli.train.execute", train_here)
     assert command.run(["train"]) == code
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli.app import run
-from weft.cli.jobs import MAKERS
+from weft.cli.launch.jobs import MAKERS
 
 GOLDEN = Path(__file__).parent / "jobs"
 ASKED = ["--nodes", "4", "--time", "4h", "--workdir", "/shared/work", "--venv", "/shared/venv"]

@@ -40,7 +40,7 @@ class Run:
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        if "weft resume" in self.said[-1]:
+        if "weft runs resume" in self.said[-1]:
             (self.folder.path / GO_ON).write_text(self.words.pop(0) if self.words else "")
 
     def attempt(self, config: RunConfig, ranks: int) -> None:
@@ -194,8 +194,8 @@ def test_a_run_that_went_back_does_not_go_back_again(tmp_path):
     assert run.steps == [5, 5]  # it died before it had gone back
 
 
-HELD_AT_7 = Failure(0, 3, kind="ActionAsked", message="paused at step 7. To continue: weft resume RUN", expected=True,
-                    step=7, action="hold")  # fmt: skip
+HELD_AT_7 = Failure(0, 3, kind="ActionAsked", message="paused at step 7. To continue: weft runs resume RUN",
+                    expected=True, step=7, action="hold")  # fmt: skip
 BACK = Failure(0, 75, kind="ActionAsked", message="step 9: going back.", expected=True, step=9, action="roll_back")
 
 

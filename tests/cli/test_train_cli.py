@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import socket
 import subprocess
 import sys
@@ -15,12 +17,14 @@ import typer
 from weft.cli import train as verb
 from weft.cli.console import split_words
 from weft.cli.launch.launch import count_ranks, threads_variables, usable_cores
+from weft.cli.launch.spec import LaunchSpec
 from weft.comm.mesh import open_store
 from weft.comm.store import RankZeroMessage
 from weft.config.files import load_config
 from weft.config.run_config import RunConfig
 from weft.env import RankEnv
 from weft.errors import ConfigError, LaunchError, PlanError, WeftError
+from weft.train.engine import ReplicaWorld
 from weft.train.folder import run_lock
 
 pytestmark = pytest.mark.usefixtures("no_place")
@@ -121,20 +125,34 @@ def test_cores_are_divided_unless_the_user_has_spoken(monkeypatch):
 
 def test_started_alone_it_starts_its_ranks(monkeypatch):
     pytest.importorskip("weft.config.files")
-    started: list[RunConfig] = []
-    monkeypatch.setattr(verb, "train_locally", started.append)
+    started: list[LaunchSpec] = []
+    monkeypatch.setattr(verb, "execute", started.append)
     verb.train(["train.steps=70"])
-    assert started[0].train.steps == 70
+    assert started[0].config.train.steps == 70
+    assert (started[0].rank, started[0].world, started[0].starts_replicas) == (None, None, False)
 
 
 def test_started_by_torchrun_it_is_a_rank(monkeypatch):
     pytest.importorskip("weft.config.files")
-    places = []
-    monkeypatch.setattr(verb, "train_as_rank", lambda config, place: places.append(place))
+    started: list[LaunchSpec] = []
+    monkeypatch.setattr(verb, "execute", started.append)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     verb.train([])
-    assert (places[0].rank, places[0].world_size, places[0].starter) == (1, 2, "torchrun")
+    place = started[0].rank
+    assert place is not None
+    assert (place.rank, place.world_size, place.starter) == (1, 2, "torchrun")
+
+
+def test_a_launch_spec_reaches_a_child_by_value():
+    reads, writes = os.pipe()
+    spec = LaunchSpec(config(), ["weft", "train"], world=ReplicaWorld(1, "127.0.0.1:5", "k" * 16), prepared=writes)
+    given = LaunchSpec.read(io.BytesIO(spec.lines()))
+    assert given == spec
+    assert not given.starts_replicas
+    given.report_prepared()
+    assert os.read(reads, 2) == b"1"
+    os.close(reads)
 
 
 AS_RANK = """
@@ -203,12 +221,13 @@ def both_ranks(monkeypatch):
 
         def of_rank(rank: int) -> object:
             place = RankEnv(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
+            spec = LaunchSpec(config, ["weft", "train"], place)
             try:
                 word = RankZeroMessage(place, open_store(place, 30))
                 if rank:
-                    return verb._prepared_elsewhere(config, word).texts
+                    return verb._receive_prepared(spec, word).texts
                 with contextlib.ExitStack() as held:
-                    texts = verb._prepared_by_the_first(config, place, word, held).texts
+                    texts = verb._prepare_on_first_rank(spec, word, held).texts
                     word.wait_until_received()
                     return texts
             except (WeftError, typer.Exit) as error:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.data.pictures import class_folder
 from weft.data.media import decode_workers as pool_module
+from weft.data.media import images
 from weft.data.media.class_folder import find_pictures
 from weft.data.media.decode_workers import DecodedAhead, usual_workers
 from weft.data.media.image_source import Pictures
@@ -74,6 +76,27 @@ def test_a_process_that_stands_still_is_replaced(
     assert_same(ahead.many(keys(1)), pictures, keys(1))
 
 
+def test_a_picture_that_takes_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = class_folder(tmp_path / "pictures")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)).save(root / "red" / "0.png")
+    source = find_pictures(root)
+    index = source.paths.index("red/0.png")
+    text = r"red/0\.png: its decoding took more than {} s of processor time\. Save it smaller or in another format"
+    with monkeypatch.context() as limits:
+        limits.setattr(images, "_MAX_READ_S", 0.0)
+        with pytest.raises(DataError, match=text.format(0)):
+            DecodedAhead(Pictures(source, LOOK, 0), 0).many([(0, index)])
+    ahead = DecodedAhead(Pictures(source, LOOK, 0), 1)
+    assert len(ahead.many([(0, index)])) == 1
+    with monkeypatch.context() as limits:
+        limits.setattr(pool_module, "_MAX_DECODE_S", -1.0)
+        os.kill(ahead.pids()[0], signal.SIGSTOP)  # it gives no answer
+        with pytest.raises(DataError, match=text.format("-1")):
+            ahead.many([(1, index)])
+    assert len(ahead.many([(0, index), (0, 2)])) == 2
+    ahead.close()
+
+
 def test_a_faulty_picture_is_named_when_it_is_wanted(tmp_path: Path) -> None:
     root = class_folder(tmp_path / "pictures")
     source = find_pictures(root)
@@ -115,4 +138,4 @@ def test_shared_memory_that_cannot_be_had_is_one_sentence(pictures: Pictures, mo
 
 def test_the_usual_number_of_processes_leaves_a_core_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(24)}, raising=False)
-    assert [usual_workers(ranks) for ranks in (1, 2, 4, 8, 32)] == [8, 8, 5, 2, 0]
+    assert [usual_workers(ranks) for ranks in (1, 2, 4, 8, 32)] == [8, 8, 5, 2, 1]

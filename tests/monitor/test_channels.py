@@ -182,7 +182,7 @@ def test_an_alert_is_kept_sent_and_asked_of_the_run(tmp_path, smtp, monkeypatch)
     text = mail.get_payload(decode=True).decode()
     for said in ("Run big at step 5: loss is 5.", "Since step 4.", "Last good figures: step 3, loss 2",
                  "The run does: lower_lr, hold", f"See {tmp_path}.",
-                 f"To continue: weft resume {tmp_path}"):  # fmt: skip
+                 f"To continue: weft runs resume {tmp_path}"):  # fmt: skip
         assert said in text
     (kept,) = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines() if '"fired"' in line]
     assert (kept["name"], kept["step"], kept["since"], kept["severity"]) == ("high", 5, 4, "critical")

@@ -141,7 +141,7 @@ def test_each_option_of_export(home, capsys):
         assert weft_run(["export", str(run.path), str(home / out), *words]) == 0, out
     said = capsys.readouterr().err
     assert f"step 2 of {run.checkpoint(2)} is in {home / 'step'}: README.md, config.json" in said
-    assert weft_run(["ckpt", "export", f"{run.path}@2", str(home / "again")]) == 0
+    assert weft_run(["export", f"{run.path}@2", str(home / "again")]) == 0
     early, late = (dict(load_checkpoint(run.checkpoint(step)).tensors("model")) for step in (2, 4))
     for folder in (home / "step", home / "again"):
         for name, tensor in theirs(folder).named_parameters():

@@ -45,10 +45,11 @@ def test_a_run_goes_on_while_its_servers_die_and_they_get_all(tmp_path, text):
     (folder,) = [path.parent for path in watched.rglob("events.jsonl")]
     (other,) = [path.parent for path in plain.rglob("events.jsonl")]
     assert losses(folder) == losses(other)
-    assert f"weft send {folder}" in done.stdout + done.stderr
+    assert f"weft runs send {folder}" in done.stdout + done.stderr
     servers["http"].slow_s = 0.0
     servers["otlp"].start()
-    subprocess.run([sys.executable, "-m", "weft", "send", str(folder)], check=True, capture_output=True, timeout=120)
+    send = [sys.executable, "-m", "weft", "runs", "send", str(folder)]
+    subprocess.run(send, check=True, capture_output=True, timeout=120)
     steps = {event["step"] for body in servers["http"].bodies() for event in body["events"] if event["event"] == "step"}
     assert steps == {*range(1, 151)}
     assert servers["otlp"].got

@@ -1,4 +1,4 @@
-"""A step that goes wrong is traced to module, rank and samples, under any plan; `weft explain` shows the samples."""
+"""A step that goes wrong is traced to module, rank and samples, under any plan; `weft runs explain` shows them."""
 
 from __future__ import annotations
 
@@ -200,38 +200,38 @@ def test_a_run_is_explained_and_so_is_what_is_amiss(tmp_path, spoilt_run, capsys
     assert bad
     assert [event["step"] for event in traces] == bad
     step = bad[0]
-    assert f"weft explain {folder.path} --step {step} shows the samples." in shown
-    assert run(["explain", str(folder.path), "--step", str(step)]) == 0
+    assert f"weft runs explain {folder.path} --step {step} shows the samples." in shown
+    assert run(["runs", "explain", str(folder.path), "--step", str(step)]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"step {step}: all modules have finite outputs, but the loss")
     assert f"--- sample {traces[0]['samples'][0]}\n" in told
     assert "ZOOM" in told.replace("[[", "").replace("]]", "")
     assert "tokens trained" in told
-    assert run(["explain", str(folder.path)]) == 0
+    assert run(["runs", "explain", str(folder.path)]) == 0
     assert capsys.readouterr().out.startswith(f"step {bad[-1]}: ")
 
     sound = next(number for number in range(1, 14) if number not in bad)
-    assert run(["explain", str(folder.path), "--step", str(sound)]) == 2
+    assert run(["runs", "explain", str(folder.path), "--step", str(sound)]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {folder.path}, --step {sound}: this step has no trace. Use ")
-    assert run(["explain", str(tmp_path / "none")]) == 2
+    assert run(["runs", "explain", str(tmp_path / "none")]) == 2
     assert "it has no config.toml, so it is not a run folder of Weft." in capsys.readouterr().err
 
     [shard, *_] = sorted((tmp_path / "cache").rglob("train*/*.bin")) or sorted((tmp_path / "cache").rglob("*.bin"))
     kept = shard.read_bytes()
     shard.write_bytes(bytes(kept[:1]) * len(kept))
-    assert run(["explain", str(folder.path), "--step", str(step)]) == 2
+    assert run(["runs", "explain", str(folder.path), "--step", str(step)]) == 2
     assert capsys.readouterr().err == (
         f"error: {folder.path}: sample {traces[0]['samples'][0]} is not the one that step {step} saw: the data has "
         "changed since, or the task draws its samples at random. Bring back the data as it was.\n"
     )
     shutil.rmtree(tmp_path / "cache")
-    assert run(["explain", str(folder.path), "--step", str(step)]) == 2
+    assert run(["runs", "explain", str(folder.path), "--step", str(step)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert "Traceback" not in told
     folder.events.write_text("\n".join(json.dumps({"event": "step", "step": one}) for one in (1, 2)) + "\n")
-    assert run(["explain", str(folder.path)]) == 2
+    assert run(["runs", "explain", str(folder.path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {folder.path}: none of its steps went wrong")
 
 

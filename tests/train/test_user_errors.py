@@ -43,7 +43,7 @@ def test_one_message_on_two_ranks(tmp_path):
         command, capture_output=True, text=True, timeout=120, env=env.child_env(OMP_NUM_THREADS="1"), check=False
     )
     assert ended.stderr.count("weft: error: precision=fp32: parameter 'weight' is float64") == 1
-    assert f"(at {script}:4; WEFT_TRACEBACK=1 prints the traceback)" in ended.stderr
+    assert f"(ModelError at {script}:4; WEFT_TRACEBACK=1 prints the traceback)" in ended.stderr
     assert "parallelize.py" not in ended.stderr
     assert "exitcode  : 2" in ended.stderr
 
@@ -55,7 +55,7 @@ def test_a_message_and_an_exit_code(capsys):
         sys.excepthook(*raised(DataError("data.train=x: no such file. Name one.")))
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("weft: error: data.train=x: no such file. Name one.\n  (at ")
+    assert said.startswith("weft: error: data.train=x: no such file. Name one.\n  (DataError at ")
     assert "Traceback" not in said
 
 

@@ -84,7 +84,7 @@ def test_a_held_run_has_saved_and_goes_on_as_if_nothing_had_been(fit):
     folder, asked, _ = fit("held", {5: RunRequest("hold", "the loss is odd", "alert odd")})
     assert isinstance(asked, ActionAsked)
     assert (asked.action, asked.step, asked.exit_code) == ("hold", 5, 3)
-    assert str(asked) == f"paused at step 5 (alert odd: the loss is odd). To continue: weft resume {folder.path}"
+    assert str(asked) == f"paused at step 5 (alert odd: the loss is odd). To continue: weft runs resume {folder.path}"
     assert saved(folder) == [3, 5]
     folder, result, _ = fit("held", {})
     assert (result.step, result.reason) == (12, "finished")
@@ -146,7 +146,7 @@ def test_figures_are_there_and_can_be_turned_off(fit):
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "tp=2", "pp=2 microbatches=2"])
 def test_a_hold_by_an_alert_changes_no_byte(plan, tmp_path, text):
-    """The whole of it: an alert asks, the ranks are gone while the run is held, `weft resume` lets it go on."""
+    """The whole of it: an alert asks, the ranks are gone while the run is held, `weft runs resume` lets it go on."""
     config = tmp_path / "run.toml"
     config.write_text('[[alert]]\nname = "now"\nwhen = "step >= 4"\nactions = ["hold"]\nquiet = "1h"\n')
     words = [f"plan={plan}", f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}",
@@ -164,7 +164,7 @@ def test_a_hold_by_an_alert_changes_no_byte(plan, tmp_path, text):
             assert json.loads(note.read_text())["step"] < 300, (tmp_path / "out").read_text()
             beside = psutil.Process(process.pid).children(recursive=True)
             assert not [one.pid for one in beside if one.name().startswith("weft-rank-")]
-            subprocess.run([*weft, "resume", str(tmp_path / "held")], check=True, timeout=120)
+            subprocess.run([*weft, "runs", "resume", str(tmp_path / "held")], check=True, timeout=120)
             assert process.wait(900) == 0, (tmp_path / "out").read_text()
         finally:
             process.kill()

@@ -76,9 +76,12 @@ def test_a_token_file_is_made_for_its_owner_alone(tmp_path):
     "words, said",
     [
         (["watch", "{0}/none"], "there is no run in it (no events.jsonl)"),
-        (["top", "{0}/none"], "there is no run in it (no events.jsonl)"),
-        (["goodput", "{0}/none"], "there is no run in it (no events.jsonl)"),
-        (["goodput", "{0}/run", "--price", "cheap"], "error: price=cheap: a price is a number, a currency and a time"),
+        (["watch", "{0}/none", "--terminal"], "there is no run in it (no events.jsonl)"),
+        (["runs", "list", "{0}/none"], "there is no run in it (no events.jsonl)"),
+        (
+            ["runs", "show", "{0}/run", "--price", "cheap"],
+            "error: price=cheap: a price is a number, a currency",
+        ),
         (
             ["watch", "{0}/run", "--port", "99999"],
             "Input should be less than or equal to 65535",

@@ -38,14 +38,14 @@ def test_the_runs_of_a_folder_are_a_table(tmp_path):
 def test_the_ledger_of_a_folder_with_its_price(tmp_path, capsys):
     MadeRun(steps=100, ranks=4, fails_at=70, save_every=25, eval_every=50).write(tmp_path / "one")
     MadeRun(steps=50, ranks=2).write(tmp_path / "two")
-    assert run(["goodput", str(tmp_path), "--price", "2.5usd/h"]) == 0
+    assert run(["runs", "list", str(tmp_path), "--price", "2.5usd/h"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("one: ")
-    assert "made steps that count, 1 failure, " in lines[0]
+    assert sorted(line.split()[0] for line in lines[:3]) == ["one", "run", "two"]
+    total = next(line for line in lines if line.startswith("all runs: "))
+    assert "made steps that count, 1 failure, " in total
     assert any(line.split()[:2] == ["lost", "work"] for line in lines)
     assert any(line.split()[:1] == ["restart"] for line in lines)
-    assert any(line.startswith("all runs: ") for line in lines)
-    assert run(["goodput", str(tmp_path), "--price", "2.5usd/h", "--json"]) == 0
+    assert run(["runs", "list", str(tmp_path), "--price", "2.5usd/h", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     one, two, total = found["runs"]["one"], found["runs"]["two"], found["total"]
     assert one["seconds"]["lost work"] > 9  # steps 51 to 70, half a second each

@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,22 +31,16 @@ VERBS = {
     "plan": Verb("Find the best parallel plans for a model on a cluster, with reasons.", "weft.cli.plan", "plan"),
     "calibrate": Verb("Measure this machine for the planner.", "weft.cli.calibrate", "calibrate"),
     "verify": Verb("Check that a plan computes the same numbers as one process.", "weft.cli.verify", "verify"),
-    "watch": Verb("Serve a page that shows runs while they train.", "weft.cli.watch", "watch"),
-    "top": Verb("Show a run in the terminal.", "weft.cli.watch", "top"),
-    "goodput": Verb("Show where the time of runs went, and what it cost.", "weft.cli.watch", "goodput"),
-    "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
+    "watch": Verb("Show runs while they train, on a page or in the terminal.", "weft.cli.watch", "watch"),
+    "runs": Verb("List, show, compare and steer runs.", "weft.cli.runs", "app"),
+    "generate": Verb("Continue a prompt with a trained model.", "weft.cli.inference", "generate"),
     "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt", "export"),
-    "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.eval", "evaluate"),
+    "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.inference", "evaluate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
-    "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt", "app"),
-    "resume-diff": Verb("Show what has changed since a run started.", "weft.cli.resume_diff", "resume_diff"),
-    "explain": Verb("Say where a step went wrong, and show its samples.", "weft.cli.watch", "explain"),
-    "resume": Verb("Resume a paused run.", "weft.cli.watch", "resume"),
-    "ask": Verb("Request a running training to save, pause, stop or go back.", "weft.cli.watch", "ask_run"),
+    "ckpt": Verb("List, check, compare, import and delete checkpoints.", "weft.cli.ckpt", "app"),
     "alerts": Verb("Try alerts on a run's events; list figures and alerts.", "weft.cli.watch", "app"),
-    "send": Verb("Send a run's figures to the sinks of its config.", "weft.cli.watch", "send"),
-    "launch": Verb("Print a job script that runs a config on several machines.", "weft.cli.jobs", "launch"),
+    "launch": Verb("Print a job script that runs a config on several machines.", "weft.cli.launch.jobs", "launch"),
     "drill": Verb(
         "Inject faults into a run of a config, one by one, on this machine.",
         "weft.cli.drill",
@@ -106,6 +101,7 @@ def run(args: Sequence[str]) -> int:
     if args == ["--version"]:
         args = ["version"]
     try:
+        args = _current_form(args)
         code = _command(app)(args=args, prog_name="weft", standalone_mode=False)
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -133,6 +129,54 @@ def run(args: Sequence[str]) -> int:
     if code == 130:
         say("interrupted.")
     return code if isinstance(code, int) else 0
+
+
+# Old commands, which go in the next release.
+
+_MOVED = {
+    "send": "runs send",
+    "resume": "runs resume",
+    "explain": "runs explain",
+    "resume-diff": "runs compare",
+    "top": "watch --terminal",
+    "ckpt ls": "ckpt list",
+    "ckpt export": "export",
+    "ask checkpoint": "runs save",
+    "ask hold": "runs pause",
+    "ask stop": "runs stop",
+    "ask lower_lr": "runs lower-lr",
+    "ask skip_data": "runs rollback --skip-data",
+    "ask roll_back": "runs rollback",
+}
+_ASK_ACTIONS = [name[4:] for name in _MOVED if name.startswith("ask ")]
+_ASK_OPTIONS = ("--why", "--factor", "--since")
+
+
+def _current_form(args: list[str]) -> list[str]:
+    """Return a command line without old commands, and print the new form of those on stderr.
+
+    Raises:
+        ConfigError: for an unknown action of `weft ask`.
+    """
+    old, rest = args[0], args[1:]
+    if old == "ask":
+        at = [n for n, word in enumerate(rest) if word[:1] != "-" and (n == 0 or rest[n - 1] not in _ASK_OPTIONS)]
+        action = rest.pop(at[1]) if len(at) > 1 else ""
+        if action not in _ASK_ACTIONS:
+            hint = did_you_mean(action, _ASK_ACTIONS)
+            raise ConfigError(f"action={action}: a run cannot do this.{hint} Use one of {', '.join(_ASK_ACTIONS)}.")
+        old = f"ask {action}"
+    elif " ".join(args[:2]) in _MOVED:
+        old, rest = " ".join(args[:2]), args[2:]
+    new = _MOVED.get(old)
+    if old == "goodput" or (old == "top" and "--once" in rest):
+        is_run = any(os.path.isfile(os.path.join(word, "events.jsonl")) for word in rest)
+        new, rest = f"runs {'show' if is_run else 'list'}", [word for word in rest if word != "--once"]
+    if new is None:
+        return args
+    now = [*new.split(), *rest]
+    say(f"weft {old} goes in the next release. Use: weft {shlex.join(now)}")
+    return now
 
 
 def _option_of(error: Any) -> str:

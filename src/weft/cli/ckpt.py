@@ -16,7 +16,7 @@ from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath, located
 from weft.checkpoint.targets import target_at
-from weft.cli.console import say, table
+from weft.cli.console import say, seconds_of, table
 from weft.errors import CheckpointError, ConfigError, nearest_name
 from weft.train.folder import RunFolder
 from weft.units import counted, format_bytes
@@ -59,7 +59,7 @@ def one_of(word: str) -> Location:
     root = root_of(path)
     found = newest_checkpoint(root, verify=False)
     if found is None:
-        raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt ls {word}` lists its contents.")
+        raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt list {word}` lists its contents.")
     return found.path
 
 
@@ -88,7 +88,7 @@ def _is_named_step(path: Location) -> bool:
     return step_in_name(path.name.split(".")[0]) is not None and path.is_dir()
 
 
-# `weft ckpt ls`: every checkpoint of a folder, one per line, including unfinished ones.
+# `weft ckpt list`: every checkpoint of a folder, one per line, including unfinished ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def retained_steps(root: Location, every: int) -> set[int]:
     return spared | set(evaluated[-1:]) | ({best} if isinstance(best, int) else set())
 
 
-# `weft ckpt`: list, verify, compare, export, import and delete checkpoints.
+# `weft ckpt`: list, verify, compare, import and delete checkpoints. `weft export`.
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, check, compare and move checkpoints.")
 
@@ -236,7 +236,7 @@ One = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=ONE_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command("ls")
+@app.command("list")
 def list_them(run: Run, as_json: Json = False) -> None:
     """List the checkpoints of a run: step, time, size, commit state, plan."""
 
@@ -299,7 +299,6 @@ def diff(
     raise typer.Exit(found.exit_code)
 
 
-@app.command("export", help="Write a model's weights: the same as weft export.")
 def export(
     run: One,
     out: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to create.")],
@@ -319,9 +318,9 @@ def export(
 ) -> None:
     """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
     from weft.checkpoint.load import load_checkpoint
-    from weft.cli.export import export_weights
+    from weft.cli.export import expect_format, export_weights
 
-    _expect_format(dtype)
+    expect_format(dtype)
     if merge and (like is not None or own_names or group != "model"):
         other = "--like" if like is not None else "--own-names" if own_names else "--group"
         raise ConfigError(f"--merge: {other} sets something else to write. Use one of them.")
@@ -394,7 +393,7 @@ def import_them(
     from weft.train.foreign_checkpoint import bring_in
     from weft.units import counted
 
-    limit_s = _seconds(limit)
+    limit_s = seconds_of("--limit", limit)
     place = located(run)
     holds_steps = place.is_dir() and any(step_in_name(path.name) is not None for path in place.iterdir())
     is_root = holds_steps or place.name == "checkpoints" or not isinstance(place, Path)
@@ -417,31 +416,15 @@ def convert(
 
     A process without network and secrets reads the files, and refuses everything except weights.
     """
-    from weft.cli.export import convert_pickles
+    from weft.cli.export import convert_pickles, expect_format
 
-    _expect_format(dtype)
+    expect_format(dtype)
     files, left_out = convert_pickles(
-        folder_of("SOURCE", source), folder_of("FOLDER", out), dtype=dtype, limit_s=_seconds(limit)
+        folder_of("SOURCE", source), folder_of("FOLDER", out), dtype=dtype, limit_s=seconds_of("--limit", limit)
     )
     say(f"the weights of {source} are in {out}: {', '.join(file.name for file in files)}.")
     if left_out:
         say(f"skipped, because it is no weight: {_listed(left_out)}.")
-
-
-def _expect_format(dtype: str | None) -> None:
-    from weft.cli.export import DTYPES
-
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
-
-
-def _seconds(limit: str) -> float:
-    from weft.units import parse_seconds
-
-    try:
-        return parse_seconds(limit)
-    except ValueError as error:
-        raise ConfigError(f"--limit {limit}: {error}.") from error
 
 
 def _listed(names: Sequence[str]) -> str:

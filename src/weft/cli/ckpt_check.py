@@ -83,7 +83,9 @@ class Inspection:
             told.append(f"{one.path.name}  {one.word}{why}")
             told += [f"  {line}" for damage in one.damages for line in damage.lines()]
         newest = self.newest_complete
-        told.append(f"newest intact checkpoint: step {newest.step}, {newest.path}" if newest else "no intact checkpoint")
+        told.append(
+            f"newest intact checkpoint: step {newest.step}, {newest.path}" if newest else "no intact checkpoint"
+        )
         return told
 
     def as_json(self) -> str:

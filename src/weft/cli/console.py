@@ -106,6 +106,16 @@ def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]
     return lines
 
 
+def seconds_of(option: str, text: str) -> float:
+    """Return the duration of an option. Raise ConfigError for any other text."""
+    from weft.units import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}.") from error
+
+
 # Positional arguments of commands with a config: one file, and overrides.
 
 

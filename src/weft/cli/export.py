@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.safetensors_files import RawArray, write_blocks
@@ -15,11 +15,21 @@ from weft.errors import CheckpointError, ConfigError, MissingExtra
 from weft.files import copy_companions
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from weft.train.folder import RunFolder
 
 #: Size at which Hugging Face splits its files.
 MAX_FILE_BYTES = 4 * 2**30
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def expect_format(dtype: str | None) -> None:
+    """Raise ConfigError for an unknown `--dtype`."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
 
 
 def export_weights(
@@ -60,9 +70,7 @@ def export_weights(
             draft = Path(work) / "out"
             draft.mkdir()
             if adapter is not None and like is None and not merged:
-                from weft.cli.adapter_export import write_alone
-
-                write_alone(checkpoint, adapter, draft, dtype, run)
+                _write_adapter(checkpoint, adapter, draft, dtype, run)
             elif like is not None:
                 _write_pretrained(checkpoint, group, draft, dtype, like)
             elif run is not None:
@@ -178,13 +186,69 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
         raise ConfigError(
             f"--like {like}: transformers cannot build its model ({error}). Give another folder."
         ) from error
-    from weft.cli.adapter_export import FORMATS, merged_into
-
-    wanted = FORMATS.get(dtype or "")
-
-    whole = merged_into(model, checkpoint, adapter) if adapter is not None else checkpoint.tensors(group)
+    wanted = None if dtype is None else getattr(torch, _TORCH_DTYPES[dtype])
+    whole = _merged_into(model, checkpoint, adapter) if adapter is not None else checkpoint.tensors(group)
     pretrained_from_full(model, whole, out, wanted)
     copy_companions(like, out, overwrite=False)
+
+
+# Adapters in peft's format, or merged into the Hugging Face model that they were trained on.
+
+
+def _write_adapter(
+    checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run.
+
+    Args:
+        checkpoint: an open checkpoint.
+        said: the checkpoint's record of its adapter.
+        out: output folder.
+        dtype: a key of DTYPES.
+        run: a `weft train` run, whose base the adapter's config then names.
+    """
+    import torch
+
+    from weft.models.adapters import Adapted
+    from weft.models.peft_files import write_adapter
+
+    tensors, record = checkpoint.tensors("model"), Adapted.read(said)
+    own = {f"{path}.{name}" for path, name in record.params()}
+    if more := sorted(tensors.keys() - own):
+        raise CheckpointError(
+            f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
+            "--merge, or --like with the folder of the base, to write both as one model."
+        )
+    if dtype is not None:
+        tensors = {name: tensor.to(getattr(torch, _TORCH_DTYPES[dtype])) for name, tensor in tensors.items()}
+    if run is None:
+        write_adapter(record, out, tensors)
+        return
+    from weft.train.tasks.export import base_name, write_card
+
+    base = base_name(run)
+    write_adapter(record, out, tensors, base=base, task_type=None if base is None else "CAUSAL_LM")
+    write_card(run, checkpoint, out)
+
+
+def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter's base with the adapter merged, each once. `model` is that base, and is changed.
+
+    Raises:
+        CheckpointError: if the model is not the base that the adapter was trained on.
+    """
+    from weft.models.adapters import Adapted, adapt_layers, merge_adapter
+    from weft.train.model_state import model_tensors, restore_model
+
+    record = Adapted.read(said)
+    modules = dict(model.named_modules())
+    # `restore_model` reports tensors that the model lacks.
+    adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
+    for name, param in model.named_parameters():
+        if name in checkpoint.entries("model"):
+            param.requires_grad_(True)  # such as a norm that was trained with the adapter
+    restore_model(model, checkpoint)
+    return model_tensors(merge_adapter(model))
 
 
 # `weft ckpt convert`: write a model folder with safetensors instead of pickles.

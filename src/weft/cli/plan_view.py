@@ -55,6 +55,9 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
     """Print all results."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     _heading(console, found.answer)
+    if found.scenarios:  # the results that the user requested, before those of the unchanged question
+        console.print(_scenarios(found.answer, found.scenarios))
+        console.print()
     if found.answer.best is None:
         _nothing(console, found.answer)
     elif not found.only_judges:
@@ -67,9 +70,6 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
         if part is not None:
             console.print()
             console.print("\n".join(part.lines()), markup=False, soft_wrap=True)
-    if found.scenarios:
-        console.print()
-        console.print(_scenarios(found.answer, found.scenarios))
 
 
 def _heading(console: Console, answer: Answer[Candidate]) -> None:

@@ -6,8 +6,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,20 +15,18 @@ import typer
 
 from weft import env
 from weft.cli.console import say, split_words
+from weft.cli.launch.fork_server import rank_starter
 from weft.cli.launch.launch import count_ranks, process_age_s, usable_cores, visible_gpus
-from weft.cli.launch.rank import typed_command
-from weft.cli.launch.start_method import rank_starter
+from weft.cli.launch.rank import RankInputs, train_rank
+from weft.cli.launch.spec import LaunchSpec
 from weft.config.plan import Plan
-from weft.errors import CommError, ConfigError, LaunchError, WeftError
+from weft.errors import CommError, WeftError
 from weft.monitor.terminal import busy
-from weft.units import counted, parse_seconds
+from weft.units import parse_seconds
 
 if TYPE_CHECKING:
-    from weft.cli.launch.start import Preparation
     from weft.comm.store import RankZeroMessage
     from weft.config.run_config import RunConfig
-    from weft.env import RankEnv
-    from weft.train.engine import ReplicaWorld
     from weft.train.folder import RunFolder
 
 #: Seconds for which other ranks suppress an error that rank 0 probably reports too.
@@ -37,9 +34,6 @@ _FIRST_WORD_S = 3.0
 
 #: Config sections that rank 0's message must not change: they select the code to run and the files to write.
 _OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint", "model")
-
-#: Minimum length of a rendezvous key.
-_KEY_LENGTH = 16
 
 
 def train(
@@ -60,83 +54,45 @@ def train(
     from weft.config.files import load_config
 
     path, overrides = split_words(words or [])
-    place = env.rank_env()
-    if place is None:
-        train_locally(load_config(path, overrides).config)
-        return
+    rank = env.rank_env()
     try:
-        train_as_rank(load_config(path, overrides).config, place)
+        execute(LaunchSpec.of(load_config(path, overrides).config, rank))
     except (WeftError, typer.Exit):
         # All ranks have the same error, or rank 0 was refused. Rank 0 reports it and its launcher then ends the
         # others. A rank that still runs after the delay is the only one with its error, and reports it.
-        if place.rank != 0:
+        if rank is not None and rank.rank != 0:
             time.sleep(_FIRST_WORD_S)
         raise
 
 
-def train_locally(config: RunConfig) -> None:
-    """Prepare the run and start its ranks on this machine. Returns when they have succeeded."""
-    if not config.launch.replicas_apart:
-        train_world(config, typed_command())
-    elif (world := _world_of(config)) is not None:
-        from weft.cli.launch.replicas import rendezvous_server
+def execute(spec: LaunchSpec) -> None:
+    """Train as the spec requires. Returns when training has succeeded."""
+    if spec.rank is not None:
+        _run_rank(spec)
+        return
+    cores = usable_cores()
+    with busy(sys.stderr, "starting the replicas" if spec.starts_replicas else "starting"):
+        gpus = visible_gpus() if spec.config.launch.device != "cpu" else 0
+        num_ranks = count_ranks(spec.config, gpus, cores, of_one_replica=spec.world is not None)
+    if not spec.starts_replicas:
+        _start_ranks(spec, num_ranks, cores)
+        return
+    from weft.cli.launch.replicas import Replicas
 
-        with rendezvous_server(config, world, say):
-            train_world(config, typed_command(), world)
-    elif code := _train_replicas(config):
+    # Each launcher starts the ranks of one replica, whose number follows from the plan.
+    launch = spec.config.launch.model_copy(update={"ranks": "all"})
+    plan = Plan.parse(spec.config.plan, num_ranks).format()
+    config = spec.config.model_copy(update={"plan": plan, "launch": launch})
+    if code := Replicas(config, gpus, cores, spec.command, say).run():
         raise typer.Exit(code)
 
 
-def _world_of(config: RunConfig) -> ReplicaWorld | None:
-    """Return the replica that this machine starts, or None if it starts the complete plan."""
-    from weft.monitor.sinks.base import secret_of
-    from weft.train.engine import ReplicaWorld
-
-    launch = config.launch
-    if launch.replica is None or launch.meet_at is None:
-        return None
-    key = secret_of(launch.meeting_key, "launch.meeting_key")
-    if key is not None and len(key) < _KEY_LENGTH:
-        raise ConfigError(
-            f"launch.meeting_key={launch.meeting_key}: this secret has {counted(len(key), 'character')}. Use "
-            f"{_KEY_LENGTH} or more, such as the output of: openssl rand -hex 32."
-        )
-    return ReplicaWorld(launch.replica, launch.meet_at, key or "")
-
-
-def _train_replicas(config: RunConfig) -> int:
-    """Start all replicas of a plan on this machine, each as a separate world. Return the exit code."""
-    cores = usable_cores()
-    with busy(sys.stderr, "starting the replicas"):
-        gpus = visible_gpus() if config.launch.device != "cpu" else 0
-        num_ranks = count_ranks(config, gpus, cores)
-        from weft.cli.launch.replicas import Replicas
-    whole = {"plan": Plan.parse(config.plan, num_ranks).format()}
-    # Each launcher starts the ranks of one replica, whose number follows from the plan.
-    config = config.model_copy(update={**whole, "launch": config.launch.model_copy(update={"ranks": "all"})})
-    return Replicas(config, gpus, cores, typed_command(), say).run()
-
-
-def train_world(
-    config: RunConfig,
-    command: Sequence[str],
-    world: ReplicaWorld | None = None,
-    prepared: Callable[[], None] = lambda: None,
-) -> None:
-    """Prepare a run and start the ranks of one world on this machine. Returns when they have succeeded.
-
-    Args:
-        config: the run's config.
-        command: the command line of the user.
-        world: the replica of these ranks; None for the complete plan.
-        prepared: called once the run is checked and its data is ready.
-    """
-    cores = usable_cores()
+def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
+    """Prepare the run, and start the ranks of one world on this machine, again after failures."""
+    config, world = spec.config, spec.world
     # Exit in this order: the server must end before the lock is released.
-    with ExitStack() as held, ExitStack() as until_over:
+    with _rendezvous(spec), ExitStack() as held, ExitStack() as until_over:
         with busy(sys.stderr, "starting"):
-            gpus = visible_gpus() if config.launch.device != "cpu" else 0
-            num_ranks = count_ranks(config, gpus, cores, of_one_replica=world is not None)
             from weft.train.folder import run_folder
 
             own = run_folder(config, None if world is None else world.replica)
@@ -152,112 +108,100 @@ def train_world(
         lock = held.enter_context(run_lock(own.path, config.run.mode))
         copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
         home = asdict(copies.home) if copies is not None else None
-
-        besides: list[Path] = []
+        monitored: list[Path] = []
 
         def attempt(settled: RunConfig, ranks: int) -> None:
-            folder = starter.prepare(_preparation(settled, ranks, ranks, world))
-            if not besides:  # after preparing the folder, so that a refused run leaves nothing
-                prepared()
+            folder = starter.prepare(spec.preparation(settled, ranks, ranks))
+            if not monitored:  # after preparing the folder, so that a refused run leaves nothing
+                spec.report_prepared()
                 until_over.enter_context(monitor_process(folder.path, folder.config(), say))
-                besides.append(folder.path)
-            given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": list(command)}
-            given |= {"copies": home, "world": asdict(world) if world else None, "store_key": secrets.token_hex(32)}
-            settings = json.dumps(given).encode()
+                monitored.append(folder.path)
+            began, key = time.monotonic() - process_age_s(), secrets.token_hex(32)
+            inputs = RankInputs(folder.texts, began, spec.command, home, asdict(world) if world else None, key)
+            settings = json.dumps(asdict(inputs)).encode()
             launch_ranks(starter, ranks, folder.logs, cores=cores, settings=settings, lock=lock, notice=say)
 
         copied = copies.newest_step if copies is not None else lambda: None
         Restarts(config, own, num_ranks, say, copied=copied).keep(attempt)
 
 
-def train_as_rank(config: RunConfig, place: RankEnv) -> None:
+def _rendezvous(spec: LaunchSpec) -> AbstractContextManager[None]:
+    """Return a block that serves replicas on other machines, if this machine starts replica 0 and no parent serves."""
+    if spec.world is None or spec.parent is not None:
+        return nullcontext()
+    from weft.cli.launch.replicas import rendezvous_server
+
+    return rendezvous_server(spec.config, spec.world, say)
+
+
+def _run_rank(spec: LaunchSpec) -> None:
     """Run one of the ranks that torchrun or srun started. Ends the process if training fails."""
     from weft.cli.launch.copy_holder import copy_home
-    from weft.cli.launch.rank import run_as_rank, second_handle
     from weft.comm.mesh import open_store
     from weft.comm.store import RankZeroMessage
-    from weft.train.rank_run import Start, run_rank
 
-    world = _world_of(config)
-    if config.launch.replicas_apart and world is None:
-        raise LaunchError(
-            f"launch.replicas_apart=true: {place.starter} starts one process group. Start each replica by a separate "
-            "command, with launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
-        )
-    started = time.monotonic() - process_age_s()
+    config, place = spec.config, spec.rank
+    assert place is not None
+    began = time.monotonic() - process_age_s()
     # Kept until the end, because rank 0 may host it.
     store = open_store(place, parse_seconds(config.launch.timeout)) if place.world_size > 1 else None
-    word = RankZeroMessage(place, store) if store is not None else None
-    alarm = second_handle(2)
+    message = RankZeroMessage(place, store) if store is not None else None
     with ExitStack() as held:
         if place.rank == 0:
-            folder = _prepared_by_the_first(config, place, word, held, world)
+            folder = _prepare_on_first_rank(spec, message, held)
         else:
-            folder = _prepared_elsewhere(config, word)
+            assert message is not None
+            folder = _receive_prepared(spec, message)
         copies = copy_home(place) if config.checkpoint.peer_every else None
-        command = tuple(typed_command())
-        start = Start(locked=True, began=started, alarm=alarm, store=store, command=command, copies=copies, world=world)
-        run_as_rank(folder.logs, place, lambda terminal: run_rank(folder, place, terminal, start))
+        world = asdict(spec.world) if spec.world else None
+        inputs = RankInputs(folder.texts, began, spec.command, asdict(copies) if copies else None, world)
+        train_rank(folder.path, place, inputs, store=store)
 
 
-def _preparation(config: RunConfig, num_ranks: int, num_local: int, world: ReplicaWorld | None) -> Preparation:
-    """Return the preparation of a run. `num_ranks` is the number of ranks in this world."""
-    from weft.cli.launch.start import Preparation
-
-    if world is None:
-        return Preparation(config, num_ranks, num_local)
-    return Preparation(config, num_ranks, num_local, world.replica, Plan.parse(config.plan).dp_replicate)
-
-
-def _prepared_by_the_first(
-    config: RunConfig, place: RankEnv, word: RankZeroMessage | None, held: ExitStack, world: ReplicaWorld | None = None
-) -> RunFolder:
+def _prepare_on_first_rank(spec: LaunchSpec, message: RankZeroMessage | None, held: ExitStack) -> RunFolder:
     """Hold the folder, prepare it, and send the result to the other ranks, or the exit code of an error."""
     from weft.cli.launch.failure import exit_code_of
     from weft.cli.launch.monitor_process import monitor_process
     from weft.cli.launch.restarts import config_for_world_size
     from weft.train.folder import run_folder, run_lock
 
-    said: dict[str, object] = {"exit_code": 1}
+    assert spec.rank is not None
+    result: dict[str, object] = {"exit_code": 1}
     try:
-        held.enter_context(run_lock(run_folder(config).path, config.run.mode))
-        config = config_for_world_size(config, place.world_size)
-        folder = _preparation(config, place.world_size, place.local_world_size, world).here()
-        if world is not None:
-            from weft.cli.launch.replicas import rendezvous_server
-
-            held.enter_context(rendezvous_server(config, world, say))
+        held.enter_context(run_lock(run_folder(spec.config).path, spec.config.run.mode))
+        config = config_for_world_size(spec.config, spec.rank.world_size)
+        folder = spec.preparation(config, spec.rank.world_size, spec.rank.local_world_size).here()
+        held.enter_context(_rendezvous(spec))
         held.enter_context(monitor_process(folder.path, folder.config(), say))
-        said = {"path": str(folder.path), "texts": folder.texts}
+        result = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:
-        said = {"exit_code": exit_code_of(error)}
+        result = {"exit_code": exit_code_of(error)}
         raise
     finally:
-        if word is not None:
-            word.say(json.dumps(said).encode())
-            if "exit_code" in said:
-                word.wait_until_received()
+        if message is not None:
+            message.say(json.dumps(result).encode())
+            if "exit_code" in result:
+                message.wait_until_received()
     return folder
 
 
-def _prepared_elsewhere(config: RunConfig, word: RankZeroMessage | None) -> RunFolder:
+def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
     """Return the folder that rank 0 prepared. Exit with rank 0's code if it failed, without repeating its report."""
     from weft.train.folder import RunFolder
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
 
-    assert word is not None
-    said = _checked_word(word.hear(), config)
-    if "exit_code" in said:
-        raise typer.Exit(said["exit_code"])
+    result = _checked_message(message.hear(), spec.config)
+    if "exit_code" in result:
+        raise typer.Exit(result["exit_code"])
     # Fill this machine's token cache, unless it shares one with rank 0.
-    task = find_task(config)
+    task = find_task(spec.config)
     if isinstance(task, DecoderTask):
         task.tokens(None)
-    return RunFolder(Path(said["path"]), said["texts"])
+    return RunFolder(Path(result["path"]), result["texts"])
 
 
-def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
+def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     """Return rank 0's message after checking it against this rank's own command.
 
     Before a process group exists, the message cannot be signed. It is compared with rank 0's when the ranks have
@@ -293,11 +237,9 @@ def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
 def main() -> None:
     """Run the launcher of one replica, which `weft train` started."""
     from weft.cli.app import show_error
-    from weft.cli.launch.replicas import read_replica_inputs
 
-    given = read_replica_inputs()
     try:
-        train_world(given.config, given.command, given.world, given.report_prepared)
+        execute(LaunchSpec.read(sys.stdin.buffer))
     except WeftError as error:
         show_error(error)
         sys.exit(error.exit_code)

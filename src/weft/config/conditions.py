@@ -310,12 +310,12 @@ class StandardAlert:
 STANDARD: tuple[StandardAlert, ...] = (
     StandardAlert(
         "loss-not-finite", "loss is not finite or eval.loss is not finite", "critical",
-        "Lower optimizer.lr, or go back with `weft ask RUN roll_back`.",
+        "Lower optimizer.lr, or go back with `weft runs rollback RUN`.",
     ),
     StandardAlert(
         "loss-spike", "loss > 8 sigma over 200 steps for 3 steps and loss > 1.1 of median over 200 steps for 3 steps "
         "and loss > 0.001",
-        "warning", "If it stays high, go back with `weft ask RUN skip_data`, or lower optimizer.lr.", 50,
+        "warning", "If it stays high, go back with `weft runs rollback RUN --skip-data`, or lower optimizer.lr.", 50,
     ),
     StandardAlert(
         "gradient-not-finite", "grad_norm is not finite for 3 steps", "critical",
@@ -359,5 +359,5 @@ STANDARD: tuple[StandardAlert, ...] = (
         "gpu-error", "gpu.xid_errors > 0 or gpu.ecc_errors > 0", "critical", "Drain this machine and test its GPU.",
     ),
     StandardAlert("failure", "event failure", "critical", "The log of the failed rank has the reason."),
-    StandardAlert("held", "event held", "warning", "Check it, and resume it: weft resume RUN."),
+    StandardAlert("held", "event held", "warning", "Check it, and resume it: weft runs resume RUN."),
 )  # fmt: skip

@@ -205,7 +205,7 @@ class DataSection(Section):
     """
     workers: Count | None = None
     """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
-    one for each core that the machine's ranks leave, at most 8."""
+    one for each core that the machine's ranks leave, 1 to 8."""
     cache_features: bool = False
     """Compute the outputs of frozen image and audio encoders before the first step, and store them in `cache_dir` for
     later

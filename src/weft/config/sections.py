@@ -110,7 +110,7 @@ class LaunchSection(Section):
     for them, and the global batch stays. Default: always all ranks.
     """
     on_failure: Literal["stop", "hold"] = "stop"
-    """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
+    """After the last restart: stop, or pause with the devices free until `weft runs resume RUN`."""
     replicas_apart: bool = False
     """Under sync=diloco:H or average:H: start each replica as a separate world with its own processes, restarts and
     checkpoints. A late or lost replica does not stop the others, and rejoins at a synchronization.
@@ -248,7 +248,7 @@ class AlertSection(Section):
     severity: Literal["info", "warning", "critical"] = "warning"
     """Severity in messages and events."""
     actions: tuple[str, ...] = Field(default=(), strict=False)
-    """Names of channels, and actions of the run: checkpoint, hold (save, release the devices, wait for `weft resume`),
+    """Names of channels, and actions of the run: checkpoint, hold (save, release devices, wait for `weft runs resume`),
     stop, lower_lr, skip_data, roll_back.
     """
     quiet: Duration = "30m"

@@ -28,7 +28,7 @@ from weft.monitor.sinks.pump import EventFollower, Pump
 from weft.monitor.sinks.registry import make_sink
 from weft.units import format_seconds, parse_seconds
 
-#: Created by the user to continue a paused run (`touch`, `weft resume`). Contains settings to change, one per line.
+#: Created by `touch` or `weft runs resume` to continue a paused run. Contains settings to change, one per line.
 GO_ON = "go_on"
 #: Exists while the run is paused.
 HELD = "held.json"
@@ -531,9 +531,9 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
         lines.append(f"The run does: {', '.join(does)}")
     if rule.says:
         lines.append(rule.says.replace("RUN", str(folder)))
-    resume = f"weft resume {folder}"
+    resume = f"weft runs resume {folder}"
     lines.append(
-        f"To continue: {resume} [key=value ...]" if "hold" in does else (f"To pause it: weft ask {folder} hold")
+        f"To continue: {resume} [key=value ...]" if "hold" in does else (f"To pause it: weft runs pause {folder}")
     )
     data = {"run": config.run.name, "folder": str(folder), "good": dict(notice.good), **notice.as_json()}
     if notice.rule.severity == "critical":

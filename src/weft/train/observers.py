@@ -259,7 +259,7 @@ class RunRecorder(Hook):
     def on_trace(self, event: Mapping[str, object]) -> None:
         self._log.write({**event, "seen": sample_digests(self._task, event)})
         self._display.note(f"step {event['step']}: {event['text']}.")
-        self._display.note(f"weft explain {self._folder.path} --step {event['step']} shows the samples.")
+        self._display.note(f"weft runs explain {self._folder.path} --step {event['step']} shows the samples.")
 
     def on_action(self, step: int, wish: RunRequest) -> None:
         if wish.action != "tell":

@@ -265,7 +265,7 @@ def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
     """Return the exception that ends this process after training ended in order, for the launcher to handle."""
     why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
     if wish.action == "hold":
-        return ActionAsked(f"paused at step {step}{why}. To continue: weft resume {folder.path}", "hold", step)
+        return ActionAsked(f"paused at step {step}{why}. To continue: weft runs resume {folder.path}", "hold", step)
     return ActionAsked(f"step {step}: going back to an older checkpoint{why}.", "roll_back", step)
 
 

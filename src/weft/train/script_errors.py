@@ -49,7 +49,7 @@ class _Hook:
             self._before(kind, error, trace)
             return
         text = str(error)
-        lines = f"weft: error: {text}\n  ({_line_of(trace)}WEFT_TRACEBACK=1 prints the traceback)"
+        lines = f"weft: error: {text}\n  ({kind.__name__}{_line_of(trace)}; WEFT_TRACEBACK=1 prints the traceback)"
         run_once(text, lambda: print(lines, file=sys.stderr, flush=True))
         # Exit code of the process, applied after the functions of atexit.
         raise SystemExit(error.exit_code)
@@ -61,6 +61,6 @@ def _line_of(trace: TracebackType | None) -> str:
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)
         if "site-packages" not in path.parts and _INSIDE not in path.parents and path.exists():
-            found = f"at {path}:{trace.tb_lineno}; "
+            found = f" at {path}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

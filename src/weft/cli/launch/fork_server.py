@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,35 @@ from weft.cli.launch.start import Preparation, Started, Starter, outcome
 from weft.monitor.terminal import busy
 
 if TYPE_CHECKING:
+    from weft.config.run_config import RunConfig
     from weft.train.folder import RunFolder
 
 _KILLED = -int(signal.SIGKILL)
 #: Seconds that the launcher waits for killed ranks to end.
 _END_S = 10.0
 _PROGRAM = (sys.executable, "-m", "weft.cli.launch.fork_server")
+
+
+@contextlib.contextmanager
+def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -> Generator[Starter]:
+    """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules.
+
+    Args:
+        run_dir: the run's folder.
+        config: the run's config.
+        num_ranks: number of ranks of the first start.
+        cores: cores of this machine, which the ranks divide.
+    """
+    from weft.cli.launch.launch import threads_variables
+    from weft.cli.launch.start import Programs, preloaded_modules
+
+    starter: Starter = Programs([sys.executable, "-m", "weft.cli.launch.rank", str(run_dir)])
+    with contextlib.ExitStack() as until_over:
+        if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # then starting the ranks reports the error
+                server = ForkServer(run_dir, threads_variables(num_ranks, cores), preloaded_modules(config), starter)
+                starter = until_over.enter_context(contextlib.closing(server))
+        yield starter
 
 
 class ForkServer:

@@ -62,7 +62,7 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
             process.kill()
             process.wait()
         if process.returncode:
-            say(f"not all figures and alerts were sent ({logs / 'beside.log'}); to send them: weft send {folder}")
+            say(f"not all figures and alerts were sent ({logs / 'beside.log'}); to send them: weft runs send {folder}")
 
 
 def follow(folder: Path, config: RunConfig, line: IO[bytes]) -> int:

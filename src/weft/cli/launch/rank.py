@@ -13,10 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from weft import env
 from weft.checkpoint.peer_copies import CopyHome
@@ -29,6 +29,8 @@ from weft.train.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+    from weft.private_torch import Store
 
 #: Programs that start a Python file as ranks, and torchrun's module.
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -64,6 +66,72 @@ def _parent() -> list[str]:
         return found.cmdline() if found is not None else []
     except psutil.Error:
         return []  # not permitted, or gone
+
+
+@dataclass(frozen=True, slots=True)
+class RankInputs:
+    """Inputs of one rank, in JSON values.
+
+    Attributes:
+        texts: contents of the run folder's files (see `RunFolder`).
+        began: start of the command, in seconds of time.monotonic.
+        command: the command line of the user.
+        copies: `CopyHome` of this host, if any.
+        world: `ReplicaWorld` of this rank, if each replica is a separate world.
+        store_key: secret of the ranks' messages in their store; empty if the ranks agree on one.
+    """
+
+    texts: Mapping[str, str]
+    began: float
+    command: Sequence[str]
+    copies: Mapping[str, Any] | None
+    world: Mapping[str, Any] | None
+    store_key: str = field(default="", repr=False)
+
+
+def train_rank(
+    run_dir: Path,
+    rank: RankEnv,
+    inputs: RankInputs,
+    *,
+    line: LauncherLine | None = None,
+    store: Store | None = None,
+    output: str = "",
+) -> None:
+    """Train one rank of a prepared run. On failure, report it and end the process with the error's exit code.
+
+    Args:
+        run_dir: the run's folder, which the launcher or rank 0 holds.
+        rank: the rank and the world size.
+        inputs: inputs from the process that prepared the run.
+        line: connection to the launcher, if `weft train` started the rank.
+        store: store at which the ranks have already met.
+        output: output of modules that were imported before, for the log.
+    """
+    alarm = second_handle(2)  # stream for reports of waits, if rank 0 cannot report
+
+    def body(terminal: TextIO | None) -> object:
+        print(output, end="", file=sys.stderr)
+        # Import torch after the redirection, so that its warnings go to the log. In a fork it is already imported.
+        with busy(terminal, "loading torch"):
+            from weft.train.engine import ReplicaWorld
+            from weft.train.folder import RunFolder
+            from weft.train.rank_run import Start, run_rank
+            from weft.train.torch_engine import TorchEngine  # noqa: F401 - the slow part, told by `busy`
+
+        start = Start(
+            locked=True,
+            began=inputs.began,
+            alarm=alarm,
+            store=store,
+            command=tuple(inputs.command),
+            copies=CopyHome(**inputs.copies) if inputs.copies else None,
+            world=ReplicaWorld(**inputs.world) if inputs.world else None,
+            store_key=inputs.store_key,
+        )
+        return run_rank(RunFolder(run_dir, inputs.texts), rank, terminal, start)
+
+    run_as_rank(run_dir / "logs", rank, body, line)
 
 
 # A rank's process: a fork of the server (fork_server.py), or `python -m weft.cli.launch.rank RUN_DIR`.
@@ -213,28 +281,7 @@ def main(said: str = "") -> None:
     if place is None or line is None:
         sys.exit("error: this module is part of `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
     name_process(f"weft-rank-{place.rank}")
-
-    alarm = second_handle(2)  # stream for reports of waits, if rank 0 cannot report
-
-    def body(terminal: TextIO | None) -> object:
-        print(said, end="", file=sys.stderr)
-        # Import torch after the redirection, so that its warnings go to the log. In a fork it is already imported.
-        with busy(terminal, "loading torch"):
-            from weft.train.engine import ReplicaWorld
-            from weft.train.folder import RunFolder
-            from weft.train.rank_run import Start, run_rank
-            from weft.train.torch_engine import TorchEngine  # noqa: F401 - the slow part, told by `busy`
-
-        given = json.loads(line.settings)
-        run = RunFolder(run_dir, given["texts"])
-        copies = CopyHome(**given["copies"]) if given["copies"] else None
-        command = tuple(given["command"])
-        world = ReplicaWorld(**given["world"]) if given["world"] else None
-        start = Start(locked=True, began=given["started"], alarm=alarm, command=command, copies=copies, world=world)
-        start = replace(start, store_key=given["store_key"])
-        return run_rank(run, place, terminal, start)
-
-    run_as_rank(run_dir / "logs", place, body, line)
+    train_rank(run_dir, place, RankInputs(**json.loads(line.settings)), line=line, output=said)
     gc.freeze()  # as in cli/app.py, for a fast exit
 
 

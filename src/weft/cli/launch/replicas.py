@@ -1,12 +1,7 @@
-"""Launch of replicas with separate worlds. Each launcher gets its inputs as two lines on standard input.
-
-Inputs are passed by value, like a rank's settings, so that no other command can change them and no secret appears on a
-command line.
-"""
+"""Launch of replicas with separate worlds: one launcher each, and their rendezvous server."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -16,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
 from weft import env
 from weft.cli.launch.launch import Stopped, threads_variables
-from weft.cli.launch.rank import die_with
+from weft.cli.launch.spec import LaunchSpec
 from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
@@ -30,46 +25,6 @@ from weft.train.engine import ReplicaWorld
 from weft.train.folder import run_folder
 from weft.train.signals import heeded_signals
 from weft.units import parse_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaInputs:
-    """Inputs of the launcher of one replica.
-
-    Attributes:
-        config: the run's config.
-        world: the replica, and the address of the rendezvous server.
-        command: the command line of the user.
-        parent: process id of the command that sends the inputs.
-        prepared: descriptor to write to once the run is checked; None to skip it.
-    """
-
-    config: RunConfig
-    world: ReplicaWorld
-    command: list[str]
-    parent: int
-    prepared: int | None = None
-
-    def lines(self) -> bytes:
-        """Return the inputs as two lines."""
-        own = [asdict(self.world), self.command, self.parent, self.prepared]
-        config = self.config.model_dump(mode="json", by_alias=True)
-        return json.dumps(own).encode() + b"\n" + json.dumps(config).encode() + b"\n"
-
-    def report_prepared(self) -> None:
-        """Report to the parent that the run is checked and its data is ready. Call it once."""
-        if self.prepared is not None:
-            os.write(self.prepared, b"1")
-            os.close(self.prepared)
-
-
-def read_replica_inputs() -> ReplicaInputs:
-    """Read this process's inputs. From then on it dies with its parent."""
-    world, command, parent, prepared = json.loads(sys.stdin.buffer.readline())
-    die_with(parent)
-    config = RunConfig.model_validate_json(sys.stdin.buffer.readline(), strict=False)
-    return ReplicaInputs(config, ReplicaWorld(**world), command, parent, prepared)
-
 
 # Rendezvous server for replicas on several machines, hosted by the machine of replica 0.
 
@@ -209,10 +164,10 @@ class Replicas:
                 log.close()
         one.process = process
         world = ReplicaWorld(one.number, self._meet_at, self._key)
-        given = ReplicaInputs(self._config, world, self._command, os.getpid(), writes)
+        spec = LaunchSpec(self._config, self._command, world=world, parent=os.getpid(), prepared=writes)
         assert process.stdin is not None
         with suppress(OSError):  # it is gone, and its exit code shows it
-            process.stdin.write(given.lines())
+            process.stdin.write(spec.lines())
             process.stdin.close()
         if process.stderr is not None:
             threading.Thread(target=_pass_on, args=(process.stderr, one.number), daemon=True).start()

@@ -112,7 +112,7 @@ class Restarts:
             if launch.on_failure == "stop":
                 raise failed
             told = f"{failed}\n  ({failed.whereabouts})\nheld after {self._in_row} failures"
-            config = self._hold(f"{told}. To continue: weft resume {self.folder.path}", failure.step, config)
+            config = self._hold(f"{told}. To continue: weft runs resume {self.folder.path}", failure.step, config)
         if cause in ("bad steps", "data") and self.config.train.on_bad == "leave_out":
             self._leave_out(failure)
         self._culprit = None if twice else failure.rank
@@ -177,7 +177,7 @@ class Restarts:
                 config = with_settings(config, words)
                 break
             except ConfigError as error:  # from an unchecked request file, which users may write directly
-                self.say(f"{error}\nstill paused: weft resume {self.folder.path} key=value")
+                self.say(f"{error}\nstill paused: weft runs resume {self.folder.path} key=value")
         place.end()
         self._log({"event": "go_on", "settings": words})
         self._in_row = 0

@@ -23,6 +23,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from weft import env
@@ -39,6 +40,8 @@ _SPARE = 4
 _MOST_DEATHS = 3
 #: Seconds after which a process without an answer is killed, such as for a lost disk or a decoder that loops.
 _LONGEST_JOB_S = 300.0
+#: Processor time (s) after which a process is killed and its sample is faulty, whatever the load of the machine.
+_MAX_DECODE_S = 20.0
 _MOST_RING_BYTES = 512 * 2**20
 
 
@@ -143,8 +146,7 @@ class DecodePool:
             if not alive:
                 self._replace(worker)
         for worker in list(self._workers) if not ready else ():
-            if worker.is_hung():
-                worker.process.kill()  # the closed pipe is handled like an answer
+            worker.end_if_hung()  # the closed pipe is handled like an answer
 
     def _take(self, key: Key, slot: int, status: int, text: str) -> None:
         if status == DONE:
@@ -165,7 +167,13 @@ class DecodePool:
         if jobs:
             key = jobs[0][0]
             self._deaths[key] += 1
-            if self._deaths[key] >= _MOST_DEATHS:
+            if worker.is_slow:
+                self._queue.remove(key)
+                self._faults[key] = (
+                    f"{self._named(key)}: its decoding took more than {_MAX_DECODE_S:.0f} s of processor time. Save it "
+                    "smaller or in another format, or delete it."
+                )
+            elif self._deaths[key] >= _MOST_DEATHS:
                 self._queue.remove(key)
                 self._faults[key] = (
                     f"{self._named(key)}: {_MOST_DEATHS} processes ended while they decoded it, the last with "
@@ -189,14 +197,15 @@ class _Worker:
         )  # fmt: skip
         self.output: Any = self.process.stdout
         self.jobs: deque[tuple[Key, int]] = deque()
-        self._since = time.monotonic()
+        self.is_slow = False
+        self._begin_job()
         self._read = bytearray()
         self._write(told)
 
     def send(self, key: Key, slot: int) -> None:
         """Send a job. If the process has died, the job is queued again when its replacement starts."""
         if not self.jobs:
-            self._since = time.monotonic()
+            self._begin_job()
         self.jobs.append((key, slot))
         self._write(JOB.pack(slot, *key))
 
@@ -229,12 +238,27 @@ class _Worker:
         """Remove and return the oldest job, which has the slot `slot`."""
         key, held = self.jobs.popleft()
         assert held == slot
-        self._since = time.monotonic()
+        self._begin_job()
         return key
 
-    def is_hung(self) -> bool:
-        """Return True if its current job has run longer than `_LONGEST_JOB_S`."""
-        return bool(self.jobs) and time.monotonic() - self._since > _LONGEST_JOB_S
+    def _begin_job(self) -> None:
+        self._since, self._used_s = time.monotonic(), self._cpu_s()
+
+    def _cpu_s(self) -> float:
+        """Return the processor time of the process in seconds, or 0 if it has ended."""
+        try:
+            used = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return used.user + used.system
+
+    def end_if_hung(self) -> None:
+        """Kill the process if its current job has run longer than `_LONGEST_JOB_S`, or computed for `_MAX_DECODE_S`."""
+        if not self.jobs:
+            return
+        self.is_slow = self._cpu_s() - self._used_s > _MAX_DECODE_S
+        if self.is_slow or time.monotonic() - self._since > _LONGEST_JOB_S:
+            self.process.kill()
 
     def end(self) -> int:
         """Stop the process and return its exit code."""
@@ -342,8 +366,9 @@ class DecodedAhead:
 
 
 def usual_workers(num_ranks: int) -> int:
-    """Return the number of decode processes for each rank of a machine: one for each spare core of the rank, at most 8.
+    """Return the number of decode processes for each rank of a machine: one for each spare core of the rank, 1 to 8.
 
+    Without a spare core there is one too, because only a process can be stopped if a sample takes too long to decode.
     `num_ranks` is the number of ranks on this machine.
     """
-    return max(0, min(_MOST_WORKERS, cores_of_rank(num_ranks) - 1))
+    return max(1, min(_MOST_WORKERS, cores_of_rank(num_ranks) - 1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,6 +159,8 @@ _LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "QOI")
 #: Maximum scans times pixels of a progressive JPEG: each scan visits all pixels, and a few bytes make one.
 _MAX_SCANNED_PIXELS = 2_000_000_000
+#: Maximum processor time (s) between opening a picture and reading its last bytes.
+_MAX_READ_S = 10.0
 #: Bytes that are read for a header, and bytes that are searched for the end marker of a format.
 _HEAD_BYTES, _TAIL_BYTES = 16384, 64
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
@@ -261,13 +264,32 @@ def _encoded(source: Path | Encoded) -> Encoded:
     return source if isinstance(source, Encoded) else Encoded.of_file(source)
 
 
+class _TimedBytes(io.BytesIO):
+    """Encoded bytes whose reads fail once this thread has spent too long on the picture.
+
+    Pillow decodes most formats block by block. For those that it decodes in one call, decode processes have a limit.
+    """
+
+    def __init__(self, data: bytes, name: str):
+        super().__init__(data)
+        self._name, self._since = name, time.thread_time()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.thread_time() - self._since > _MAX_READ_S:
+            raise DataError(
+                f"{self._name}: its decoding took more than {_MAX_READ_S:.0f} s of processor time. Save it smaller or "
+                "in another format, or delete it."
+            )
+        return super().read(size)
+
+
 def _open_image(data: bytes, name: str) -> Any:
     """Open encoded bytes with Pillow, which reads the header. Raise DataError for other formats and invalid sizes."""
     image = pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            picture = image.open(io.BytesIO(data), formats=_formats())
+            picture = image.open(_TimedBytes(data, name), formats=_formats())
     except image.DecompressionBombError as error:
         raise DataError(f"{name}: it has more than {MOST_PIXELS:,} pixels. Make it smaller, or delete it.") from error
     except WeftError:

@@ -383,7 +383,7 @@ class Page:
         try:
             if action == "resume":
                 if self.go_on is None:
-                    raise ConfigError(f"Type weft resume {run.folder}.")
+                    raise ConfigError(f"Type weft runs resume {run.folder}.")
                 await _in_time(self.go_on, run.folder)
             else:
                 await _in_time(ask, run.folder, RunRequest(action, by="a person at the page"))

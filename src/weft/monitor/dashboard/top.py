@@ -1,9 +1,10 @@
-"""The dashboard in a terminal: one run, or the runs of a folder, and their ledgers as lines."""
+"""The dashboard in a terminal: one run, the runs of a folder, and the figures of compared runs."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -53,27 +54,73 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
             live.update(_screen(shelf, price, console.height), refresh=True)
 
 
-def ledger_lines(root: Path, price: Price | None = None, as_json: bool = False) -> list[str]:
-    """Return the time ledger of a run, or of a folder's runs, line by line.
+def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: bool = False) -> None:
+    """Print the runs of a folder as a table, and how their time was spent.
 
     Args:
         root: a run folder, or a folder of run folders.
+        out: output stream.
         price: price of one device.
-        as_json: return one JSON value instead of text.
+        as_json: print one JSON value instead, with the state, figures and time of each run.
 
     Raises:
         ConfigError: if there is no run.
     """
-    shelf = RunCatalog(root)
-    shelf.read_all()
-    runs = {name: _account(run, price) for name, run in sorted(shelf.runs.items())}
-    total = _added(list(runs.values()))
+    from rich.console import Console
+
+    catalog = RunCatalog(root)
+    catalog.read_all()
+    accounts = {name: _account(run, price) for name, run in sorted(catalog.runs.items())}
+    total = _added(list(accounts.values()))
     if as_json:
-        return json.dumps({"runs": runs, "total": total}, indent=1).splitlines()
-    lines: list[str] = []
-    for name, account in (*runs.items(), *([("all runs", total)] if len(runs) > 1 else [])):
-        lines += [*_words(name, account), ""]
-    return lines[:-1]
+        runs = {name: _figures(catalog.runs[name]) | account for name, account in accounts.items()}
+        print(json.dumps({"runs": runs, "total": total}, indent=1), file=out)
+        return
+    # Without a terminal, rich would cut the table at 80 columns.
+    console = Console(file=out) if out.isatty() else Console(file=out, width=160)
+    console.print(_table(list(catalog.runs.values())))
+    print("", *_words("all runs" if len(accounts) > 1 else next(iter(accounts)), total), sep="\n", file=out)
+
+
+def comparison(folders: Sequence[Path]) -> dict[str, list[Any]]:
+    """Return figures of runs by name, each as a list in the order of the folders.
+
+    Losses are also compared at the last step that all runs have done.
+
+    Raises:
+        ConfigError: if a folder has no run.
+    """
+    catalogs = [RunCatalog(folder) for folder in folders]
+    for catalog in catalogs:
+        catalog.read_all()
+    runs = [next(iter(catalog.runs.values())) for catalog in catalogs]
+    rows = [_figures(run) for run in runs]
+    found = {name: [row[name] for row in rows] for name in rows[0]}
+    common = set(runs[0].steps.steps.tolist()).intersection(*(run.steps.steps.tolist() for run in runs[1:]))
+    if common:
+        step = max(common)
+        at_step = [run.steps.values("loss")[run.steps.steps == step] for run in runs]
+        found[f"loss at step {step}"] = [float(loss[-1]) for loss in at_step]
+    return found
+
+
+def _figures(run: RunIndex) -> dict[str, Any]:
+    """Return a run's state and newest figures."""
+    evals = run.evals.values("loss")
+    finite = evals[evals == evals]
+    return {
+        "state": run.state()[0],
+        "plan": str(run.start.get("plan", "")),
+        "step": run.step,
+        "loss": run.steps.last("loss"),
+        "eval loss": run.evals.last("loss"),
+        "best eval loss": float(finite.min()) if len(finite) else None,
+        f"{run.rate_unit}/s": run.steps.last("rate"),
+        "step_s": run.step_s(),
+        "memory_bytes": run.steps.last("memory_bytes"),
+        "wall_s": round(run.ledger.wall_s, 3),
+        "goodput": round(run.ledger.share, 4),
+    }
 
 
 def _account(run: RunIndex, price: Price | None) -> dict[str, Any]:
@@ -122,6 +169,10 @@ def _screen(shelf: RunCatalog, price: Price | None, height: int | None) -> Rende
     runs = list(shelf.runs.values())
     if len(runs) == 1:
         return _one(runs[0], price)
+    return _table(runs[: (height or 10_000) - 2])
+
+
+def _table(runs: Sequence[RunIndex]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
@@ -130,7 +181,7 @@ def _screen(shelf: RunCatalog, price: Price | None, height: int | None) -> Rende
         ("goodput", "right"), ("loss curve", "left"),
     ):  # fmt: skip
         table.add_column(title, justify="right" if kind == "right" else "left", no_wrap=True)
-    for run in runs[: (height or 10_000) - 2]:
+    for run in runs:
         state = run.state()[0]
         wanted = f" of {run.num_steps}" if run.num_steps else ""
         table.add_row(

@@ -1,9 +1,10 @@
-"""`weft eval`: a run's model on the tasks of EleutherAI's lm-evaluation-harness, with data on this machine."""
+"""`weft generate` and `weft eval`: a trained model answers prompts, or the tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,147 @@ from weft.errors import ConfigError, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
     from weft.checkpoint.load import Checkpoint
+    from weft.config.run_config import SampleSection
+    from weft.data.text.turns import Turn
     from weft.train.folder import RunFolder
+    from weft.train.tasks.generation import TextModel
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
 # lm-eval is an extra that no other part of Weft needs.
 
+
+def generate(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/quickstart, or a Hugging Face folder.")
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Question to answer, or text to continue.", show_default="the first one of the held-out data"
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed generates the same text.")] = 0,
+    step: Annotated[int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="newest valid")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    system: Annotated[str, typer.Option(help="System message before the question.")] = "",
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
+    messages: Annotated[
+        Path | None, typer.Option(help="JSON file with the messages of a conversation, and tools if there are any.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask for one question after the other, as a conversation.")
+    ] = False,
+) -> None:
+    """Answer a question with a model that was trained on conversations, or continue a text with any other."""
+    _refuse_together(raw=raw, system=system, messages=messages, chat=chat, prompt=prompt)
+    turns, tools = _read_messages(messages) if messages is not None else ([], "")
+    if not (run / "config.json").is_file() or (run / "config.toml").is_file():
+        refuse_no_run(run)
+    elif step is not None:
+        raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
+    from weft.config.run_config import SampleSection
+    from weft.train.tasks.generation import open_text_model, sample_text
+
+    section = SampleSection(prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k)
+    stops, model = tuple(stop or ()), open_text_model(run, step)
+    if chat:
+        _converse(model, _system(system), prompt, section, seed, stops)
+    elif turns:
+        print(model.reply([*_system(system), *turns], section, seed, stops, tools))
+    elif prompt is None and not raw and not system:
+        print(sample_text(model, section, seed, stops))
+    elif not raw and (system or model.is_chat):
+        from weft.data.text.turns import Turn
+
+        asked = model.first_prompt().words if prompt is None else prompt
+        print(model.reply([*_system(system), Turn("user", asked)], section, seed, stops))
+    else:
+        text = model.first_prompt().words if prompt is None else prompt
+        print(text + model.continue_text(text, section, seed, stops))
+
+
+def _refuse_together(*, raw: bool, system: str, messages: Path | None, chat: bool, prompt: str | None) -> None:
+    if raw and (system or messages or chat):
+        raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
+    if messages is not None and (chat or prompt is not None):
+        raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
+
+
+def _system(text: str) -> list[Turn]:
+    from weft.data.text.turns import Turn
+
+    return [Turn("system", text)] if text else []
+
+
+def _read_messages(path: Path) -> tuple[list[Turn], str]:
+    """Return the turns of a file and the JSON of its tools."""
+    from weft.data.text.turns import Unusable, read_turns
+
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--messages={path}: it cannot be read ({error.strerror}). Give a JSON file.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--messages={path}: not JSON ({error}). Give a list of messages.") from error
+    tools = found.get("tools") if isinstance(found, dict) else None
+    try:
+        turns = read_turns(found.get("messages") if isinstance(found, dict) else found, "role", "content")
+    except Unusable as error:
+        raise ConfigError(
+            f'--messages={path}: {error}. Give a list such as [{{"role": "user", "content": "Hi"}}].'
+        ) from error
+    if turns[-1].role == "assistant":
+        raise ConfigError(f"--messages={path}: its last turn is the assistant's. End it with a question.")
+    return list(turns), json.dumps(tools) if tools else ""
+
+
+def _converse(
+    model: TextModel, turns: list[Turn], prompt: str | None, section: SampleSection, seed: int, stops: tuple[str, ...]
+) -> None:
+    """Answer the input line by line until it ends."""
+    from weft.data.text.turns import Turn
+
+    while True:
+        if prompt is None:
+            print("> ", end="", flush=True)
+            if not (line := sys.stdin.readline()):
+                print()
+                return
+            prompt = line.strip()
+        if prompt:
+            turns.append(Turn("user", prompt))
+            answer = model.reply(turns, section, seed, stops)
+            print(answer, flush=True)
+            turns.append(Turn("assistant", answer))
+        prompt = None
+
+
+def refuse_no_run(run: Path) -> None:
+    """Raise ConfigError if `run` is not a run folder of `weft train`, or has no checkpoint yet."""
+    if not run.is_dir():
+        siblings = [str(found.parent) for found in run.parent.glob("*/config.toml")] if run.parent.is_dir() else []
+        hint = did_you_mean(str(run), siblings) or " Give a run's folder, such as runs/quickstart."
+        raise ConfigError(f"RUN={run}: there is no such folder.{hint}")
+    if not (run / "config.toml").is_file():
+        inside = sorted(str(found.parent) for found in run.glob("*/config.toml"))
+        hint = f"Use one of its runs: {', '.join(inside[:5])}." if inside else "Give a run's folder."
+        raise ConfigError(f"RUN={run}: this folder is not a run; it has no config.toml. {hint}")
+    from weft.checkpoint.folders import step_in_name
+    from weft.train.folder import RunFolder
+
+    kept = RunFolder(run).checkpoints
+    if not kept.is_dir() or not any(step_in_name(path.name) is not None for path in kept.iterdir()):
+        raise ConfigError(f"RUN={run}: this run has no checkpoint yet. Train it first: weft train {run}/config.toml")
+
+
+# `weft eval`: tasks of EleutherAI's lm-evaluation-harness, with data on this machine.
 
 #: Columns that are left out of a table: names, and standard errors, which are shown next to their value.
 _SILENT = ("alias", "sample_len", "name")
@@ -114,10 +251,9 @@ def _trained(run: str) -> RunFolder:
 
 def _written(opened: Checkpoint, folder: RunFolder, out: Path, dtype: str | None) -> Path:
     """Write the checkpoint's full model in transformers' format, with an adapter merged."""
-    from weft.cli.export import DTYPES, export_weights
+    from weft.cli.export import expect_format, export_weights
 
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype={dtype}: unknown format. Use {', '.join(DTYPES)}.")
+    expect_format(dtype)
     export_weights(opened, out, dtype=dtype, run=folder, merged=opened.state.get("adapter") is not None)
     return out
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.console import seconds_of
 from weft.config.plan import Plan
 from weft.config.plan_text import is_auto
 from weft.errors import ConfigError, did_you_mean
@@ -423,8 +424,8 @@ def launch(
         nodes=nodes,
         ranks=gpus_per_node,
         on_gpus=config.launch.device != "cpu",
-        time_s=None if time is None else _seconds("--time", time),
-        warn_s=_seconds("--warn", warn),
+        time_s=None if time is None else int(seconds_of("--time", time)),
+        warn_s=int(seconds_of("--warn", warn)),
         workdir=str((workdir or Path()).absolute()),
         venv=None if venv is None else str(venv),
         container=container,
@@ -435,12 +436,3 @@ def launch(
     )
     check_asked(config, job)
     typer.echo(MAKERS[kind](job), nl=False)
-
-
-def _seconds(option: str, text: str) -> int:
-    from weft.units import parse_seconds
-
-    try:
-        return int(parse_seconds(text))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: {error}.") from error

@@ -1,0 +1,364 @@
+"""`weft runs`: list, show, compare and steer runs, while they train and afterwards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.ckpt_check import changed_values, flat
+from weft.cli.console import say, table
+from weft.errors import ConfigError, LaunchError, PlanError, nearest_name
+
+if TYPE_CHECKING:
+    from weft.monitor.accounting import Price
+    from weft.train.folder import RunFolder
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, show, compare and steer runs.")
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart.", show_default=False)]
+PriceOption = Annotated[
+    str | None,
+    typer.Option("--price", metavar="PRICE", help="Price of one device, such as 2.5usd/h, to show costs."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Why = Annotated[str, typer.Option(help="Reason for the run's events.")]
+Since = Annotated[int | None, typer.Option(help="First bad step; by default the last step.", show_default=False)]
+
+
+@app.command("list")
+def list_runs(
+    root: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")] = Path("runs"),
+    price: PriceOption = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs of a folder: state, step, loss, speed, and time by cause."""
+    from weft.monitor.dashboard.top import print_runs
+
+    print_runs(root, sys.stdout, _price(price), as_json=as_json)
+
+
+@app.command()
+def show(run: Run, price: PriceOption = None, as_json: Json = False) -> None:
+    """Show a run's state, figures, events, time by cause, and cost."""
+    from weft.monitor.dashboard.top import print_runs, show_top
+
+    if not (run / "events.jsonl").is_file():
+        raise ConfigError(
+            f"{str(run)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart; "
+            "weft runs list FOLDER lists the runs of a folder."
+        )
+    if as_json:
+        print_runs(run, sys.stdout, _price(price), as_json=True)
+    else:
+        show_top(run, sys.stdout, once=True, price=_price(price))
+
+
+def _price(text: str | None) -> Price | None:
+    from weft.monitor.accounting import Price
+
+    return None if text is None else Price.parse(text)
+
+
+@app.command()
+def explain(
+    run: Run,
+    step: Annotated[
+        int | None, typer.Option(help="A step that went wrong, from 1; by default the last one.", show_default=False)
+    ] = None,
+    num: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
+) -> None:
+    """Locate a bad step by module, rank and samples, and show the samples in the model's format."""
+    from weft.train.folder import RunFolder
+    from weft.train.reporting import explained_lines
+
+    for line in explained_lines(RunFolder(run), step, num):
+        print(line)
+
+
+# `weft runs compare`: two runs, or a run's first start and the next command.
+
+#: Settings that affect only where and how a run starts, not its results.
+_PLACES = ("config.run.dir", "config.run.name", "config.launch.")
+_MOST_LINES = 40
+
+
+@app.command()
+def compare(
+    run: Run,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN ...] | [CONFIG.toml] [key=value ...]",
+            help="Other runs; or the next command's config file and settings, by default the config of the last start.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs, or a run's first start with the next command: settings, plan, data, versions, machine.
+
+    Runs are also compared by loss, evaluation, speed and time. Exit code 0: no setting differs; 1: some differ; 2: this
+    is not a started run.
+    """
+    others = [Path(word) for word in words or [] if "=" not in word and Path(word).is_dir()]
+    if others and len(others) < len(words or []):
+        raise ConfigError(
+            f"{' '.join(words or [])}: other runs and settings cannot be mixed. Give other runs, or the settings of "
+            "the next command."
+        )
+    if others:
+        found = _compared_runs([run, *others])
+        if as_json:
+            typer.echo(json.dumps(found, indent=1))
+        else:
+            _print_compared(found)
+        raise typer.Exit(int(bool(found["settings"])))
+    started = first_start(run)
+    now = {**_next_start(run, words or []), "world_size": started.get("world_size")}
+    now = {key: value for key, value in now.items() if key in started}
+    changes = list(changed_values(_comparable(started), _comparable(now)))
+    if as_json:
+        typer.echo(json.dumps([{"key": key, "started": old, "now": new} for key, old, new in changes], indent=1))
+    else:
+        _print_changes(run, started, changes)
+    raise typer.Exit(int(bool(changes)))
+
+
+def first_start(run: Path) -> dict[str, Any]:
+    """Return the context of the run's first start from its events. Raise ConfigError if it was never started."""
+    from weft.monitor.events import read_events
+
+    if not run.is_dir():
+        near = nearest_name(run.name, [path.name for path in run.parent.iterdir()] if run.parent.is_dir() else [])
+        hint = f" Did you mean '{run.parent / near}'?" if near else " Give a run's folder, such as runs/quickstart."
+        raise ConfigError(f"RUN={run}: there is no such folder.{hint}")
+    starts = [event for event in read_events(run / "events.jsonl") if event.get("event") == "start"]
+    if not starts:
+        raise ConfigError(
+            f"RUN={run}: no run has started in this folder. Give a run's folder, such as runs/quickstart."
+        )
+    # Runs of older versions have this data only from their first start under this version.
+    return next((event for event in starts if "config" in event), starts[0])
+
+
+def _next_start(run: Path, words: list[str]) -> dict[str, Any]:
+    """Return the context of a command that would be typed now."""
+    from weft.cli.console import split_words
+    from weft.config.files import load_config
+    from weft.train.folder import RunFolder
+    from weft.train.rank_run import context
+
+    path, overrides = split_words(words)
+    config = load_config(path or run / "config.toml", overrides).config
+    return {**context(RunFolder(run), config), "plan": config.plan}
+
+
+def _comparable(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flat keys for comparison, with plans parsed."""
+    from weft.config.plan import Plan
+
+    kept = {key: event[key] for key in ("weft", "torch", "python", "machine", "data", "config") if key in event}
+    text, world_size = str(event.get("plan", "")), event.get("world_size")
+    try:
+        kept["plan"] = Plan.parse(text, world_size).format() if world_size else text
+    except PlanError:
+        kept["plan"] = text
+    if isinstance(kept.get("config"), Mapping):
+        kept["config"] = {key: value for key, value in kept["config"].items() if key != "plan"}
+    return {key: value for key, value in flat(kept).items() if not key.startswith(_PLACES)}
+
+
+def _print_changes(run: Path, started: Mapping[str, Any], changes: list[tuple[str, str, str]]) -> None:
+    from datetime import datetime
+
+    when = datetime.fromtimestamp(float(started.get("time", 0))).isoformat(sep=" ", timespec="seconds")
+    if "config" not in started:
+        print(
+            f"{run}: started {when} by a version of Weft that did not record config and machine; comparing versions "
+            "and plan only:"
+        )
+    else:
+        print(f"{run}: started {when} at step {started.get('step', 0)}")
+    _print_rows([("", "started", "now"), *changes], "nothing changed since")
+
+
+def _print_rows(rows: list[tuple[str, ...]], if_none: str) -> None:
+    """Print the first rows of a table with a header, or a line if it has only the header."""
+    if len(rows) == 1:
+        print(if_none)
+        return
+    more = len(rows) - 1 - _MOST_LINES
+    for line in table(rows[: _MOST_LINES + 1]):
+        print(line)
+    if more > 0:
+        print(f"... and {more} more; --json lists them")
+
+
+def _compared_runs(runs: list[Path]) -> dict[str, Any]:
+    """Return the settings that differ between runs, and the figures of each, as lists in the order of the runs."""
+    from weft.monitor.dashboard.top import comparison
+
+    tables = [_comparable(first_start(run)) for run in runs]
+    settings: dict[str, list[str]] = {}
+    for at, other in enumerate(tables[1:], start=1):
+        for key, first, value in changed_values(tables[0], other):
+            settings.setdefault(key, [first] * len(runs))[at] = value
+    return {"runs": [str(run) for run in runs], "figures": comparison(runs), "settings": settings}
+
+
+def _print_compared(found: Mapping[str, Any]) -> None:
+    head = ("", *found["runs"])
+    figures = [(name, *(_cell(value) for value in values)) for name, values in found["figures"].items()]
+    for line in table([head, *figures]):
+        print(line)
+    print()
+    _print_rows(
+        [("setting", *found["runs"]), *((key, *values) for key, values in found["settings"].items())],
+        "all settings are equal",
+    )
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# Requests to a run that trains, and the end of a pause.
+
+
+@app.command()
+def pause(run: Run, why: Why = "") -> None:
+    """Save, release the devices, and wait for `weft runs resume`."""
+    _request(run, "hold", "Pause requested; the run pauses after its next step", why)
+
+
+@app.command()
+def save(run: Run, why: Why = "") -> None:
+    """Save a checkpoint now."""
+    _request(run, "checkpoint", "Checkpoint requested; the run saves after its next step", why)
+
+
+@app.command()
+def stop(run: Run, why: Why = "") -> None:
+    """Save, and end the run's command."""
+    _request(run, "stop", "Stop requested; the run saves and stops after its next step", why)
+
+
+@app.command()
+def rollback(
+    run: Run,
+    since: Since = None,
+    skip_data: Annotated[bool, typer.Option("--skip-data", help="Leave out the data of the steps since.")] = False,
+    why: Why = "",
+) -> None:
+    """Return to the checkpoint before a bad step, and train on with the same or the following data."""
+    action = "skip_data" if skip_data else "roll_back"
+    _request(run, action, "Rollback requested; the run returns after its next step", why, since=since)
+
+
+@app.command("lower-lr")
+def lower_lr(
+    run: Run,
+    factor: Annotated[float, typer.Option(help="Multiply the learning rate by this.")] = 0.5,
+    why: Why = "",
+) -> None:
+    """Lower the learning rate from the next step on, and after resumes too."""
+    if not 0 < factor <= 1:
+        raise ConfigError(f"--factor={factor:g}: it must be above 0 and at most 1. Use e.g. --factor=0.5.")
+    _request(run, "lower_lr", f"Learning rate x {factor:g} requested from the next step on", why, factor=factor)
+
+
+def _request(run: Path, action: str, done: str, why: str, *, factor: float = 0.5, since: int | None = None) -> None:
+    """Send a request to a training run. All its ranks handle it after the same step.
+
+    Replicas with separate worlds each get the request, and each handles it after a step of its run.
+    """
+    from weft.monitor.alerts import RunRequest, ask
+
+    if since is not None and since < 1:
+        raise ConfigError(f"--since={since}: steps are counted from 1. Use e.g. --since=1.")
+    training = [one for one in _folder(run).with_replicas() if _trains(one)]
+    if not training:
+        raise ConfigError(f"{run}: no command trains in this folder. Start it: weft runs resume {run}.")
+    for one in training:
+        ask(one.path, RunRequest(action, why, "a person", since, factor))
+        say(f"{one.path}: {done}.")
+
+
+@app.command()
+def resume(
+    run: Run,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Settings to change, such as optimizer.lr=1e-4."),
+    ] = None,
+) -> None:
+    """Continue a paused run. If no command is waiting, train here from the newest checkpoint."""
+    from weft.monitor.alerts import PauseFiles, with_settings
+
+    folder, words = _folder(run), settings or []
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"{word}: this is no setting. Write key=value, such as optimizer.lr=1e-4.")
+    config = with_settings(folder.config(), words)
+    training = [one for one in folder.with_replicas() if _trains(one)]
+    paused = [one for one in training if PauseFiles(one.path).is_held]
+    if training and not paused:
+        raise ConfigError(f"{run}: this run is not paused, it trains. Run `weft runs pause {run}` to pause it.")
+    for one in paused:
+        PauseFiles(one.path).say(words)
+        say(f"{one.path}: resumes{' with ' + ' '.join(words) if words else ''}")
+    if not training:
+        from weft.cli.launch.spec import LaunchSpec
+        from weft.cli.train import execute
+
+        PauseFiles(folder.path).end()
+        execute(LaunchSpec.of(config))
+
+
+@app.command()
+def send(run: Run) -> None:
+    """Send a run's metrics to the sinks of its config: those that a sink missed, or all."""
+    from weft.monitor.sinks.base import SinkJob
+    from weft.monitor.sinks.pump import Pump
+    from weft.monitor.sinks.registry import make_sink
+
+    folder = _folder(run)
+    config = folder.config()
+    wanted = [one for one in config.sink if one.kind not in ("prometheus", "pushgateway")]
+    if not wanted:
+        raise ConfigError(f"{run}: its config has no sink that keeps a past. Add a table [[sink]] to its config.toml.")
+    values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+    pumps = [
+        Pump(one.name or one.kind, make_sink, SinkJob(one, folder.path, config.run.name, values), say) for one in wanted
+    ]
+    for pump in pumps:
+        pump.start()
+        pump.finish()
+    for pump in pumps:
+        pump.join()
+    say(f"{run}: all is sent")
+
+
+def _trains(folder: RunFolder) -> bool:
+    """Return True if a command trains in a folder now, or holds it."""
+    from weft.train.folder import run_lock
+
+    try:
+        with run_lock(folder.path):
+            return False
+    except LaunchError:
+        return True
+
+
+def _folder(run: Path) -> RunFolder:
+    """Return the run's folder, with its config read. Raise ConfigError if it is not a run."""
+    from weft.train.folder import RunFolder
+
+    folder = RunFolder(run)
+    folder.config()
+    return folder
