@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Axis, Mesh
 from weft.memory.offload import Host, step_on_host
 from weft.models.inspect.blocks import repeated_blocks
@@ -46,7 +46,7 @@ from weft.parallel.zero.adopt import (
     undo_skipped_counts,
     watch_steps,
 )
-from weft.parallel.zero.states import across_stages
+from weft.parallel.zero.states import across_stages, broadcast_buffers
 from weft.parallel.zero_sharded.collectives import connect_unit, unit_wires
 from weft.parallel.zero_sharded.hooks import (
     Act,
@@ -295,8 +295,7 @@ class FullyShardedModel:
 
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Make the next forward gather the updated shards. Buffers are broadcast from the first rank."""
-        for buffer, axis in self._moving:
-            broadcast(buffer, axis)
+        broadcast_buffers(self._moving)
         self.coders.commit(clip)
         self.in_step = False
 
