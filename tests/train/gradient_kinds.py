@@ -1,7 +1,5 @@
 """Models with Python code in backward, and other code of researchers, on samples of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -143,8 +141,12 @@ def with_late_hook() -> nn.Module:
     return model
 
 
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 def operation(name: str, backward: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    found = torch.library.custom_op(f"weft_tests::{name}", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
+    found = torch.library.custom_op(f"weft_tests::{name}", _copy, mutates_args=())
     found.register_fake(torch.empty_like)
     found.register_autograd(lambda ctx, grad: backward(grad))
     return found
@@ -348,6 +350,49 @@ class Parameters(Block):
 
     def forward(self, x):
         return super().forward(x) * self.scales["one"] + sum(shift * x for shift in self.shifts)
+
+
+class Force(Net):
+    """Returns the gradient of an energy by the input."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).square().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class Normalizes(Net):
+    """Writes to a weight in forward; by_data: to its data."""
+
+    def __init__(self, *, by_data: bool):
+        super().__init__()
+        self.by_data = by_data
+
+    def forward(self, x):
+        weight = self.blocks[1].up.weight if not self.by_data else self.head.weight
+        if self.by_data:
+            weight.data = weight.data.clamp(-0.2, 0.2)
+        else:
+            with torch.no_grad():
+                weight.div_(weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+class NormalizesItself(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.div_(self.up.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+#: What forward cannot do under zero=3.
+SHARDED: dict[str, Kind] = {
+    "force": Kind(Force, "zero=3: forward computes a gradient through", "Use zero=2"),
+    "normalized weight": Kind(lambda: Net(NormalizesItself), "blocks.0.up.weight: forward writes to it", "zero=2"),
+    "normalized weight from outside": Kind(lambda: Normalizes(by_data=False), "up.weight", "zero=3"),
+    "other data": Kind(lambda: Normalizes(by_data=True), "head.weight: forward writes to it", "zero=2"),
+}
 
 
 def hooked_forward() -> nn.Module:

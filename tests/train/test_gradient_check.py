@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.gradient_kinds import DEPENDENT, LEGAL, NOT_LINEAR, SAMPLES, TOKENS, D, Kind, after, by_norm
+from tests.train.gradient_kinds import (
+    DEPENDENT,
+    LEGAL,
+    NOT_LINEAR,
+    SAMPLES,
+    SHARDED,
+    TOKENS,
+    D,
+    Kind,
+    after,
+    by_norm,
+)
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
@@ -113,6 +124,22 @@ def test_other_plans(plan, ranks2):
         if plan.startswith("tp") and (DEPENDENT | LEGAL)[name].said not in ("", NOT_LINEAR):
             continue  # the batch has one part
         check(plan, name, [one[name] for one in answers], may_refuse=plan.startswith("tp"))
+
+
+def test_what_forward_cannot_do_under_zero_3(ranks2):
+    for answers in ranks2.run(train_sharded, "dp_shard=2 zero=3"):
+        for name, kind in SHARDED.items():
+            assert kind.said in answers[name].refused and kind.where in answers[name].refused, (name, answers[name])
+    expected = train_plainly(SHARDED["force"])
+    assert not any(one.said or expected.differs(one) for one in ranks2.run(train_force, "dp_shard=2 zero=2"))
+
+
+def train_sharded(plan: str) -> dict[str, Trained]:
+    return {name: train(plan, kind) for name, kind in SHARDED.items()}
+
+
+def train_force(plan: str) -> Trained:
+    return train(plan, SHARDED["force"])
 
 
 def test_one_process():

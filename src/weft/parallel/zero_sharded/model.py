@@ -48,6 +48,7 @@ from weft.parallel.zero.adopt import (
 )
 from weft.parallel.zero.states import across_stages, broadcast_buffers
 from weft.parallel.zero_sharded.collectives import connect_unit, unit_wires
+from weft.parallel.zero_sharded.forward_limits import ForwardLimits
 from weft.parallel.zero_sharded.hooks import (
     Act,
     Calls,
@@ -160,6 +161,7 @@ class FullyShardedModel:
             for module in self._modules[:-1]:
                 hide_hooks(module)
         self._modules[-1].register_forward_pre_hook(uncompiled(self._begin_own_pass))
+        ForwardLimits([(str(unit), unit.module) for unit in self.units if isinstance(unit.module, FSDPModule)])
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))

@@ -224,7 +224,8 @@ def _is_untrusted(hook: Any) -> bool:
 def _name_of(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return getattr(hook, "__qualname__", type(hook).__name__)
+    name, code = getattr(hook, "__name__", type(hook).__name__), getattr(hook, "__code__", None)
+    return name if code is None or name != "<lambda>" else f"{name} of {code.co_filename}:{code.co_firstlineno}"
 
 
 @functools.cache
