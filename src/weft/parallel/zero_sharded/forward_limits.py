@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.errors import ModelError
 from weft.parallel.private_torch import before_backward_of, gathered_parts
+from weft.parallel.zero_sharded.hooks import Act, Order
 from weft.private_torch import graph_task, named_modules, uncompiled, version_of
 
 #: A parameter, and the number of writes and the address when forward began.
@@ -26,16 +27,20 @@ _Written = tuple[torch.Tensor, int, int]
 class ForwardLimits:
     """Refuses gradients through units in every forward, and writes to parameters in the first forward in training.
 
+    Until the first step, ranks also compare the ends of their forwards: the first step tries some samples, and a rank
+    that calls more units than the others would wait for them.
+
     Args:
         units: the units, by their names; the root last.
+        orders: orders of the ranks' operations on units.
     """
 
-    def __init__(self, units: Sequence[tuple[str, FSDPModule]]):
+    def __init__(self, units: Sequence[tuple[str, FSDPModule]], orders: Sequence[Order]):
         _, root = units[-1]
         assert isinstance(root, nn.Module)
         self._root = root
         self._paths = {id(module): path for path, module in named_modules(root)}
-        self._is_inside = False
+        self._orders, self._is_inside = orders, False
         self._unwatched = {id(module) for _, module in units}
         self._before: dict[int, dict[str, _Written]] = {}
         for name, module in units:
@@ -43,6 +48,10 @@ class ForwardLimits:
             before_backward_of(module, self._refusing(name or type(root).__name__))
             module.register_forward_pre_hook(uncompiled(self._enter))
             module.register_forward_hook(uncompiled(self._leave), prepend=True, always_call=True)
+
+    def begin_steps(self) -> None:
+        """Stop comparing the ends of forwards."""
+        self._orders = ()
 
     def _refusing(self, name: str) -> Callable[[], None]:
         def refuse() -> None:
@@ -66,6 +75,8 @@ class ForwardLimits:
         del args
         if module is self._root:
             self._is_inside = False
+            for order in self._orders if output is not None else ():
+                order.meet(Act.END)
         before = self._before.pop(id(module), None)
         if before is None or output is None:  # None: forward raised
             return

@@ -161,7 +161,8 @@ class FullyShardedModel:
             for module in self._modules[:-1]:
                 hide_hooks(module)
         self._modules[-1].register_forward_pre_hook(uncompiled(self._begin_own_pass))
-        ForwardLimits([(str(unit), unit.module) for unit in self.units if isinstance(unit.module, FSDPModule)])
+        units = [(str(unit), unit.module) for unit in self.units if isinstance(unit.module, FSDPModule)]
+        self._limits = ForwardLimits(units, self._orders)
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
@@ -169,6 +170,7 @@ class FullyShardedModel:
     def begin_step(self) -> None:
         """Drop all gradients, including those of a step that failed."""
         self.in_step = True
+        self._limits.begin_steps()
         self._first_gathers.hand_over()
         if self._places_missing:
             for module in self._modules:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
-from weft.errors import ModelError, WeftWarning
+from weft.errors import ModelError, WeftError, WeftWarning
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.stale_references import hook_refusal
 from weft.private_torch import backward_calls, hooks_of_parameter, named_modules
@@ -152,12 +152,13 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
         small = None
     if not _agree(mesh, small is not None, "min") or small is None:
         small = [Small(batch, samples)]
-    if plan.compile:
-        with code.recording():
-            probe.run(small[-1], 1.0, 1)
-        if not _agree(mesh, bool(code.found), "max"):
-            return
-    cause = _cause(probe, small, code)
+    with code.recording() if plan.compile else nullcontext():
+        first = _try(probe, small[0])
+    if not _agree(mesh, first is not None, "min"):
+        small, first = [Small(batch, samples)], None
+    if plan.compile and not _agree(mesh, bool(code.found), "max"):
+        return
+    cause = _cause(probe, small, code, first or probe.run(small[0], 1.0, 1))
     # Of the ranks that ran such code, the first warns.
     mine = torch.tensor(mesh.rank if cause and code.found else 2**40, dtype=torch.float64, device=mesh.device)
     if cause and mesh.rank == int(all_reduce(mine, mesh.world, "min") if mesh.world_size > 1 else mine):
@@ -171,11 +172,28 @@ def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
     return bool(all_reduce(torch.tensor(float(holds), device=mesh.device), mesh.world, op))
 
 
-def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode) -> str:
-    """Return the reason why gradients depend on the plan, or "". A collective."""
+def _try(probe: GradientProbe, small: Small) -> tuple[float, Tensor] | None:
+    """Return the loss sum and sums of gradients, or None if the model cannot run so few samples."""
+    try:
+        return probe.run(small, 1.0, 1)
+    except WeftError:
+        raise
+    except Exception:
+        return None
+
+
+def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode, first: tuple[float, Tensor]) -> str:
+    """Return the reason why gradients depend on the plan, or "". A collective.
+
+    Args:
+        probe: the model and its gradients.
+        small: some samples, and both halves of them; or one microbatch.
+        code: functions and hooks in backward.
+        first: loss sum and gradients of the former.
+    """
     mesh = probe.mesh
     limit = limit_of(mesh) * (4 if mesh.plan.precision == "fp8" else 1)
-    loss_sum, sums = probe.run(small[0], 1.0, 1)
+    loss_sum, sums = first
     for factor in _HALF_FACTORS if mesh.plan.precision == "fp16" else _FACTORS:
         if _agree(mesh, _differ(sums, probe.run(small[0], factor, 2)[1], limit), "max"):
             return (
@@ -186,10 +204,10 @@ def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode) -> 
             )
     if len(small) < 3 or not probe.adds_up:
         return ""
-    (first_loss, first), (second_loss, second) = (probe.run(half, 1.0, 1) for half in small[1:])
-    if abs(loss_sum - first_loss - second_loss) > 10 * limit * max(abs(loss_sum), abs(first_loss), abs(second_loss)):
+    (one_loss, one), (other_loss, other) = (probe.run(half, 1.0, 1) for half in small[1:])
+    if abs(loss_sum - one_loss - other_loss) > 10 * limit * max(abs(loss_sum), abs(one_loss), abs(other_loss)):
         return ""  # forward mixes samples or draws random numbers: the check of forwards has warned
-    if not _agree(mesh, _differ(sums, first + second, limit), "max"):
+    if not _agree(mesh, _differ(sums, one + other, limit), "max"):
         return ""
     parts = mesh.data.size * mesh.plan.microbatches_per_step
     return (

@@ -38,7 +38,7 @@ from weft.train.microbatches import Microbatches, call_model, microbatches_of, s
 from weft.train.step.batch_check import check_first_batch
 from weft.train.step.checks import ReplicaWatch, UpdateRatio
 from weft.train.step.errors import explains_memory, fingerprint, names_the_module, warn_if_identical
-from weft.train.step.gradient_check import BackwardCode, GradientProbe, check_gradients
+from weft.train.step.gradient_check import BackwardCode, GradientProbe, check_gradients, refuse_hooks
 from weft.train.step.graphed_passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
 
 
@@ -268,6 +268,8 @@ class TrainStep:
         dropout_key: key of this step's dropout, equal on all ranks. None uses the model's step count.
         """
         refusing_old = OriginalParameters.refusing_old(self.model) if self._is_first else nullcontext()
+        if self._is_first:
+            refuse_hooks(self.model, self.mesh)
         code = BackwardCode(self.model) if self._is_first and self._checks_gradients else None
         with (
             refusing_old,
