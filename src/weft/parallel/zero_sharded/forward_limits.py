@@ -55,6 +55,7 @@ class ForwardLimits:
 
     def _refusing(self, name: str) -> Callable[[], None]:
         def refuse() -> None:
+            self.begin_steps()  # in a custom loop the first backward begins them
             if self._is_inside and graph_task() != -1:
                 self._is_inside = False
                 raise ModelError(

@@ -100,7 +100,7 @@ class BackwardCode:
 
 @dataclass(frozen=True, slots=True)
 class GradientProbe:
-    """What a check of gradients runs.
+    """The model of a check of gradients, and the function that computes them.
 
     Attributes:
         model: in training.
@@ -162,7 +162,7 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
     # Of the ranks that ran such code, the first warns.
     mine = torch.tensor(mesh.rank if cause and code.found else 2**40, dtype=torch.float64, device=mesh.device)
     if cause and mesh.rank == int(all_reduce(mine, mesh.world, "min") if mesh.world_size > 1 else mine):
-        warnings.warn(cause, WeftWarning, stacklevel=4)
+        warnings.warn(cause, WeftWarning, stacklevel=6)
 
 
 def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
