@@ -21,6 +21,7 @@ from tests.train.gradient_kinds import (
     Net,
     after,
     by_norm,
+    in_blocks,
 )
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
@@ -110,9 +111,9 @@ def check(plan: str, name: str, answers: list[Trained], *, may_refuse: bool = Fa
     said = [text for one in answers for text in one.said]
     if name in DEPENDENT:
         assert any(kind.said in text and kind.where in text for text in said + refused), (plan, name, said, refused)
-        assert len(said) <= 1, (plan, name, said)
+        assert may_refuse or len(said) <= 1, (plan, name, said)
         return
-    assert said == [], (plan, name, said)
+    assert may_refuse or said == [], (plan, name, said)
     assert may_refuse or not refused, (plan, name, refused)
     if not refused:
         expected = train_plainly(kind)
@@ -191,8 +192,9 @@ def test_microbatches_of_one_sample():
         assert [kind.said in text for text in found.said] == [True] * (name in DEPENDENT), (name, found.said)
 
 
+@pytest.mark.full
 def test_compiled_blocks():
-    found = train("accumulation=2 compile=on", Kind(after(by_norm)), steps=1)
+    found = train("accumulation=2 compile=on", Kind(in_blocks(by_norm)), steps=1)
     assert any(NOT_LINEAR in text for text in found.said), found.said
 
 
