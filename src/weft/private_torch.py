@@ -39,6 +39,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "backward_calls",
     "current_mode",
     "default_device_types",
     "default_timeout",
@@ -47,6 +48,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "groups_made",
+    "hooks_of_parameter",
     "is_watched",
     "named_modules",
     "naming_group",
@@ -137,6 +139,35 @@ def _stands_for_device(mode: Any) -> bool:
     """Return True if the mode executes operations, and neither records nor rewrites them."""
     key = getattr(mode, "_mode_key", None)
     return mode.is_infra_mode() and key in (None, torch._C._TorchDispatchModeKey.FAKE)
+
+
+@contextmanager
+def backward_calls(record: Callable[[type], None]) -> Generator[None]:
+    """Call `record` with the class of each custom autograd function whose backward runs inside the block."""
+    node: Any = torch.autograd.function.BackwardCFunction
+    original = {name: getattr(node, name) for name in ("apply", "apply_boxed") if hasattr(node, name)}
+
+    def recording(call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(self: Any, *args: Any) -> Any:
+            record(self._forward_cls)
+            return call(self, *args)
+
+        return recorded
+
+    try:
+        for name, call in original.items():
+            setattr(node, name, recording(call))
+        yield
+    finally:
+        for name, call in original.items():
+            setattr(node, name, call)
+
+
+def hooks_of_parameter(param: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """Return the hooks that get a gradient of the parameter, and those that run after it is accumulated."""
+    before: Any = param._backward_hooks
+    after: Any = getattr(param, "_post_accumulate_grad_hooks", None)
+    return [*(before or {}).values()], [*(after or {}).values()]
 
 
 def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -35,6 +35,7 @@ LEFT_OUT = ("verify/oracles.py",)
 
 #: By dotted name: the parameters that Weft passes; None where there is no signature to be read.
 NAMES: dict[str, tuple[str, ...] | None] = {
+    "torch.Tensor._backward_hooks": None,
     "torch.Tensor._base": None,
     "torch.Tensor._version": None,
     "torch.Tensor._make_wrapper_subclass": None,
@@ -85,6 +86,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward": ("self",),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": ("self",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward": ("self", "grad"),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": ("self",),
     "torch.nn.Module._apply": ("self", "fn"),
     "torch.nn.Module._compiled_call_impl": None,
@@ -119,6 +121,8 @@ OPERATORS = {
 }
 #: Attributes that only instances have, by the module whose source sets them.
 SET_IN = {
+    "torch._tensor": ("_post_accumulate_grad_hooks",),
+    "torch.autograd.function": ("_forward_cls",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": (
         *("_unsharded_param", "unsharded_accumulated_grad", "_orig_size", "_module_info"),
     ),

@@ -148,6 +148,18 @@ def fsdp_state(module: FSDPModule) -> Any:
     return state
 
 
+def before_backward_of(module: FSDPModule, call: Callable[[], None]) -> None:
+    """Call a function when a backward reaches an output of a unit, before the unit is gathered."""
+    state: Any = module._get_fsdp_state()
+    original = state._pre_backward
+
+    def called(grad: torch.Tensor) -> torch.Tensor:
+        call()
+        return original(grad)
+
+    state._pre_backward = called
+
+
 def forget_forward(root: Any) -> None:
     """Reset the root's state after a forward that did not end."""
     root._training_state = TrainingState.IDLE

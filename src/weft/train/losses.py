@@ -9,6 +9,7 @@ at a time (GradCache: Gao et al. 2021, arXiv 2101.06983).
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.mesh import Axis, Mesh
 from weft.config.plan import Plan
 from weft.data.batches import map_tensors, tensors_in
+from weft.data.random_state import seed_generators
 from weft.errors import ModelError, PlanError, WeftWarning
 from weft.parallel.batch_norm import SampleGroups
 from weft.parallel.local_means import is_hugging_face_output, sum_of_hugging_face
@@ -397,6 +399,13 @@ class CheckedLoss:
         self.loss_fn = loss_fn.over(mesh) if isinstance(loss_fn, GroupLoss) and mesh is not None else loss_fn
         self._widens = mesh is not None and needs_float32(loss_fn, mesh.plan)
         self._warns = warns_of_means
+        self._seed: int | None = None
+
+    def before_draws_of(self, seed: int) -> CheckedLoss:
+        """Return the same loss, which seeds the generators for the backward that follows it."""
+        found = copy.copy(self)
+        found._seed = seed
+        return found
 
     def __call__(
         self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0
@@ -428,6 +437,8 @@ class CheckedLoss:
             _refuse(f"the number of losses that it returned is {_described(number)}")
         if self._warns and is_hugging_face_output(output) and loss_sum is output.get("loss"):
             self._warn_of_mean(output)
+        if self._seed is not None:
+            seed_generators(self._seed)
         return loss_sum, number
 
     def _warn_of_mean(self, output: Any) -> None:

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from weft.errors import ModelError
-from weft.private_torch import tree_leaves, uncompiled
+from weft.private_torch import hooks_of_parameter, tree_leaves, uncompiled
 
 _ATTRIBUTE = "_weft_stale_references"
 #: Methods and properties that read no values.
@@ -45,6 +45,7 @@ class OriginalParameters:
     def __init__(self, model: nn.Module):
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad and not param.is_meta}
         self._objects = {name: weakref.ref(param) for name, param in trained.items()}
+        self._hooked = [name for name, param in trained.items() if any(hooks_of_parameter(param))]
         named = reversed(trained.items())  # reversed, so that the first of several in one storage remains
         self._storages = {_memory(param): (name, _address(param)) for name, param in named if _has_memory(param)}
         self._buffers = [
@@ -60,7 +61,14 @@ class OriginalParameters:
         Args:
             model: the model after parallelize.
             compiles: blocks are compiled; the watched forward runs without compiled code.
+
+        Raises:
+            ModelError: for a hook of a parameter that was replaced.
         """
+        named = dict(model.named_parameters())
+        for name in self._hooked:
+            if name in named and named[name] is not self._objects[name]():
+                raise ModelError(hook_refusal(name))
         current = list(model.parameters())
         here, memory = (
             {id(param) for param in current},
@@ -86,6 +94,14 @@ class OriginalParameters:
         """Return the context for a train step's first passes: the loss and a custom forward are watched too."""
         stale = watched_references(model)
         return nullcontext() if stale is None else stale.watching()
+
+
+def hook_refusal(name: str) -> str:
+    """Return the error for a hook of a parameter that does not run."""
+    return (
+        f"parameter {name}: it has a hook, and zero=3 and tp replace parameters, so the hook does not run. Use zero=2 "
+        "and tp=1, or change the gradient in forward, as a parametrization or a custom autograd function does."
+    )
 
 
 class StaleReferences:

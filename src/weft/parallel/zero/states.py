@@ -7,7 +7,7 @@ owner, shape and dtype, and the value itself if it is a single number (step coun
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,14 @@ from weft.parallel.state.gradients import DataParallel
 StateEntry = dict[str, Any]
 #: dtypes by the name that `str(dtype)` returns.
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def broadcast_buffers(buffers: Iterable[tuple[torch.Tensor, Axis]]) -> None:
+    """Copy each buffer from the first rank of its axis. A collective."""
+    for buffer, axis in buffers:
+        sent = broadcast(buffer.detach().contiguous(), axis)
+        if sent.data_ptr() != buffer.data_ptr():
+            buffer.detach().copy_(sent)
 
 
 def exchange(

@@ -21,7 +21,16 @@ from weft.errors import CheckpointError, ModelError
 from weft.parallel.state.flat_slices import FlatSlice, PlacedPart, StateSource, alone, filled, flat_of, read_full
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
-from weft.parallel.zero.states import DTYPES, StateEntry, exchange, not_joinable, read_residual, replicas_in, untrained
+from weft.parallel.zero.states import (
+    DTYPES,
+    StateEntry,
+    broadcast_buffers,
+    exchange,
+    not_joinable,
+    read_residual,
+    replicas_in,
+    untrained,
+)
 from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 
@@ -473,8 +482,7 @@ class Untrained:
 
     def follow(self) -> None:
         """Broadcast the first rank's updated buffers after a step."""
-        for buffer, axis in self._moving:
-            broadcast(buffer, axis)
+        broadcast_buffers(self._moving)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that a checkpoint contains, by name."""

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Axis, Mesh
 from weft.memory.offload import Host, step_on_host
 from weft.models.inspect.blocks import repeated_blocks
@@ -46,8 +46,9 @@ from weft.parallel.zero.adopt import (
     undo_skipped_counts,
     watch_steps,
 )
-from weft.parallel.zero.states import across_stages
+from weft.parallel.zero.states import across_stages, broadcast_buffers
 from weft.parallel.zero_sharded.collectives import connect_unit, unit_wires
+from weft.parallel.zero_sharded.forward_limits import ForwardLimits
 from weft.parallel.zero_sharded.hooks import (
     Act,
     Calls,
@@ -160,6 +161,8 @@ class FullyShardedModel:
             for module in self._modules[:-1]:
                 hide_hooks(module)
         self._modules[-1].register_forward_pre_hook(uncompiled(self._begin_own_pass))
+        units = [(str(unit), unit.module) for unit in self.units if isinstance(unit.module, FSDPModule)]
+        self._limits = ForwardLimits(units, self._orders)
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
@@ -167,6 +170,7 @@ class FullyShardedModel:
     def begin_step(self) -> None:
         """Drop all gradients, including those of a step that failed."""
         self.in_step = True
+        self._limits.begin_steps()
         self._first_gathers.hand_over()
         if self._places_missing:
             for module in self._modules:
@@ -295,8 +299,7 @@ class FullyShardedModel:
 
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Make the next forward gather the updated shards. Buffers are broadcast from the first rank."""
-        for buffer, axis in self._moving:
-            broadcast(buffer, axis)
+        broadcast_buffers(self._moving)
         self.coders.commit(clip)
         self.in_step = False
 

@@ -162,7 +162,7 @@ def check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) 
     Raises:
         ModelError: for an embedding whose gradients are divided by frequencies in the microbatch.
     """
-    small = _small_batches(batch, samples)
+    small = small_batches(batch, samples)
     buffers = sum(buffer.nbytes for buffer in probed.model.buffers())
     if not _agree(mesh, small is not None and buffers <= _MOST_BUFFERS, "min") or small is None:
         return
@@ -188,7 +188,7 @@ def causes_of(probed: Probed, batch: Any) -> list[str]:
         probed: the model and its loss.
         batch: some samples, whose tensors have a row for each.
     """
-    small = _small_batches(batch, SampleNumbers(range(samples_in(batch))))
+    small = small_batches(batch, SampleNumbers(range(samples_in(batch))))
     if small is None:
         return []
     with traceless(probed.model) as kept:
@@ -211,7 +211,7 @@ def _first_rank(mesh: Mesh, holds: bool) -> int:
     return int(all_reduce(mine, mesh.world, "min"))
 
 
-def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
+def small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
     """Return some samples together, and both halves; None if the rows of the batch are not its samples.
 
     Of too few samples, variants with shifted contents are added: batch statistics need two samples in a half.

@@ -26,7 +26,7 @@ _OWNERS = ("torch.", "weft.")
 
 
 @contextmanager
-def traceless(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def traceless(model: nn.Module, *, runs_hooks: bool = False) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Restore the state of modules and generators afterwards; batch norms use their running statistics inside.
 
     Yields every buffer by name, with a copy of its values.
@@ -35,7 +35,7 @@ def traceless(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     registered = [(module, dict(vars(module)["_buffers"])) for module in modules]
     attributes = [(module, _attributes(module), set(vars(module))) for module in modules]
-    hooks = [(module, _without_users_hooks(module)) for module in modules]
+    hooks = [] if runs_hooks else [(module, _without_users_hooks(module)) for module in modules]
     norms = [module for module in modules if isinstance(module, BATCH_NORMS) and module.training]
     numpy: Any = sys.modules.get("numpy")
     generators = random.getstate(), None if numpy is None else numpy.random.get_state()
@@ -104,12 +104,13 @@ def _without_users_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
         hooks = vars(module)[name]
         found[name] = dict(hooks)
         for key, hook in found[name].items():
-            if not _owner(hook).startswith(_OWNERS):
+            if not owner_of_hook(hook).startswith(_OWNERS):
                 del hooks[key]
     return found
 
 
-def _owner(hook: Any) -> str:
+def owner_of_hook(hook: Any) -> str:
+    """Return the module that defines a hook."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__module__", None) or type(hook).__module__

@@ -38,6 +38,7 @@ from weft.train.microbatches import Microbatches, call_model, microbatches_of, s
 from weft.train.step.batch_check import check_first_batch
 from weft.train.step.checks import ReplicaWatch, UpdateRatio
 from weft.train.step.errors import explains_memory, fingerprint, names_the_module, warn_if_identical
+from weft.train.step.gradient_check import BackwardCode, GradientProbe, check_gradients, refuse_hooks
 from weft.train.step.graphed_passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
 
 
@@ -232,6 +233,7 @@ class TrainStep:
         if weights_follow:
             self._data_parallel.prefetch_weights()
         self._pipeline = pipeline_of(model)
+        self._checks_gradients = check_batch
         self._checks_batch = check_batch and self._pipeline is None and (several or mesh.world_size > 1)
         self._experts, self._norms = ExpertBalance(model, mesh), norm_groups_of(model)
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
@@ -266,7 +268,14 @@ class TrainStep:
         dropout_key: key of this step's dropout, equal on all ranks. None uses the model's step count.
         """
         refusing_old = OriginalParameters.refusing_old(self.model) if self._is_first else nullcontext()
-        with refusing_old, kept_generators(self.mesh.device) if seeds is None else nullcontext():
+        if self._is_first:
+            refuse_hooks(self.model, self.mesh)
+        code = BackwardCode(self.model) if self._is_first and self._checks_gradients else None
+        with (
+            refusing_old,
+            code.recording() if code else nullcontext(),
+            kept_generators(self.mesh.device) if seeds is None else nullcontext(),
+        ):
             numbers, has_watched = self._sums(batch, seeds, dropout_key)
         with self._meter.phase("reduce"):
             # Otherwise this is the only wait for the device in a step: one copy of all numbers that the decision
@@ -279,7 +288,31 @@ class TrainStep:
         with self._meter.phase("optimizer"):
             metrics = self._update_unread(numbers) if known is None else self._update_jointly(known)
         self.mesh.pulse.in_step = self._is_first = False
+        if code is not None:
+            self._check_gradients(code, batch)
         return metrics
+
+    def _check_gradients(self, code: BackwardCode, batch: Any) -> None:
+        """Warn if functions and hooks that ran in this step's backward make gradients depend on the plan."""
+        microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
+        samples = samples_of(batch, len(microbatches), self._data)
+        before = self._loss, self._nominal, self.microbatch_losses
+
+        def compute(small: Microbatches, factor: float, seed: int) -> tuple[float, list[torch.Tensor]]:
+            assert before[1] is not None
+            self._nominal, self._loss = before[1] / factor, before[0].before_draws_of(seed)
+            with kept_generators(self.mesh.device):
+                numbers, _ = self._sums(small, None, 0, again=True)
+            self._finish(moved=False)
+            self._data_parallel.scale(1.0)  # makes the gradients available
+            return float(numbers[0]), self._data_parallel.local_gradients()
+
+        try:
+            probe = GradientProbe(self.model, self.mesh, compute, adds_up=not self._compares)
+            check_gradients(probe, code, microbatches[0], samples[0])
+        finally:
+            self._loss, self._nominal, self.microbatch_losses = before
+            self.mesh.pulse.in_step = False
 
     def compute_again(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> None:
         """Compute the gradients of a step again with the current weights, without an update. All ranks call it.

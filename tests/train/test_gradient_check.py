@@ -1,0 +1,224 @@
+"""Custom functions and hooks in backward: equal to plain PyTorch, warned of, or refused."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from tests.train.gradient_kinds import (
+    DEPENDENT,
+    LEGAL,
+    NOT_LINEAR,
+    SAMPLES,
+    SHARDED,
+    TOKENS,
+    D,
+    Kind,
+    Net,
+    after,
+    by_norm,
+    in_blocks,
+)
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.errors import WeftError, WeftWarning
+from weft.parallel.state.gradients import data_parallel
+from weft.train.script import Run
+from weft.verify.rank_pool import RankPool
+
+LR = 0.05
+
+
+@dataclass
+class Trained:
+    """Losses and weights of two steps, the warnings, and the refusal."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    refused: str = ""
+
+    def differs(self, other: Trained) -> bool:
+        return not all(abs(a - b) <= 1e-9 * abs(a) for a, b in zip(self.losses, other.losses, strict=True)) or not all(
+            torch.allclose(one, other.weights[name], rtol=1e-8, atol=1e-10) for name, one in self.weights.items()
+        )
+
+
+def batch(step: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(SAMPLES, TOKENS, D, generator=generator).double() for _ in range(2))
+
+
+def built(kind: Kind) -> nn.Module:
+    torch.manual_seed(0)
+    return kind.build().double()
+
+
+def train(plan: str, kind: Kind, steps: int = 2) -> Trained:
+    parsed, found = Plan.parse(f"{plan} precision=fp64"), Trained()
+    run = Run(parsed, build_mesh(parsed), Ledger(), 0)
+    size, rank = SAMPLES // run.mesh.data.size, run.mesh.data.rank
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model = run.parallelize(built(kind), example=batch(0)[0])
+            step = run.train_step(model, torch.optim.SGD, kind.loss, lr=LR)
+            for number in range(steps):
+                own = tuple(one[rank * size : (rank + 1) * size] for one in batch(number))
+                found.losses.append(step(own).loss)
+        except WeftError as error:
+            return Trained(refused=str(error))
+    found.weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
+    found.said = [str(one.message) for one in caught if issubclass(one.category, WeftWarning)]
+    return found
+
+
+def train_some(plan: str, names: list[str]) -> dict[str, Trained]:
+    return {name: train(plan, (DEPENDENT | LEGAL)[name]) for name in names}
+
+
+def train_all(ranks: RankPool, plan: str) -> dict[str, list[Trained]]:
+    """Answers of all ranks by name, in calls of a few names: a call may take two minutes."""
+    answers: dict[str, list[Trained]] = {}
+    for start in range(0, len(EVERY), 8):
+        names = EVERY[start : start + 8]
+        for one in ranks.run(train_some, plan, names):
+            for name in names:
+                answers.setdefault(name, []).append(one[name])
+    return answers
+
+
+def train_plainly(kind: Kind, steps: int = 2) -> Trained:
+    found, model = Trained(), built(kind)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    for number in range(steps):
+        loss_sum, count = kind.loss(model(batch(number)[0]), batch(number))
+        (loss_sum / count).backward()
+        found.losses.append(float(loss_sum.detach() / count))
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    return found
+
+
+def check(plan: str, name: str, answers: list[Trained], *, may_refuse: bool = False) -> None:
+    kind, refused = (DEPENDENT | LEGAL)[name], [one.refused for one in answers if one.refused]
+    said = [text for one in answers for text in one.said]
+    if name in DEPENDENT:
+        assert any(kind.said in text and kind.where in text for text in said + refused), (plan, name, said, refused)
+        assert may_refuse or len(said) <= 1, (plan, name, said)
+        return
+    assert may_refuse or said == [], (plan, name, said)
+    assert may_refuse or not refused, (plan, name, refused)
+    if not refused:
+        expected = train_plainly(kind)
+        assert not any(expected.differs(one) for one in answers), (plan, name, expected.losses, answers[0].losses)
+
+
+class Uneven(Net):
+    """Calls its head once more for one sample, which is the first one of a batch only in the check of two samples."""
+
+    def forward(self, x):
+        again = any(bool(x[0, 0, 0] == batch(step)[0][6, 0, 0]) for step in range(2))
+        return self.head(super().forward(x)) if again else super().forward(x)
+
+
+EVERY = [*DEPENDENT, *LEGAL]
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3"])
+def test_two_ranks(plan, ranks2):
+    for name, answers in train_all(ranks2, plan).items():
+        check(plan, name, answers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3 recompute=full", "tp=2", "tp=2 sp=on", "dp_shard=2 zero=1"])
+def test_other_plans(plan, ranks2):
+    for name, answers in train_all(ranks2, plan).items():
+        if plan.startswith("tp") and (DEPENDENT | LEGAL)[name].said not in ("", NOT_LINEAR):
+            continue  # the batch has one part
+        check(plan, name, answers, may_refuse=plan.startswith("tp"))
+
+
+def test_what_forward_cannot_do_under_zero_3(ranks2):
+    for answers in ranks2.run(train_sharded, "dp_shard=2 zero=3"):
+        for name, kind in SHARDED.items():
+            refused = answers[name].refused
+            assert kind.said in refused, (name, answers[name])
+            assert kind.where in refused, (name, answers[name])
+    expected = train_plainly(SHARDED["force"])
+    assert not any(one.said or expected.differs(one) for one in ranks2.run(train_force, "dp_shard=2 zero=2"))
+
+
+def train_sharded(plan: str) -> dict[str, Trained]:
+    return {name: train(plan, kind) for name, kind in SHARDED.items()}
+
+
+def train_force(plan: str) -> Trained:
+    return train(plan, SHARDED["force"])
+
+
+def test_a_rank_that_calls_more_units_in_the_check_waits_for_nobody(ranks2):
+    found = ranks2.run(train_uneven, "dp_shard=2 zero=3")
+    expected = train_plainly(Kind(Uneven))
+    assert not any(one.refused or expected.differs(one) for one in found), found
+
+
+def train_uneven(plan: str) -> Trained:
+    return train(plan, Kind(Uneven))
+
+
+def test_one_process():
+    """The scale of the loss differs from plain PyTorch's, and the batch has one part."""
+    for name in ("normalized", "centred", "reversed", "hook of a tensor"):
+        kind, [found] = (DEPENDENT | LEGAL)[name], [train("", (DEPENDENT | LEGAL)[name])]
+        if kind.said == NOT_LINEAR:
+            assert any(NOT_LINEAR in text for text in found.said), (name, found.said)
+        else:
+            assert found.said == [], (name, found.said)
+            assert not train_plainly(kind).differs(found), name
+
+
+def test_microbatches_of_one_sample():
+    for name in ("normalized", "centred", "largest half", "own linear"):
+        kind = (DEPENDENT | LEGAL)[name]
+        found = train("accumulation=8", kind)
+        assert [kind.said in text for text in found.said] == [True] * (name in DEPENDENT), (name, found.said)
+
+
+@pytest.mark.full
+def test_compiled_blocks():
+    found = train("accumulation=2 compile=on", Kind(in_blocks(by_norm)), steps=1)
+    assert any(NOT_LINEAR in text for text in found.said), found.said
+
+
+def test_models_without_such_code_run_no_more_passes():
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, input):
+            calls.append(torch.is_grad_enabled())
+            return super().forward(input)
+
+    assert not train("accumulation=2", Kind(lambda: Counted(D, D)), steps=1).said
+    assert calls.count(True) == 2, calls
+
+
+def test_the_check_leaves_nothing_behind():
+    kept = {}
+    for checks in (False, True):
+        run = Run(plan := Plan.parse("accumulation=2 precision=fp64"), build_mesh(plan), Ledger(), 0)
+        model = run.parallelize(nn.Sequential(nn.Dropout(0.5), built(Kind(after(by_norm)))))
+        step = run.train_step(model, torch.optim.SGD, Kind(after(by_norm)).loss, lr=LR, check_batch=checks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WeftWarning)
+            metrics = [step(batch(number)) for number in range(2)]
+        numbers = [(one.loss, one.grad_norm) for one in metrics]
+        kept[checks] = numbers, torch.get_rng_state().tolist(), [one.tolist() for one in model.state_dict().values()]
+    assert kept[False] == kept[True]
