@@ -62,6 +62,11 @@ class Stage:
         return self.index == max(self._survey.stages)
 
     @property
+    def known_shapes(self) -> ValueSurvey:
+        """The survey of the full model, which all stages of a rank share."""
+        return self._survey
+
+    @property
     def blocks(self) -> tuple[str, ...]:
         """Paths of its blocks, in order."""
         own = {site.path for site in self.sites()}
