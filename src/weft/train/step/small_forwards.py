@@ -185,10 +185,12 @@ def run_each(
         how: options of `_run`.
     """
     found: list[Ran] = []
-    for one, seed in zip(small, seeds, strict=True):
+    pairs = list(zip(small, seeds, strict=True))
+    size = len(pairs) if probed.pipeline is None else 1  # the next run of a stage needs all ranks
+    for start in range(0, len(pairs), size):
         error: Exception | None = None
         try:
-            found.append(_run(probed, one, state, seed, **how))
+            found += [_run(probed, one, state, seed, **how) for one, seed in pairs[start : start + size]]
         except Exception as caught:  # the model's own code, with fewer samples than it was written for
             error = caught
         try:
