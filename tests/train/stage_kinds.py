@@ -172,7 +172,8 @@ class AuxLoss(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return {"logits": x + torch.stack([block.aux for block in self.blocks]).sum(0)[:, None]}
+        penalties: list[Any] = [block.aux for block in self.blocks]
+        return {"logits": x + torch.stack(penalties).sum(0)[:, None]}
 
 
 class Penalised(nn.Module):
@@ -181,7 +182,7 @@ class Penalised(nn.Module):
         self.layer = nn.Linear(D, D)
 
     def forward(self, x):
-        self.aux: torch.Tensor = x.square().mean(1)
+        self.aux = x.square().mean(1)
         return self.layer(x).tanh()
 
 

@@ -259,7 +259,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def probing(self, batch: Any, forward: ForwardFn) -> Iterator[None]:
-        """Restore afterwards what is known of the shapes between stages, for `run_in_turn` with batches of other sizes.
+        """Restore the recorded shapes between stages afterwards, so that `run_in_turn` may run other sizes.
 
         Args:
             batch: a microbatch of the step.

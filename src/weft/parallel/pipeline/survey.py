@@ -114,7 +114,7 @@ class ValueSurvey:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Forget afterwards what calls inside this context showed of the modules."""
+        """Restore the recorded results of module calls after this context."""
         known = [{name: value.copy() if isinstance(value, dict | set) else value for name, value in vars(probe).items()}
                  for probe in self.probes]  # fmt: skip
         try:

@@ -27,7 +27,7 @@ from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import SampleNumbers
 from weft.train.microbatches import samples_in
 from weft.train.step.pure_forward import ForwardState, traceless
-from weft.train.step.small_forwards import Probed, Ran, Small, run_each, run_twice, small_batches
+from weft.train.step.small_forwards import Probed, Ran, Small, run_each, small_batches
 
 #: Maximum bytes of buffers and tensors in attributes of a checked model: the check copies them.
 _MOST_BUFFERS = 2**30
@@ -245,11 +245,11 @@ def find_causes(
     """
     found = _causes_of_results(probed, small, state, runs) if compares else []
     halves = run_each(probed, small[1:], state, (1, 1))
-    advanced = run_twice(probed, small[1], state)
+    once, twice = (run_each(probed, small[1:2], state, (1,), advanced=advanced) for advanced in (False, True))
     if halves is not None:
         found += _moved_tensors(probed, halves, state)
-        if advanced is not None and _results_differ(advanced[0], advanced[1], probed.limit):
-            found += _moved_attributes(probed, advanced, halves)
+        if once and twice and _results_differ(once[0], twice[0], probed.limit):
+            found += _moved_attributes(probed, [*once, *twice], halves)
     return found
 
 

@@ -55,7 +55,7 @@ class ForwardState:
         return sum(one.nbytes for one in (*model.buffers(), *(value for value in own if type(value) is Tensor)))
 
     def seed(self, seed: int) -> None:
-        """Seed all generators: those of torch, Python and numpy, and those in attributes."""
+        """Seed the generators of torch, Python and numpy, and generators in attributes."""
         seed_all(seed)
         for one in self._generators:
             one.manual_seed(seed) if isinstance(one, torch.Generator) else one.seed(seed)

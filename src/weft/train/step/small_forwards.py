@@ -77,7 +77,7 @@ class Probed:
     has_gradients: bool = False
 
     def results(self, batch: Any) -> tuple[Any, Any]:
-        """Return what this rank computes for a batch, and the loss function's result or None."""
+        """Return this rank's results for a batch, and the loss function's result or None."""
         if self.pipeline is None:
             made = output = self.forward(self.model, batch)
         else:
@@ -198,13 +198,6 @@ def run_each(
         except ForwardFailed:
             return None
     return found
-
-
-def run_twice(probed: Probed, small: Small, state: ForwardState) -> list[Ran] | None:
-    """Run a batch, and again with the attributes that the first run left. None as in `run_each`. A collective."""
-    first = run_each(probed, [small], state, (1,))
-    second = run_each(probed, [small], state, (1,), advanced=True)
-    return None if first is None or second is None else [*first, *second]
 
 
 def _run(
