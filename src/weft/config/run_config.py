@@ -261,7 +261,7 @@ class TrainSection(Section):
     check_batch: bool = True
     """Run a few samples some more times in the first step and warn of results that depend on how the plan divides a
     batch:
-    samples that interact, noise in forward, buffers that forward changes. Not available with pp.
+    samples that interact, noise in forward, buffers that forward changes.
     """
     bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
     """Of plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -439,8 +440,8 @@ class Boundary:
 
     def send(self, transfer: Transfer, carried: Carried, kind: int) -> None:
         """Start a send. The tensors must not change before the step ends."""
-        form = SentForm.of(carried)
         stage = _entered(transfer)
+        form = self.check(stage, carried)
         known = self._forms.get((stage, kind))
         if known is None:
             self._forms[stage, kind] = form
@@ -479,14 +480,34 @@ class Boundary:
             before.wait()
         self._sent[key] = start_send(tensor, *self._lane(transfer))
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[int]:
+        """Yield a kind of microbatch whose shapes are forgotten afterwards."""
+        kind = -1
+        try:
+            yield kind
+        finally:
+            self._forms = {key: form for key, form in self._forms.items() if key[1] != kind}
+
+    @staticmethod
+    def check(stage: int, carried: Carried) -> SentForm:
+        """Return the form of the inputs of a stage.
+
+        Raises:
+            ModelError: if a message cannot carry them.
+        """
+        form = SentForm.of(carried)
+        is_standard = all(len(shape) <= _MAX_DIMS for shape in form.shapes) and set(form.dtypes) <= set(_DTYPES)
+        if not is_standard or len(form.slots) > _MAX_PARTS:
+            raise ModelError(
+                f"stage {stage}: its input has {_said(form)}. Stages can send {_MAX_PARTS} tensors of at "
+                f"most {_MAX_DIMS} dimensions and a standard format."
+            )
+        return form
+
     def _notify_all(self, transfer: Transfer, form: SentForm) -> None:
         numbers = [len(form.slots)]
         for slot, shape, dtype in zip(*form, strict=True):
-            if len(shape) > _MAX_DIMS or dtype not in _DTYPES or len(form.slots) > _MAX_PARTS:
-                raise ModelError(
-                    f"stage {transfer.stage}: its input has {_said(form)}. Stages can send {_MAX_PARTS} tensors of at "
-                    f"most {_MAX_DIMS} dimensions and a standard format."
-                )
             numbers += [slot, _DTYPES.index(dtype), len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
         numbers += [0] * (1 + _MAX_PARTS * _OF_PART - len(numbers))
         self._post(transfer, torch.tensor(numbers, device=self._device), "form")

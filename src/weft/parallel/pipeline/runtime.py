@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -251,6 +251,74 @@ class Pipeline:
                 if (target := self.schedule.owner(index + 1)) != self._axis.rank:
                     self._move(Transfer("send", "activation", index + 1, 0, target))
         self._boundary.end()
+
+    @property
+    def has_last(self) -> bool:
+        """True if this rank has the last stage."""
+        return any(stage.is_last for stage in self.stages.values())
+
+    @contextlib.contextmanager
+    def probing(self, batch: Any, forward: ForwardFn) -> Iterator[None]:
+        """Restore the recorded shapes between stages afterwards, so that `run_in_turn` may run other sizes.
+
+        Args:
+            batch: a microbatch of the step.
+            forward: forward(model, batch) -> output.
+
+        Raises:
+            ModelError: if no stage can compute the model's forward.
+        """
+        self._survey(forward, [batch])
+        survey = next(iter(self.stages.values())).known_shapes
+        with survey.restored():
+            yield
+
+    def run_in_turn(
+        self, batch: Any, forward: ForwardFn, forward_to_loss: ForwardFn, agree: Callable[[Exception | None], None]
+    ) -> list[Any]:
+        """Run the forward of one batch, stage after stage, and return the results of this rank's stages.
+
+        A collective over the pp axis and the ranks of `agree`. Unlike in `evaluate`, no rank waits for a failed stage.
+
+        Args:
+            batch: the same batch on all ranks of the axis.
+            forward: forward(model, batch) -> output.
+            forward_to_loss: `forward` of the last stage.
+            agree: called by all ranks after each stage with their error or None; it raises on all ranks or on none.
+        """
+        self._begin([])
+        made, incoming, error = list[Any](), None, None
+        for index in range(len(self.counts)):
+            stage, following = self.stages.get(index), index + 1
+            if stage is not None:
+                try:
+                    if incoming is not None and torch.is_grad_enabled():
+                        for tensor in incoming.tensors:
+                            tensor.requires_grad_(tensor.is_floating_point())
+                    made.append(stage.forward(forward_to_loss if stage.is_last else forward, batch, incoming))
+                    if not stage.is_last:
+                        self._boundary.check(following, made[-1])
+                except Exception as caught:  # the model's own code; `agree` raises it
+                    error = caught
+            agree(error)
+            if following < len(self.counts):
+                output = made[-1].detach() if stage is not None else None
+                incoming = self._pass_on(index, output)
+        self._boundary.end()
+        return made
+
+    def _pass_on(self, index: int, output: Carried | None) -> Carried | None:
+        """Return the inputs of the stage after `index` on its rank, and None on others. `output`: of this rank's."""
+        source, target = self.schedule.owner(index), self.schedule.owner(index + 1)
+        if source == target:
+            return output
+        with self._boundary.unrecorded() as kind:
+            if output is not None:
+                self._boundary.send(Transfer("send", "activation", index + 1, 0, target), output, kind)
+            if target == self._axis.rank:
+                self._boundary.receive(Transfer("receive", "activation", index + 1, 0, source), kind)
+                return self._boundary.take("activation", index + 1, 0)
+        return None
 
     def _begin(self, batches: Sequence[Any], arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
         self._boundary.begin(arrived_by)

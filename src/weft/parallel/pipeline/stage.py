@@ -62,6 +62,11 @@ class Stage:
         return self.index == max(self._survey.stages)
 
     @property
+    def known_shapes(self) -> ValueSurvey:
+        """The survey of the full model, which all stages of a rank share."""
+        return self._survey
+
+    @property
     def blocks(self) -> tuple[str, ...]:
         """Paths of its blocks, in order."""
         own = {site.path for site in self.sites()}
@@ -172,7 +177,8 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
     for site in chain.sites:
         if id(site) not in kept:
             put(site, RemoteModule(without_tensors(site.module, here), site.path))
-    return Split(own, merge_placements(_placements(model, shared, (ENDS,)), _placements(model, same, ("pp",))), counts)
+    shared["pp",] |= same
+    return Split(own, merge_placements(*(_placements(model, found, axis) for axis, found in shared.items())), counts)
 
 
 def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
@@ -220,8 +226,10 @@ def _is_trained(sites: Sequence[blocks.Site]) -> bool:
     return any(param.requires_grad for site in sites for param in site.module.parameters())
 
 
-def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dict[str, str]:
-    """Return each name of the weights that the first and the last rank share, with the name in checkpoints.
+def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dict[tuple[str, ...], dict[str, str]]:
+    """Return each name of the weights that ranks share, with the name in checkpoints, by the axis of the ranks.
+
+    The first and the last rank may share a weight, and all ranks.
 
     Raises:
         ModelError: if other ranks share a weight.
@@ -233,17 +241,18 @@ def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dic
             for param in site.module.parameters():
                 if id(param) in names:
                     ranks.setdefault(id(param), {})[owner] = site.path
-    found: dict[str, str] = {}
+    found: dict[tuple[str, ...], dict[str, str]] = {(ENDS,): {}, ("pp",): {}}
     for key, owners in ranks.items():
         if len(owners) == 1:
             continue
-        if set(owners) != {0, plan.pp - 1}:
+        if set(owners) != {0, plan.pp - 1} and len(owners) < plan.pp:
             raise ModelError(
-                f"parameter {names[key][0]!r}: {' and '.join(owners.values())} share it, and are on different ranks "
-                "of the pipeline. Only the first and the last rank may share a weight. Use pp=2, or a split that "
-                "keeps them together."
+                f"parameter {names[key][0]!r}: ranks {', '.join(map(str, sorted(owners)))} of pp={plan.pp} share it "
+                f"({', '.join(owners.values())}). The first and the last rank may share a weight, or all ranks. Use "
+                f"pp=2, or a split that keeps these blocks on one rank."
             )
-        found |= dict.fromkeys(names[key], names[key][0])
+        axis = (ENDS,) if set(owners) == {0, plan.pp - 1} else ("pp",)
+        found[axis] |= dict.fromkeys(names[key], names[key][0])
     return found
 
 

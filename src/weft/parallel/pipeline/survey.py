@@ -13,10 +13,11 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,17 @@ class ValueSurvey:
         if key not in self._routes:
             self._routes[key] = self._survey(forward, batch, training)
         return self._routes[key]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the recorded results of module calls after this context."""
+        known = [{name: value.copy() if isinstance(value, dict | set) else value for name, value in vars(probe).items()}
+                 for probe in self.probes]  # fmt: skip
+        try:
+            yield
+        finally:
+            for probe, values in zip(self.probes, known, strict=True):
+                vars(probe).update(values)
 
     def _survey(self, forward: ForwardFn, batch: Any, training: bool) -> StageRoute:
         device = next((tensor.device for tensor in tensors_in(batch)), torch.device("cpu"))

@@ -30,8 +30,9 @@ from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.stale_references import hook_refusal
 from weft.private_torch import backward_calls, hooks_of_parameter, named_modules
 from weft.train.microbatches import Microbatches
-from weft.train.step.batch_check import Small, limit_of, small_batches
+from weft.train.step.batch_check import limit_of
 from weft.train.step.pure_forward import owner_of_hook, traceless
+from weft.train.step.small_forwards import Small, small_batches
 
 #: Factors of the loss: powers of two, so that rounding does not change. They reach limits that gradients reach later.
 _FACTORS = (2.0**-20, 2.0**20)

@@ -234,7 +234,7 @@ class TrainStep:
             self._data_parallel.prefetch_weights()
         self._pipeline = pipeline_of(model)
         self._checks_gradients = check_batch
-        self._checks_batch = check_batch and self._pipeline is None and (several or mesh.world_size > 1)
+        self._checks_batch = check_batch and (several or mesh.world_size > 1)
         self._experts, self._norms = ExpertBalance(model, mesh), norm_groups_of(model)
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
@@ -342,7 +342,7 @@ class TrainStep:
         if self._checks_batch and self._is_first and not again:
             loss_fn = None if self._compares else self._loss.loss_fn
             first = microbatches[0], samples[0]
-            check_first_batch(self.model, self._with_labels, loss_fn, self.mesh, self._experts, *first)
+            check_first_batch(self.model, self._with_labels, loss_fn, self.mesh, self._experts, *first, self._forward)
             self._checks_batch = False
         self.mesh.pulse.in_step = True
         if self._nominal is None:
