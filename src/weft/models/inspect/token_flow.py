@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,8 @@ from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import has_params, repeated_blocks
 from weft.models.inspect.dry_run import example_of
 from weft.models.inspect.layers import KnownModel
-from weft.models.inspect.token_trace import TokenDivision, TokenRegions, TokenTrace, hidden_place
+from weft.models.inspect.token_regions import TokenDivision, TokenRegions
+from weft.models.inspect.token_trace import TokenTrace, hidden_place
 from weft.private_torch import named_modules
 
 __all__ = ["TokenDivision", "TokenRegions", "find_regions", "hidden_place", "mixing", "why_fixed_attention"]
@@ -32,6 +34,9 @@ _OTHERS = (
 )  # fmt: skip
 #: Suffixes of modules that never mix tokens. Some families have one of the names above in all their class names.
 _NEVER = ("norm", "mlp", "embedding", "embeddings")
+
+#: Attempts to let a module that mixes tokens get all of them.
+_MOST_WIDENED = 12
 
 
 def mixing(module: nn.Module) -> str:
@@ -57,7 +62,7 @@ def find_regions(
     """Return the regions of a model in which its tokens can be divided without being mixed.
 
     They stay divided from the first block to the last if the model allows it. Otherwise they are gathered after each
-    block, so that code between the blocks gets all of them.
+    block, so that code between the blocks gets all of them. Modules inside a block that mix tokens get all of them.
 
     Args:
         model: the full model.
@@ -73,15 +78,15 @@ def find_regions(
     if isinstance(model, KnownModel):
         return TokenRegions(runs, every)
     example = example_of(model, batch=2) if example is None else example
-    flow = _traced(model, TokenRegions(runs, every), division, example)
+    flow, why = _widened(model, TokenRegions(runs, every), division, example)
     if flow.problem is None:
-        return TokenRegions(runs, every, flow.summed)
+        return TokenRegions(runs, every, flow.summed, "", flow.full, why)
     first, units = flow.problem, _called_units(model, every, flow.called, division)
     if units and not division.has_own_loss:
         apart = TokenRegions(tuple((path, path) for path in units), units)
-        flow = _traced(model, apart, division, example)
+        flow, why = _widened(model, apart, division, example)
         if flow.problem is None:
-            return TokenRegions(apart.runs, units, flow.summed, first)
+            return TokenRegions(apart.runs, units, flow.summed, first, flow.full, why)
     problem = flow.problem or first
     if not units:
         problem = (
@@ -91,6 +96,35 @@ def find_regions(
         )
         raise LayoutError(f"{division.where}: {problem} {division.remedy[:1].lower()}{division.remedy[1:]}")
     raise LayoutError(f"{division.where}: {problem} {division.remedy}")
+
+
+def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> tuple[TokenTrace, str]:
+    """Return the trace in which modules that mix tokens get all of them, and the reason for the first such module."""
+    full: set[str] = set()
+    why = ""
+    flow = _traced(model, regions, division, example)
+    for _ in range(_MOST_WIDENED):
+        if flow.problem is None or division.has_own_loss:
+            break
+        near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
+        path = next((path for path in reversed(flow.failed[: near + 1]) if path not in full), None)
+        if path is None or division.style_of(path):
+            break
+        full |= _same_kind(model, path)
+        why = why or flow.problem
+        flow = _traced(model, regions, replace(division, full=full), example)
+    return flow, why
+
+
+def _same_kind(model: nn.Module, path: str) -> set[str]:
+    """Return the paths that differ from `path` only in numbers."""
+    parts = path.split(".")
+    return {
+        each
+        for each, _ in named_modules(model)
+        if len(other := each.split(".")) == len(parts)
+        and all(one == two or (one.isdecimal() and two.isdecimal()) for one, two in zip(parts, other, strict=True))
+    }
 
 
 def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
@@ -118,7 +152,7 @@ def _called_units(
         if not any(one.startswith(f"{path}.") for one in cut):
             return
         if path in called:
-            if not division.is_full(path):  # such a module gets all tokens and divides no tokens
+            if not division.gathers(path):  # such a module gets all tokens and divides no tokens
                 found.append(path)
             return
         for name, _ in modules[path].named_children():

@@ -39,7 +39,9 @@ from weft.parallel.tensor.linear import (
     row_sum,
     summed,
     token_share,
+    with_padding,
     with_sequences,
+    without_padding,
 )
 from weft.parallel.tensor.sequence import ShardedTokens
 
@@ -175,7 +177,8 @@ class Entry:
             inner = copy_to(x, self.line.axis)
         if not is_shared:
             self.close()
-        if is_shared and not self.is_ahead and (self._in_chunks or not self.is_compiled):
+        is_padded = self.line.cuts_tokens and self.part is not None and self.part.padding > 0
+        if is_shared and not is_padded and not self.is_ahead and (self._in_chunks or not self.is_compiled):
             self._begin(inner, x)
         elif self.part is not None:
             self.part.is_open = True
@@ -191,6 +194,7 @@ class Entry:
         if self._in_chunks and is_shared and not self.is_ahead and not compiles:
             return ShardedTokens.of(x, self.line.axis, is_flat=is_flat)
         inner = gather_from(x, self.line.axis, TOKENS)
+        inner = inner if self.part is None else without_padding(inner, self.part)
         return inner.flatten(0, 1) if is_flat else inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -379,6 +383,7 @@ class RowLinear(HoldingLayer):
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
             product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
+        product = with_padding(product, self._weft_part) if line.cuts_tokens else product
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
         out = out.flatten(0, 1) if is_flat else out
         return out if self.bias is None else out + self.bias
