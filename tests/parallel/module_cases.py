@@ -157,7 +157,11 @@ class Memory(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.query, self.keys, self.values = nn.Linear(DIM, DIM), nn.Parameter(torch.randn(12, DIM)), nn.Embedding(12, DIM)
+        self.query, self.keys, self.values = (
+            nn.Linear(DIM, DIM),
+            nn.Parameter(torch.randn(12, DIM)),
+            nn.Embedding(12, DIM),
+        )
 
     def forward(self, x):
         best = (self.query(x) @ self.keys.t()).topk(3, -1)
@@ -327,6 +331,55 @@ class Differential(nn.Module):
         return self.one(x) - self.scale * self.two(x)
 
 
+class Nano(nn.Module):
+    """As in nanoGPT: heads and width are numbers of the module."""
+
+    def __init__(self, heads=4):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.n_head, self.n_embd = heads, DIM
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k, q, v = (one.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for one in (k, q, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Timm(nn.Module):
+    """As in timm: one reshape into queries, keys and values with their heads."""
+
+    def __init__(self, heads=2, known=True, index=False):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.num_heads, self.index = heads, index
+        if known:
+            self.head_dim = DIM // heads
+
+    def forward(self, x):
+        b, n, c = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, self.num_heads, c // self.num_heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (qkv[0], qkv[1], qkv[2]) if self.index else qkv.unbind(0)
+        weights = ((q * 0.5) @ k.transpose(-2, -1)).softmax(dim=-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class Written(Attention):
+    """Heads and their width are attributes of usual names."""
+
+    def __init__(self, heads=2):
+        super().__init__()
+        self.n_heads, self.d_model = heads, DIM
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        shape = (b, t, self.n_heads, -1)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(b, t, self.d_model))
+
+
 # Blocks.
 
 
@@ -435,6 +488,11 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "grouped attention": with_attention(Grouped),
     "attention by hand": with_attention(ByHand),
     "differential attention": with_attention(Differential),
+    "nanoGPT": with_attention(lambda: Nano(2)),
+    "nanoGPT with as many heads as features of one": with_attention(Nano),
+    "timm": with_attention(Timm),
+    "timm by index": with_attention(lambda: Timm(index=True, known=False)),
+    "written heads": with_attention(Written),
     "parallel": lambda: Stack(Parallel),
     "post norm": lambda: Stack(PostNorm),
     "sandwich": lambda: Stack(Sandwich),

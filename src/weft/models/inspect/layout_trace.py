@@ -23,6 +23,7 @@ from weft.models.inspect.feature_flow import FeatureFlow, Mark
 from weft.models.inspect.layers import (
     Heads,
     KnownModel,
+    WrittenHeads,
     input_embeddings,
     is_linear,
     own_parameters,
@@ -239,11 +240,12 @@ class _Trace:
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
     def _before_around(self, module: nn.Module, args: Any) -> None:
-        """Mark the module's direct parameters.
+        """Note the module's heads. Mark the module's direct parameters.
 
         They may have one number per head, like attention sinks, and are then sharded with the heads.
         """
         del args
+        self.flow.written.append(WrittenHeads.of(module))
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
             self.flow.params.add(id(param))
             self.beside[path] = id(param)
@@ -255,6 +257,7 @@ class _Trace:
 
     def _after_around(self, module: nn.Module, args: Any, output: Any) -> None:
         del args
+        self.flow.written.pop()
         first = next((leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)), None)
         mark = self.flow.of(first)
         self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources

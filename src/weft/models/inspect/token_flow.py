@@ -102,7 +102,7 @@ def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, e
     """Return the trace in which modules that mix tokens get all of them, and the reason for the first such module."""
     full: set[str] = set()
     why = ""
-    flow = _traced(model, regions, division, example)
+    flow = first = _traced(model, regions, division, example)
     for _ in range(_MOST_WIDENED):
         if flow.problem is None or division.has_own_loss:
             break
@@ -113,7 +113,7 @@ def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, e
         full |= _same_kind(model, path)
         why = why or flow.problem
         flow = _traced(model, regions, replace(division, full=full), example)
-    return flow, why
+    return (first, "") if flow.problem else (flow, why)
 
 
 def _same_kind(model: nn.Module, path: str) -> set[str]:

@@ -247,10 +247,11 @@ class TokenTrace:
         leaves, tree = tree_flatten(output)
         floats = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         floats = [at for at in floats if leaves[at].requires_grad] or floats
-        place = tokens_at(leaves[floats[0]], floats[0], inputs) if len(floats) == 1 and inputs else None
-        if place is None:
-            self._fail(f"{path} ({self._kind(path)}) returns other tensors with a gradient than one with tokens.")
+        places = [found for at in floats if inputs and (found := tokens_at(leaves[at], at, inputs)) is not None]
+        if len(places) != 1:
+            self._fail(f"{path} ({self._kind(path)}) returns {len(places)} tensors with tokens, and one is supported.")
             return None
+        [place] = places
         leaves[place.position] = self._alias(leaves[place.position])
         self.mark(leaves[place.position], TokenDim(place.dim, place.count))
         self.note([leaves[place.position]])

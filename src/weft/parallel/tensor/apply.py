@@ -24,7 +24,7 @@ from weft.models.adapters import AdaptedLinear
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import replace_class
 from weft.models.inspect.find_layout import find_layout
-from weft.models.inspect.layers import Heads
+from weft.models.inspect.layers import Heads, WrittenHeads
 from weft.models.inspect.rms_norm import rms_form
 from weft.parallel.layers.float8 import refuse_partial
 from weft.parallel.random.streams import ShardPosition, keep_part
@@ -50,6 +50,7 @@ from weft.parallel.tensor.sharded_modules import (
     ColumnLinear,
     Enter,
     Entry,
+    LocalHeads,
     RowLinear,
     ShardedNorm,
     VocabEmbedding,
@@ -60,6 +61,7 @@ from weft.parallel.tensor.trial_step import (
     divided_modules,
     general_path,
     is_tried,
+    is_vetted,
     try_numbers,
     without_layers,
 )
@@ -276,8 +278,7 @@ class _Cutter:
                 around, _, name = path.rpartition(".")
                 self._replace(self.modules[around], name, Placement(cut=("tp",)), dim=0)
         self._apply_to_ties()
-        for path, found in heads.items():
-            localise(self.modules[path], found, self.axis.size)
+        self._localise(heads)
         self.part.whole_paths = tuple(self._ahead())
         if self.sequence is not None:
             shard_tokens(self.model, self.sequence, self.line, self.part)
@@ -286,6 +287,14 @@ class _Cutter:
             self.part.whole_paths += self.sequence.whole
         keep_part(self.model, self.part)
         return self._placements()
+
+    def _localise(self, heads: dict[str, Heads]) -> None:
+        """Set the numbers of heads of modules, and those that code of unknown models writes down, to this rank's."""
+        for path, found in heads.items():
+            written = None if is_vetted(self.model) or path in self.alone else WrittenHeads.of(self.modules[path])
+            localise(self.modules[path], found, self.axis.size)
+            if written is not None:
+                replace_class(self.modules[path], LocalHeads, written=written, ranks=self.axis.size)
 
     def _ahead(self) -> list[str]:
         """Return the paths of unsharded layers whose outputs feed sharded layers."""

@@ -37,8 +37,12 @@ def is_tried(model: nn.Module) -> bool:
     """Return True if a model is small, has materialized values, and does not come from Weft or transformers."""
     tensors = (*model.parameters(), *model.buffers())
     is_small = sum(tensor.numel() for tensor in tensors) <= MOST_PARAMS
-    is_vetted = isinstance(model, layers.KnownModel) or hasattr(model, "base_model_prefix")
-    return is_small and not is_vetted and not any(tensor.is_meta for tensor in tensors)
+    return is_small and not is_vetted(model) and not any(tensor.is_meta for tensor in tensors)
+
+
+def is_vetted(model: nn.Module) -> bool:
+    """Return True if a model comes from Weft or transformers."""
+    return isinstance(model, layers.KnownModel) or hasattr(model, "base_model_prefix")
 
 
 class TrialError(LayoutError):
