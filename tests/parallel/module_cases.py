@@ -509,6 +509,31 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
 # Blocks that mix tokens outside of attention, or read features.
 
 
+class Behind(FeedForward):
+    """Mixes tokens behind the second layer."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(1, keepdim=True)
+
+
+class Counting(Attention):
+    """Takes the number of tokens as an argument."""
+
+    def forward(self, x, length):
+        q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o((q @ k.mT / length @ v).transpose(1, 2).flatten(2))
+
+
+class Counted(PreNorm):
+    def __init__(self):
+        super().__init__(attn=Counting)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x), x.shape[1])
+        return x + self.ff(self.norm2(x))
+
+
 class First(PreNorm):
     """A change of the block's input."""
 
@@ -647,16 +672,22 @@ ILLEGAL: dict[str, Callable[[], nn.Module]] = {
         space=lambda: nn.Sequential(nn.Linear(TOKENS, 16), nn.GELU(), nn.Linear(16, TOKENS)),
     ),
     "fourier": first(lambda b, x: torch.fft.fft2(x).real),
-    "token shift": first(lambda b, x: torch.lerp(x, F.pad(x, (0, 0, 1, -1)), b.mu), mu=lambda: nn.Parameter(torch.rand(DIM))),
+    "token shift": first(
+        lambda b, x: torch.lerp(x, F.pad(x, (0, 0, 1, -1)), b.mu), mu=lambda: nn.Parameter(torch.rand(DIM))
+    ),
     "running mean": first(lambda b, x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]),
     "scan": first(scan),
     "lstm": first(lambda b, x: b.rnn(x)[0], rnn=lambda: nn.LSTM(DIM, DIM, batch_first=True)),
     "pooling": first(lambda b, x: F.max_pool1d(x.mT, 3, 1, 1).mT),
-    "excitation": first(lambda b, x: x * torch.sigmoid(b.side(x.mean(1, keepdim=True))), side=lambda: nn.Linear(DIM, DIM)),
+    "excitation": first(
+        lambda b, x: x * torch.sigmoid(b.side(x.mean(1, keepdim=True))), side=lambda: nn.Linear(DIM, DIM)
+    ),
     "batch norm": first(lambda b, x: b.bn(x.mT).mT, bn=lambda: nn.BatchNorm1d(DIM)),
     "instance norm": first(lambda b, x: F.instance_norm(x.mT).mT),
     "positions": first(lambda b, x: x + b.pos(torch.arange(x.size(1))), pos=lambda: nn.Embedding(TOKENS, DIM)),
-    "position table": first(lambda b, x: x + b.table[: x.size(1)], table=lambda: nn.Parameter(torch.randn(2 * TOKENS, DIM))),
+    "position table": first(
+        lambda b, x: x + b.table[: x.size(1)], table=lambda: nn.Parameter(torch.randn(2 * TOKENS, DIM))
+    ),
     "expert choice": first(expert_choice, gate=lambda: nn.Linear(DIM, 4), side=lambda: nn.Linear(DIM, DIM)),
     "capacity": first(capacity, gate=lambda: nn.Linear(DIM, 4)),
     "capacity by nonzero": first(nonzero_capacity, gate=lambda: nn.Linear(DIM, 4), side=lambda: nn.Linear(DIM, DIM)),
@@ -669,14 +700,20 @@ ILLEGAL: dict[str, Callable[[], nn.Module]] = {
     "sorted": first(sorted_away),
     "mask in another order": first(masked_order),
     "mask of other tokens": first(mask_of_other),
-    "learned mixing": first(lambda b, x: x + b.mix.softmax(-1) @ x, mix=lambda: nn.Parameter(torch.randn(TOKENS, TOKENS))),
+    "learned mixing": first(
+        lambda b, x: x + b.mix.softmax(-1) @ x, mix=lambda: nn.Parameter(torch.randn(TOKENS, TOKENS))
+    ),
     "attention without layers": first(lambda b, x: x + F.scaled_dot_product_attention(x, x, x)),
     "linear attention": first(lambda b, x: x + F.elu(x) @ (F.elu(x).mT @ x)),
     "last token": first(lambda b, x: x + x[:, -1:]),
     "unfold": first(lambda b, x: x + F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1)),
-    "all tokens as features": first(lambda b, x: x + b.side(x.flatten(1)).view_as(x), side=lambda: nn.Linear(TOKENS * DIM, TOKENS * DIM)),
+    "all tokens as features": first(
+        lambda b, x: x + b.side(x.flatten(1)).view_as(x), side=lambda: nn.Linear(TOKENS * DIM, TOKENS * DIM)
+    ),
     "normed tokens": first(lambda b, x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1)),
     "softmax over tokens": first(lambda b, x: x * x.softmax(1)),
+    "mean behind the row layer": with_ff(Behind),
+    "length given": lambda: Stack(Counted),
     "width": wide(lambda h: h / h.shape[-1] ** 0.5),
     "halves": wide(lambda h: torch.cat(h.tensor_split(2, -1)[::-1], -1)),
     "norm of features": wide(lambda h: F.layer_norm(h, h.shape[-1:])),

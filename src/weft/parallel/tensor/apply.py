@@ -236,6 +236,8 @@ class _Cutter:
         parents = {layers.parent_of(path) for path, style in self.styles.items() if style.name == "colwise"}
         # Found on the original layers: sharding replaces their classes.
         self.alone = {path for path in parents if gathers_alone(path, self.modules, self.styles)}
+        together = () if is_vetted(model) else parents - self.alone
+        self.written = {path: WrittenHeads.of(self.modules[path]) for path in together}
         self.sequence: TokenSharding | None = None
         if mesh.plan.sp:
             self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole, regions)
@@ -291,9 +293,8 @@ class _Cutter:
     def _localise(self, heads: dict[str, Heads]) -> None:
         """Set the numbers of heads of modules, and those that code of unknown models writes down, to this rank's."""
         for path, found in heads.items():
-            written = None if is_vetted(self.model) or path in self.alone else WrittenHeads.of(self.modules[path])
             localise(self.modules[path], found, self.axis.size)
-            if written is not None:
+            if (written := self.written.get(path)) is not None:
                 replace_class(self.modules[path], LocalHeads, written=written, ranks=self.axis.size)
 
     def _ahead(self) -> list[str]:
