@@ -23,7 +23,15 @@ from weft.models.inspect.token_regions import TokenDivision, TokenRegions
 from weft.models.inspect.token_trace import TokenTrace, hidden_place
 from weft.private_torch import named_modules
 
-__all__ = ["TokenDivision", "TokenRegions", "find_regions", "hidden_place", "mixing", "why_fixed_attention"]
+__all__ = [
+    "TokenDivision",
+    "TokenRegions",
+    "find_mixers",
+    "find_regions",
+    "hidden_place",
+    "mixing",
+    "why_fixed_attention",
+]
 
 #: Parts of class names of modules that mix tokens: attention, recurrent states, convolutions, and modules that read
 #: several tokens together.
@@ -106,14 +114,52 @@ def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, e
     for _ in range(_MOST_WIDENED):
         if flow.problem is None or division.has_own_loss:
             break
-        near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
-        path = next((path for path in reversed(flow.failed[: near + 1]) if path not in full), None)
-        if path is None or division.style_of(path):
+        found = _next_mixers(model, flow, division, full)
+        if not found:
             break
-        full |= _same_kind(model, path)
+        full |= found
         why = why or flow.problem
         flow = _traced(model, regions, replace(division, full=full), example)
     return (first, "") if flow.problem else (flow, why)
+
+
+def find_mixers(
+    model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
+) -> tuple[str, ...]:
+    """Return the modules that must get all tokens so that the blocks treat each token separately outside of them.
+
+    Args:
+        model: the full model.
+        blocks: paths of the blocks of each chain, in module order.
+        division: the division of tokens. Its `gathering` is not read.
+        example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: if a block's own code mixes tokens or has an unknown operation, or the model cannot be traced.
+    """
+    regions = TokenRegions(
+        tuple((chain[0], chain[-1]) for chain in blocks), tuple(p for chain in blocks for p in chain)
+    )
+    example = example_of(model, batch=2) if example is None else example
+    mixers: set[str] = set()
+    flow = first = _traced(model, regions, replace(division, gathering=()), example)
+    for _ in range(_MOST_WIDENED):
+        found = _next_mixers(model, flow, replace(division, gathering=mixers), mixers) if flow.problem else set()
+        if not found:
+            break
+        mixers |= found
+        flow = _traced(model, regions, replace(division, gathering=mixers), example)
+    if flow.problem is not None:
+        raise LayoutError(f"{division.where}: {first.problem} {division.remedy}")
+    inside = {path for path in mixers if any(path.startswith(f"{other}.") for other in mixers)}
+    return tuple(path for path, _ in named_modules(model) if path in mixers - inside)
+
+
+def _next_mixers(model: nn.Module, flow: TokenTrace, division: TokenDivision, known: Collection[str]) -> set[str]:
+    """Return the innermost modules that mixed tokens in a trace and are not known yet, in all blocks."""
+    near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
+    path = next((path for path in reversed(flow.failed[: near + 1]) if path not in known), None)
+    return set() if path is None or division.style_of(path) else _same_kind(model, path)
 
 
 def _same_kind(model: nn.Module, path: str) -> set[str]:

@@ -207,7 +207,7 @@ class TokenTrace:
         divided = [at for at, leaf in enumerate(leaves) if self.of(leaf) is not None]
         if path in self._division.gathering:
             stream = hidden_place(leaves, self._division.width)
-            if divided and stream is None and not self._division.has_own_loss:
+            if divided and stream is None and self._division.width:
                 self._fail(f"{self.here} mixes tokens and is given no hidden states of (batch, tokens, features).")
             divided = [at for at in divided if stream is None or leaves[at].shape == leaves[stream].shape]
         elif divided and (style == "rowwise" or self._depth or not is_linear(module)):
