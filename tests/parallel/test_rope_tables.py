@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.errors import ModelError
-from weft.parallel.layers.rope_tables import follow_row_lengths
+from weft.parallel.layers.rope_tables import track_row_lengths
 
 SHORT, LONG = 6, 16
 
@@ -29,7 +29,7 @@ def followed(model, cp=1):
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(std=0.3)
-    follow_row_lengths(model, cp)
+    track_row_lengths(model, cp)
     return model
 
 

@@ -193,7 +193,7 @@ class FeatureFlow(TorchFunctionMode):
                     one.misuse(f"uses {{}} in `{name}`")
 
     def _is_written(self, name: str, args: Any, shape: list[int], made: list[int], mark: Mark) -> bool:
-        """Return True if a reshape fits a rank's part with the heads of one rank in place of all heads."""
+        """Return True if a reshape fits a rank's part once it uses the number of heads of one rank."""
         written, sizes = self.written[-1] if self.written else None, sizes_of(name, args, {})
         if written is None or sizes is None or name not in ("view", "reshape"):
             return False

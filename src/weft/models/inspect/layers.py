@@ -274,7 +274,7 @@ class WrittenHeads:
         return next((each for each in reversed(found) if math.prod(each) == total), None)
 
     def _splits_heads(self, sizes: Sequence[int], rest: int) -> bool:
-        """Return True if -1 stands for the features of a head, and a part would have too few of them."""
+        """Return True if -1 would give a part too few features per head."""
         at = sizes.index(-1)
         return at > 0 and sizes[at - 1] in self.counts and rest != self.width
 

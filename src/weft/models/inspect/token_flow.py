@@ -156,7 +156,7 @@ def find_mixers(
 
 
 def _next_mixers(model: nn.Module, flow: TokenTrace, division: TokenDivision, known: Collection[str]) -> set[str]:
-    """Return the innermost modules that mixed tokens in a trace and are not known yet, in all blocks."""
+    """Return the innermost modules that mixed tokens in a trace, of all blocks, without those in `known`."""
     near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
     path = next((path for path in reversed(flow.failed[: near + 1]) if path not in known), None)
     return set() if path is None or division.style_of(path) else _same_kind(model, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,6 +12,9 @@ from torch.overrides import TorchFunctionMode
 from weft.models.inspect.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 from weft.models.inspect.token_rules import TokenDim
 from weft.private_torch import TorchDispatchMode, tree_leaves
+
+if TYPE_CHECKING:
+    from weft.models.inspect.token_trace import TokenTrace
 
 #: Attributes that Python code may read from tokens, because they do not depend on values.
 _ASKED = frozenset((
@@ -26,21 +29,10 @@ _SIZES = frozenset(("shape", "size", "numel", "nelement"))
 _DROPOUT = frozenset(("dropout", "alpha_dropout", "dropout1d"))
 
 
-class Trace(Protocol):
-    """What the modes report to. See `TokenTrace`."""
-
-    def of(self, value: Any) -> TokenDim | None: ...
-    def mark(self, tensor: torch.Tensor, tokens: TokenDim) -> None: ...
-    def note(self, outputs: list[torch.Tensor]) -> None: ...
-    def meet(self, operation: str) -> None: ...
-    def misuse(self, operation: str) -> None: ...
-    def step(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None: ...
-
-
 class TokenOperations(TorchFunctionMode):
     """Mode that records the names of the torch functions that a model calls, and their size queries."""
 
-    def __init__(self, flow: Trace):
+    def __init__(self, flow: TokenTrace):
         super().__init__()
         self.flow, self.name, self.pauses, self.is_over = flow, "", 0, False
 

@@ -53,7 +53,7 @@ class TokenDivision:
 
     styles: styles of sharded layers. gathering: modules that mix tokens: all tokens are gathered before them and
     divided after them. width: features of the hidden states. where: the setting, for messages. remedy: the fix, for
-    messages. has_own_loss: True if each rank computes the loss of its own tokens, so that all gradients are summed
+    messages. has_own_loss: True if each rank computes a loss for its tokens, so that all gradients are summed
     anyway. reading: modules that receive an encoder's states, which are divided too. entries: modules around sharded
     layers that gather the tokens of the first argument with as many features as the value; a row-sharded layer inside
     or behind them divides tokens again. full: modules that get all tokens and compute them on every rank.

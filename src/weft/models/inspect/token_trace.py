@@ -340,7 +340,7 @@ class TokenTrace:
         return after
 
     def _trust(self, args: Any, output: Any) -> None:
-        """Mark the output of a module that is known to treat each token separately."""
+        """Mark the output of experts of transformers, which treat each token separately."""
         self._trusted.pop()
         self._operations.pauses -= 1
         mark = next((mark for leaf in args if (mark := self.of(leaf)) is not None), None)

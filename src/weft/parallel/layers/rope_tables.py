@@ -20,8 +20,8 @@ from weft.errors import ModelError
 from weft.models.inspect import hugging_face
 
 
-def follow_row_lengths(model: nn.Module, cp: int) -> None:
-    """Make a transformers model choose its rotary table for each document, in place. Other models are not changed.
+def track_row_lengths(model: nn.Module, cp: int) -> None:
+    """Make a transformers model choose its rotary table for each document. Other models are not changed.
 
     cp: number of ranks that share a sequence.
     """

@@ -36,7 +36,7 @@ from weft.parallel.tensor.read_layout import (
     check_sizes,
     entry_width,
     find_heads,
-    gathers_alone,
+    gathers_apart,
     is_ahead,
     is_inside,
     is_norm,
@@ -202,7 +202,7 @@ def find_token_regions(
     entries: dict[str, int] = {}
     for path in (path for path, style in styles.items() if style.name == "colwise"):
         parent = layers.parent_of(path)
-        if not gathers_alone(parent, modules, styles) and layers.is_linear(modules[path]):
+        if not gathers_apart(parent, modules, styles) and layers.is_linear(modules[path]):
             entries.setdefault(parent, entry_width(path, modules, styles))
     chains: dict[str, list[str]] = {}
     for path in blocks_outside(model, is_whole):
@@ -235,7 +235,7 @@ class _Cutter:
         self.own = read_own(layout, self.modules)
         parents = {layers.parent_of(path) for path, style in self.styles.items() if style.name == "colwise"}
         # Found on the original layers: sharding replaces their classes.
-        self.alone = {path for path in parents if gathers_alone(path, self.modules, self.styles)}
+        self.alone = {path for path in parents if gathers_apart(path, self.modules, self.styles)}
         together = () if is_vetted(model) else parents - self.alone
         self.written = {path: WrittenHeads.of(self.modules[path]) for path in together}
         self.sequence: TokenSharding | None = None

@@ -173,8 +173,8 @@ def _rows(parent: str, styles: Mapping[str, Style]) -> list[str]:
     return [path for path, style in styles.items() if style.name == "rowwise" and layers.parent_of(path) == parent]
 
 
-def gathers_alone(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if each column-sharded layer of a module is an entry, and the module itself is none."""
+def gathers_apart(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
+    """Return True if each column-sharded layer of a module is an entry, instead of the module."""
     return is_wide(parent, modules, styles) or bool(getattr(modules[parent], "is_cross_attention", False))
 
 

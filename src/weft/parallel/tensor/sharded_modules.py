@@ -450,7 +450,7 @@ class LocalHeads(nn.Module):
 
 
 class _LocalSizes(TorchFunctionMode):
-    """Mode that replaces sizes of all heads by those of this rank, if a tensor has only this rank's features."""
+    """Mode that replaces sizes of all heads by this rank's sizes, if a tensor has only this rank's features."""
 
     def __init__(self, module: nn.Module, written: WrittenHeads, ranks: int):
         super().__init__()
