@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parallel.tp_cases import DIM, HEAD, TOKENS, VOCAB, Attention, FeedForward, outcome
+from tests.parallel.tp_cases import DIM, EQUAL, HEAD, TOKENS, VOCAB, Attention, FeedForward, outcome
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.errors import WeftError
+from weft.parallel.context.context import sequence_in_use, shard_sequence
+from weft.parallel.parallelize import cut
 
 WIDE = 2 * DIM
 
@@ -735,3 +743,43 @@ def module_outcomes(names: list[str], plan: str, tokens: int = TOKENS) -> dict[s
         except Exception as error:  # a case that crashes is an answer too
             found[name] = f"crashed {type(error).__name__}: {error}"
     return found
+
+
+def context_outcomes(names: list[str]) -> dict[str, str]:
+    """Outcomes under cp=2 on this rank."""
+    return {name: context_outcome(CASES[name]) for name in names}
+
+
+def context_outcome(build: Callable[[], nn.Module]) -> str:
+    """Return "equal", "differs ..." or "refused ..." for a model whose sequences two ranks share."""
+    torch.manual_seed(3)
+    model = build().double()
+    other = copy.deepcopy(model)
+    ids, labels = torch.randint(VOCAB, (2, 2, TOKENS), generator=torch.Generator().manual_seed(5))
+    expected = _cross_entropy(model(ids), labels)
+    expected.backward()
+    mesh = build_mesh(Plan.parse("cp=2"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            cut(other, mesh)
+            part = shard_sequence(other, (ids, labels))
+            with sequence_in_use(other):
+                found = _cross_entropy(other(part[0]), part[1])
+                found.backward()
+        except WeftError as error:
+            return f"refused {error}"
+    worst = {"loss": abs(float(all_reduce(found.detach().clone(), mesh["cp"]) / expected.detach()) - 1)}
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    scale = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
+    for name, param in other.named_parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        wanted = torch.zeros_like(param) if grads[name] is None else grads[name]
+        difference = float((all_reduce(grad.clone(), mesh["cp"]) - wanted).abs().max())
+        worst[name] = difference / max(float(wanted.abs().max()), 1e-3 * scale)
+    where = max(worst, key=lambda name: worst[name])
+    return "equal" if worst[where] < EQUAL else f"differs {where} {worst[where]:.2g}"
+
+
+def _cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")

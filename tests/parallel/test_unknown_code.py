@@ -163,3 +163,18 @@ def test_the_number_of_tokens_is_not_given_to_a_module_that_gets_all_of_them():
     model = module_cases.CASES["length given"]()
     with pytest.raises(LayoutError, match="the number of tokens"):
         find_token_regions(model, find_layout(model), nowhere, 2)
+
+
+#: Legal blocks that cp refuses too: attention in the block's own code, and a block that runs twice in a row.
+OPEN_ATTENTION = (*SPLIT_TOKENS, "all in one", "each block twice")
+
+
+@pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full),
+                                   ("parallel", "flat ff", "rotary attention", "all in one", "positions")],
+                         ids=["all", "some"])  # fmt: skip
+def test_own_blocks_under_context_parallelism(ranks2, names):
+    for start in range(0, len(names), 10):
+        part = names[start : start + 10]
+        for name, outcome in ranks2.run(module_cases.context_outcomes, part)[0].items():
+            is_expected = name in module_cases.LEGAL and name not in OPEN_ATTENTION
+            assert outcome.startswith("equal" if is_expected else ("equal", "refused")), f"{name}: {outcome}"

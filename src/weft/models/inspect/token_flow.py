@@ -142,7 +142,7 @@ def find_mixers(
     )
     example = example_of(model, batch=2) if example is None else example
     mixers: set[str] = set()
-    flow = first = _traced(model, regions, replace(division, gathering=()), example)
+    flow = _traced(model, regions, replace(division, gathering=()), example)
     for _ in range(_MOST_WIDENED):
         found = _next_mixers(model, flow, replace(division, gathering=mixers), mixers) if flow.problem else set()
         if not found:
@@ -150,7 +150,7 @@ def find_mixers(
         mixers |= found
         flow = _traced(model, regions, replace(division, gathering=mixers), example)
     if flow.problem is not None:
-        raise LayoutError(f"{division.where}: {first.problem} {division.remedy}")
+        raise LayoutError(f"{division.where}: {flow.problem} {division.remedy}")
     inside = {path for path in mixers if any(path.startswith(f"{other}.") for other in mixers)}
     return tuple(path for path, _ in named_modules(model) if path in mixers - inside)
 
