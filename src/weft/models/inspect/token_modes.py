@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,9 +12,6 @@ from torch.overrides import TorchFunctionMode
 from weft.models.inspect.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 from weft.models.inspect.token_rules import TokenDim
 from weft.private_torch import TorchDispatchMode, tree_leaves
-
-if TYPE_CHECKING:
-    from weft.models.inspect.token_trace import TokenTrace
 
 #: Attributes that Python code may read from tokens, because they do not depend on values.
 _ASKED = frozenset((
@@ -32,8 +29,9 @@ _DROPOUT = frozenset(("dropout", "alpha_dropout", "dropout1d"))
 class TokenOperations(TorchFunctionMode):
     """Mode that records the names of the torch functions that a model calls, and their size queries."""
 
-    def __init__(self, flow: TokenTrace):
+    def __init__(self, flow: Any):
         super().__init__()
+        # The `TokenTrace` to which this mode reports. Naming its type would be an import cycle.
         self.flow, self.name, self.pauses, self.is_over = flow, "", 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
