@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.parallel import feature_cases, token_cases
+from tests.parallel import feature_cases, module_cases, token_cases
 from tests.parallel.tp_cases import Net
 from weft.errors import LayoutError
 from weft.models.inspect.find_layout import find_layout
@@ -16,11 +16,11 @@ from weft.parallel.tensor.read_layout import nowhere
 
 #: What tracing cannot see, and a trial step does.
 UNSEEN = ("log of length", "length of shape", "vmap of length", "custom backward")
+#: A module that mixes tokens gets all of them.
+GATHERED = ("conv",)
 #: A constant for all features, which the norm behind it removes.
 REMOVED = ("length in full",)
 REFUSED = {
-    "twice in a row": "the layout shards no layer",
-    "all again": "the layout shards no layer",
     "condition for each token": r"blocks\.0 \(Block\) calls `mul`",
     "condition kept by the block": r"blocks\.0 \(Block\) reads a tensor made outside of the block",
     "part used outside": "reads a parameter of a block outside of it",
@@ -40,7 +40,7 @@ PARTS = pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full
 
 
 def seen(part):
-    names = [name for name in token_cases.MIXING if name not in (*UNSEEN, *REMOVED)]
+    names = [name for name in token_cases.MIXING if name not in (*UNSEEN, *REMOVED, *GATHERED)]
     return names[part]
 
 
@@ -117,3 +117,64 @@ def test_features_are_divided_only_where_they_stay_apart(ranks2, plan, every):
         legal = [f"{name} in the feed-forward part" for name in feature_cases.LEGAL]
         divided = [name for name in legal if found.get(name) == found[legal[0]]]
         assert len(divided) > 0.8 * len([name for name in legal if name in found])
+
+
+#: Own blocks in the gate.
+SOME_MODULES = ("three layers", "residual ff", "flat ff", "experts by where", "all in one", "each block twice",
+                "nanoGPT", "timm", "mixer", "mean behind the row layer", "mean of an expert")  # fmt: skip
+#: Legal blocks that sp refuses: the block's own code takes a part of the tokens at a time.
+SPLIT_TOKENS = ("chunks of tokens",)
+
+
+@pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full), SOME_MODULES],
+                         ids=["all", "some"])  # fmt: skip
+@pytest.mark.parametrize("plan", [pytest.param("tp=2", marks=pytest.mark.full), "tp=2 sp=on"])
+def test_own_blocks_have_the_numbers_of_one_process(ranks2, plan, names):
+    accepted = set(module_cases.LEGAL) if plan == "tp=2" else set(module_cases.LEGAL) - set(SPLIT_TOKENS)
+    for start in range(0, len(names), 20):
+        check(ranks2, module_cases.module_outcomes, names[start : start + 20], plan, accepted)
+
+
+def test_tokens_that_the_ranks_cannot_share_evenly_are_padded(ranks2):
+    names = ("parallel", "attention by hand", "flat ff", "depthwise convolution")
+    first, _ = ranks2.run(module_cases.module_outcomes, names, "tp=2 sp=on", 7)
+    for name, outcome in first.items():
+        assert outcome.startswith("equal"), f"{name}: {outcome}"
+
+
+@pytest.mark.parametrize("name", ["nanoGPT", "timm", "timm by index", "written heads"])
+def test_heads_that_are_written_down_are_divided(name):
+    layout = find_layout(module_cases.CASES[name]())
+    cut = "q" if name == "written heads" else "c_attn" if name == "nanoGPT" else "qkv"
+    style = layout.style(f"layers.0.attn.{cut}")
+    assert style is not None
+    assert style.name == "colwise"
+
+
+@pytest.mark.parametrize("name", ["mean behind the row layer", "mixer", "experts by where"])
+def test_a_module_that_mixes_tokens_gets_all_of_them(name):
+    model = module_cases.CASES[name]()
+    regions = find_token_regions(model, find_layout(model), nowhere, 2)
+    assert regions.full
+    assert regions.why_full
+
+
+def test_the_number_of_tokens_is_not_given_to_a_module_that_gets_all_of_them():
+    model = module_cases.CASES["length given"]()
+    with pytest.raises(LayoutError, match="the number of tokens"):
+        find_token_regions(model, find_layout(model), nowhere, 2)
+
+
+#: Legal blocks that cp refuses too: attention in the block's own code, and a block that runs twice in a row.
+OPEN_ATTENTION = (*SPLIT_TOKENS, "all in one", "each block twice")
+
+
+@pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full),
+                                   ("parallel", "flat ff", "rotary attention", "all in one", "positions")],
+                         ids=["all", "some"])  # fmt: skip
+def test_own_blocks_under_context_parallelism(ranks2, names):
+    for start in range(0, len(names), 10):
+        part = names[start : start + 10]
+        for name, outcome in ranks2.run(module_cases.context_outcomes, part)[0].items():
+            is_expected = name in module_cases.LEGAL and name not in OPEN_ATTENTION
+            assert outcome.startswith("equal" if is_expected else ("equal", "refused")), f"{name}: {outcome}"

@@ -27,6 +27,7 @@ from weft.parallel.layers.documents import attend_in_documents, separate_by_posi
 from weft.parallel.layers.encoder_items import attend_by_borders
 from weft.parallel.layers.float8 import choose_float8, use_float8
 from weft.parallel.layers.index_check import watch_indices
+from weft.parallel.layers.rope_tables import track_row_lengths
 from weft.parallel.local_means import watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
@@ -120,7 +121,7 @@ def cut(
         tensor_layout, regions = check_full_model(
             model, mesh, layout, *([spread.holds] if spread.shared else []), example=example
         )
-    why_whole = check_sequences(model, mesh)
+    why_whole = check_sequences(model, mesh, example)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     pipeline = pipeline_of(model)
     experts = distribute_experts(model, mesh, layout)
@@ -140,6 +141,7 @@ def cut(
 def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recipe: str) -> None:
     """Change layers before they are sharded."""
     watch_indices(model)
+    track_row_lengths(model, mesh.plan.cp)
     if mesh.plan.compile or mesh.device.type == "cuda":
         attend_by_borders(model)
     if mesh.plan.cp == 1:

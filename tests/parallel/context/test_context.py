@@ -21,7 +21,7 @@ from weft.models.registry import build_decoder
 from weft.models.sampling import generate
 from weft.parallel.context.apply import Context
 from weft.parallel.context.attention import PREFIX, refuse_chunks
-from weft.parallel.context.context import apply_context, context_of, sequence_in_use, shard_sequence
+from weft.parallel.context.context import apply_context, check_sequences, context_of, sequence_in_use, shard_sequence
 from weft.parallel.parallelize import parallelize
 from weft.train.step.evaluation import evaluate
 from weft.train.tasks.decoder import DecoderTask
@@ -233,7 +233,7 @@ def misuse(kind):
     case = DecoderCase(LLAMA)
     model = misused_model(kind) if kind in MODELS else case.model()
     batch = misused_batch(kind, case.batch(0))
-    apply_context(model, mesh)
+    apply_context(model, mesh, check_sequences(model, mesh))
     with sequence_in_use(model):
         batch = shard_sequence(model, batch)
         if isinstance(model, type(case.model())):
@@ -245,8 +245,7 @@ def misuse(kind):
 
 MODELS = ("free", "heads", "dropout", "bias", "layer", "own mask")
 REFUSALS = {
-    "free": "cp=2: Free is neither one of Weft's decoders nor one of transformers, so its attention cannot be "
-    "replaced. Use cp=1.",
+    "free": "cp=2: Free has no repeated blocks between which tokens can be cut. Use cp=1 for this model.",
     "heads": "cp_mode=ulysses: 3 heads and 2 key-value heads cannot be divided over cp=2 and tp=1. "
     "Use cp_mode=ring or cp_mode=gather.",
     "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, and Weft finds that rate under "

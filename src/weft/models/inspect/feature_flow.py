@@ -15,7 +15,16 @@ from typing import Any, TypeGuard
 import torch
 from torch.overrides import TorchFunctionMode
 
-from weft.models.inspect.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
+from weft.models.inspect.counted_sizes import (
+    CONSTANTS,
+    RESHAPES,
+    Counted,
+    counted_in,
+    counted_result,
+    fits_parts,
+    sizes_of,
+)
+from weft.models.inspect.layers import WrittenHeads
 from weft.private_torch import tree_leaves
 
 #: Each value of the result depends on the values at the same position only.
@@ -73,6 +82,7 @@ class FeatureFlow(TorchFunctionMode):
         super().__init__()
         self.trusted = int(is_trusted)
         self.is_over = False
+        self.written: list[WrittenHeads | None] = []  # heads of the running modules around layers
         self.params: set[int] = set()
         self.met: dict[int, frozenset[str]] = {}  # features that were combined with parameters
         self.inside = False
@@ -171,7 +181,9 @@ class FeatureFlow(TorchFunctionMode):
                 self.end(after, f"shards of them are not shards after `{name}`")
                 return
             made[after.dim] //= ranks
-            if not fits_parts(name, args, kwargs, shape, made):
+            if not fits_parts(name, args, kwargs, shape, made) and not self._is_written(
+                name, args, shape, made, before
+            ):
                 self.end(after, f"their number, or the number of heads, is hard-coded in `{name}`; use -1 instead")
         elif name == "__len__" and before is not None and before.dim == 0:
             self.end(before, "code reads their number by len()")
@@ -179,6 +191,15 @@ class FeatureFlow(TorchFunctionMode):
             for one in counted_in((args, kwargs)):
                 if name not in CONSTANTS or one in tree_leaves((args[1:], kwargs.get("fill_value"))):
                     one.misuse(f"uses {{}} in `{name}`")
+
+    def _is_written(self, name: str, args: Any, shape: list[int], made: list[int], mark: Mark) -> bool:
+        """Return True if a reshape fits a rank's part once it uses the number of heads of one rank."""
+        written, sizes = self.written[-1] if self.written else None, sizes_of(name, args, {})
+        if written is None or sizes is None or name not in ("view", "reshape"):
+            return False
+        parts = [each.part if isinstance(each, Counted) else int(each) for each in sizes]
+        found = written.local_sizes(parts, shape, ranks_of(mark))
+        return found is not None and fits_parts(name, (args[0], *found), {}, shape, made)
 
     def _pass_on(self, func: Any, args: Any, kwargs: Any, marked: list[Any], outputs: list[torch.Tensor]) -> None:
         marks = [mark for leaf in marked if (mark := self.of(leaf)) is not None]
@@ -288,8 +309,11 @@ class FlowStep:
 
     def _is_part(self, size: Any) -> bool:
         """Return True if a number of features becomes the number of a rank's part."""
-        return self.flow.trusted > 0 or (
-            isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0)
+        written = self.flow.written[-1] if self.flow.written else None
+        return (
+            self.flow.trusted > 0
+            or (isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0))
+            or (written is not None and size in written.totals and self.name == "split")
         )
 
     def _keep(self, dim: int | None, count: int | None = None) -> Iterator[tuple[torch.Tensor, Mark]]:
@@ -363,6 +387,15 @@ class FlowStep:
     _rms_norm = _layer_norm
 
     def _view(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        old, new, at = self.args[0].shape, self.outputs[0].shape, self.first.dim
+        is_plain = self.first.segment is None and len(self.first.sources) == 1 and at == len(old) - 1
+        if is_plain and len(new) == at + 3 and new[:at] == old[:at] and new[at] == 3:
+            # Queries, keys and values of a fused layer, each with its heads.
+            size = old[at] // 3
+            for start in range(0, old[at], size):
+                self.flow.mark(self.outputs[0], replace(self.first, segment=(start, size)))
+            yield self.outputs[0], replace(self.first, dim=at + 1, count=new[at + 1])
+            return
         yield from self._keep(track_reshape(tuple(self.args[0].shape), tuple(self.outputs[0].shape), self.first.dim))
 
     _reshape = _view_as = _flatten = _unflatten = _reshape_as = _view
@@ -381,6 +414,11 @@ class FlowStep:
     def _permute(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         dims = self.args[1:] if isinstance(self._argument(1, "dims"), int) else self._argument(1, "dims")
         yield from self._keep([dim % self.args[0].dim() for dim in dims].index(self.first.dim))
+
+    def _unbind(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        dim = self._argument(1, "dim", 0) % self.args[0].dim()
+        if dim != self.first.dim:
+            yield from self._keep(self.first.dim - (dim < self.first.dim))
 
     def _unsqueeze(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         place = self._argument(1, "dim") % self.outputs[0].dim()

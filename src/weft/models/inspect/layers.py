@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -216,6 +217,66 @@ class Heads:
             (_GROUPS, self.count // self.kv_count, count // kv_count),
             (_WIDTHS, self.count * self.width, count * self.width),
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenHeads:
+    """Heads of a module whose code writes their number, or the width of all of them, into reshapes and splits.
+
+    counts: numbers of query heads and of key-value heads. width: features of one head.
+    """
+
+    counts: frozenset[int]
+    width: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> WrittenHeads | None:
+        """Return the heads of a module around linear layers, or None if it names no number of heads."""
+        known = Heads.of(module)
+        if known.count:
+            return cls(frozenset((known.count, known.kv_count)), known.width)
+        count = _number(module, _HEADS)
+        inputs = {child.in_features for child in module.children() if isinstance(child, nn.Linear)}
+        if count is None or len(inputs) != 1 or (total := inputs.pop()) % count:
+            return None
+        return cls(frozenset((count, _number(module, _KV_HEADS) or count)), total // count)
+
+    @property
+    def totals(self) -> frozenset[int]:
+        """Features of all heads."""
+        return frozenset(count * self.width for count in self.counts)
+
+    def local_sizes(self, sizes: Sequence[int], shape: Sequence[int], ranks: int) -> list[int] | None:
+        """Return the sizes to which a rank's part is reshaped, or None if the code's sizes fit it or it has no heads.
+
+        Args:
+            sizes: sizes of the full tensor as the code computes them. Heads are behind the dims that stay.
+            shape: shape of the part.
+            ranks: number of ranks that share the heads.
+        """
+        total, product = math.prod(shape), math.prod(sizes)
+        if product == total or (
+            product < 0 and total % product == 0 and not self._splits_heads(sizes, -total // product)
+        ):
+            return None
+        found: list[list[int]] = []
+        for at, size in enumerate(sizes):
+            stays = at - 1 if at and sizes[at - 1] == 3 else at  # behind queries, keys and values of a fused layer
+            before, after = [*sizes[:at]], [*sizes[at + 1 :]]
+            if before[:stays] != [*shape[:stays]]:
+                continue
+            if size in self.counts and size % ranks == 0 and after and after[0] in (-1, self.width):
+                found.append([*before, size // ranks, self.width, *after[1:]])
+            elif size * ranks in self.counts and after and after[0] == self.width * ranks:
+                found.append([*before, size, self.width, *after[1:]])
+            elif size in self.totals and size % ranks == 0:
+                found.append([*before, size // ranks, *after])
+        return next((each for each in reversed(found) if math.prod(each) == total), None)
+
+    def _splits_heads(self, sizes: Sequence[int], rest: int) -> bool:
+        """Return True if -1 would give a part too few features per head."""
+        at = sizes.index(-1)
+        return at > 0 and sizes[at - 1] in self.counts and rest != self.width
 
 
 def _number(owner: Any, names: tuple[str, ...]) -> int | None:

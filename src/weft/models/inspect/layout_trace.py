@@ -23,6 +23,7 @@ from weft.models.inspect.feature_flow import FeatureFlow, Mark
 from weft.models.inspect.layers import (
     Heads,
     KnownModel,
+    WrittenHeads,
     input_embeddings,
     is_linear,
     own_parameters,
@@ -170,21 +171,22 @@ class _Trace:
 
     def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
+        sources = frozenset[str]()
         if mark is not None and mark.dim == args[0].dim() - 1:
-            self.ends[path] = self.ends.get(path, mark.sources) | mark.sources
+            sources = mark.sources
         elif mark is not None:
             self.flow.end(mark, f"its features are not the last dim of what {path} reads")
-        else:
-            self.ends.setdefault(path, frozenset())
+        before = self.ends.get(path, sources)
+        for other in (path, *(before ^ sources)) if before != sources else ():
+            self.flow.broken.setdefault(other, f"{path} is called again on other features")
+        self.ends[path] = before | sources
         self.flow.inside = True
 
     def _after_linear(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         del args
         path, (outputs, inputs) = self.paths[id(module)], weight_of(module).shape
         self.flow.inside = False
-        if path in self.sizes:
-            self.flow.broken.setdefault(path, "it is called twice")
-        else:
+        if path not in self.sizes:
             self.order.append(path)
         self.sizes[path] = (outputs, inputs)
         self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, outputs))
@@ -238,11 +240,12 @@ class _Trace:
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
     def _before_around(self, module: nn.Module, args: Any) -> None:
-        """Mark the module's direct parameters.
+        """Note the module's heads. Mark the module's direct parameters.
 
         They may have one number per head, like attention sinks, and are then sharded with the heads.
         """
         del args
+        self.flow.written.append(WrittenHeads.of(module))
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
             self.flow.params.add(id(param))
             self.beside[path] = id(param)
@@ -254,6 +257,7 @@ class _Trace:
 
     def _after_around(self, module: nn.Module, args: Any, output: Any) -> None:
         del args
+        self.flow.written.pop()
         first = next((leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)), None)
         mark = self.flow.of(first)
         self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
@@ -284,6 +288,8 @@ class _Trace:
                 continue  # a pair with one layer outside of the blocks, such as a conditioning layer
             if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
+            if any(self.ends.get(source, frozenset()) & family for source in family):
+                continue  # such a layer reads all features of the others, as in h + layer(h)
             names = ", ".join(sorted({source.rpartition(".")[2] for source in family.difference(self.own)}))
             for source in sorted(family - styles.keys(), key=(*self.order, *self.own).index):
                 styles[source], reasons[source] = self._column(source, path)
@@ -296,6 +302,7 @@ class _Trace:
                 styles[path], reasons[path] = "replicate", "works on no features that are divided"
         self._ahead(styles, reasons)
         modules = dict(named_modules(self.model))
+        self._undivided(styles, reasons, modules)
         position = {path: place for place, path in enumerate((*modules, *own_parameters(modules)))}
         ordered = sorted(styles, key=lambda path: position[path])
         return {path: styles[path] for path in ordered}, reasons
@@ -339,6 +346,21 @@ class _Trace:
             if any(path in self.sizes for path in rest):
                 for path in rest:
                     styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
+
+    def _undivided(self, styles: dict[str, str], reasons: dict[str, str], modules: Mapping[str, nn.Module]) -> None:
+        """Add modules near sharded layers that read no sharded features, such as a layer behind a row-sharded one."""
+        columns = {path for path, style in styles.items() if style.startswith("colwise")}
+        for around in {parent_of(path) for path in columns} - {""}:
+            if any("norm" in type(child).__name__.lower() for child in modules[around].children()):
+                continue  # its sharded layers are separate parts
+            for name, module in named_modules(modules[around]):
+                path = f"{around}.{name}"
+                seen = self.ends.get(path, frozenset()) | self.inside.get(path, frozenset())
+                is_free = (
+                    bool(name) and path not in styles and not seen & columns and path in {*self.ends, *self.inside}
+                )
+                if is_free and next(module.parameters(recurse=False), None) is not None:
+                    styles[path], reasons[path] = "replicate", "works on no features that are divided"
 
     def _read_outside(self) -> set[tuple[str, str]]:
         """Return (layer, name) of parameters that are read outside of their layers, whose columns stay together."""

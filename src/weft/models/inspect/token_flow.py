@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,10 +19,19 @@ from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import has_params, repeated_blocks
 from weft.models.inspect.dry_run import example_of
 from weft.models.inspect.layers import KnownModel
-from weft.models.inspect.token_trace import TokenDivision, TokenRegions, TokenTrace, hidden_place
+from weft.models.inspect.token_regions import TokenDivision, TokenRegions
+from weft.models.inspect.token_trace import TokenTrace, hidden_place
 from weft.private_torch import named_modules
 
-__all__ = ["TokenDivision", "TokenRegions", "find_regions", "hidden_place", "mixing", "why_fixed_attention"]
+__all__ = [
+    "TokenDivision",
+    "TokenRegions",
+    "find_mixers",
+    "find_regions",
+    "hidden_place",
+    "mixing",
+    "why_fixed_attention",
+]
 
 #: Parts of class names of modules that mix tokens: attention, recurrent states, convolutions, and modules that read
 #: several tokens together.
@@ -32,6 +42,9 @@ _OTHERS = (
 )  # fmt: skip
 #: Suffixes of modules that never mix tokens. Some families have one of the names above in all their class names.
 _NEVER = ("norm", "mlp", "embedding", "embeddings")
+
+#: Attempts to let a module that mixes tokens get all of them.
+_MOST_WIDENED = 12
 
 
 def mixing(module: nn.Module) -> str:
@@ -57,7 +70,7 @@ def find_regions(
     """Return the regions of a model in which its tokens can be divided without being mixed.
 
     They stay divided from the first block to the last if the model allows it. Otherwise they are gathered after each
-    block, so that code between the blocks gets all of them.
+    block, so that code between the blocks gets all of them. Modules inside a block that mix tokens get all of them.
 
     Args:
         model: the full model.
@@ -73,15 +86,15 @@ def find_regions(
     if isinstance(model, KnownModel):
         return TokenRegions(runs, every)
     example = example_of(model, batch=2) if example is None else example
-    flow = _traced(model, TokenRegions(runs, every), division, example)
+    flow, why = _widened(model, TokenRegions(runs, every), division, example)
     if flow.problem is None:
-        return TokenRegions(runs, every, flow.summed)
+        return TokenRegions(runs, every, flow.summed, "", flow.full, why)
     first, units = flow.problem, _called_units(model, every, flow.called, division)
     if units and not division.has_own_loss:
         apart = TokenRegions(tuple((path, path) for path in units), units)
-        flow = _traced(model, apart, division, example)
+        flow, why = _widened(model, apart, division, example)
         if flow.problem is None:
-            return TokenRegions(apart.runs, units, flow.summed, first)
+            return TokenRegions(apart.runs, units, flow.summed, first, flow.full, why)
     problem = flow.problem or first
     if not units:
         problem = (
@@ -91,6 +104,73 @@ def find_regions(
         )
         raise LayoutError(f"{division.where}: {problem} {division.remedy[:1].lower()}{division.remedy[1:]}")
     raise LayoutError(f"{division.where}: {problem} {division.remedy}")
+
+
+def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> tuple[TokenTrace, str]:
+    """Return the trace in which modules that mix tokens get all of them, and the reason for the first such module."""
+    full: set[str] = set()
+    why = ""
+    flow = first = _traced(model, regions, division, example)
+    for _ in range(_MOST_WIDENED):
+        if flow.problem is None or division.has_own_loss:
+            break
+        found = _next_mixers(model, flow, division, full)
+        if not found:
+            break
+        full |= found
+        why = why or flow.problem
+        flow = _traced(model, regions, replace(division, full=full), example)
+    return (first, "") if flow.problem else (flow, why)
+
+
+def find_mixers(
+    model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
+) -> tuple[str, ...]:
+    """Return the modules that must get all tokens so that the blocks treat each token separately outside of them.
+
+    Args:
+        model: the full model.
+        blocks: paths of the blocks of each chain, in module order.
+        division: the division of tokens. Its `gathering` is not read.
+        example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: if a block's own code mixes tokens or has an unknown operation, or the model cannot be traced.
+    """
+    regions = TokenRegions(
+        tuple((chain[0], chain[-1]) for chain in blocks), tuple(p for chain in blocks for p in chain)
+    )
+    example = example_of(model, batch=2) if example is None else example
+    mixers: set[str] = set()
+    flow = _traced(model, regions, replace(division, gathering=()), example)
+    for _ in range(_MOST_WIDENED):
+        found = _next_mixers(model, flow, replace(division, gathering=mixers), mixers) if flow.problem else set()
+        if not found:
+            break
+        mixers |= found
+        flow = _traced(model, regions, replace(division, gathering=mixers), example)
+    if flow.problem is not None:
+        raise LayoutError(f"{division.where}: {flow.problem} {division.remedy}")
+    inside = {path for path in mixers if any(path.startswith(f"{other}.") for other in mixers)}
+    return tuple(path for path, _ in named_modules(model) if path in mixers - inside)
+
+
+def _next_mixers(model: nn.Module, flow: TokenTrace, division: TokenDivision, known: Collection[str]) -> set[str]:
+    """Return the innermost modules that mixed tokens in a trace, of all blocks, without those in `known`."""
+    near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
+    path = next((path for path in reversed(flow.failed[: near + 1]) if path not in known), None)
+    return set() if path is None or division.style_of(path) else _same_kind(model, path)
+
+
+def _same_kind(model: nn.Module, path: str) -> set[str]:
+    """Return the paths that differ from `path` only in numbers."""
+    parts = path.split(".")
+    return {
+        each
+        for each, _ in named_modules(model)
+        if len(other := each.split(".")) == len(parts)
+        and all(one == two or (one.isdecimal() and two.isdecimal()) for one, two in zip(parts, other, strict=True))
+    }
 
 
 def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
@@ -118,7 +198,7 @@ def _called_units(
         if not any(one.startswith(f"{path}.") for one in cut):
             return
         if path in called:
-            if not division.is_full(path):  # such a module gets all tokens and divides no tokens
+            if not division.gathers(path):  # such a module gets all tokens and divides no tokens
                 found.append(path)
             return
         for name, _ in modules[path].named_children():

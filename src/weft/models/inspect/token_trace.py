@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from weft.config.layout import Style
 from weft.models.inspect import hugging_face
-from weft.models.inspect.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
+from weft.models.inspect.counted_sizes import CONSTANTS, counted_in
 from weft.models.inspect.dry_run import call_traced, is_named
+from weft.models.inspect.layers import is_linear
+from weft.models.inspect.token_modes import TokenOperations, TokenWatch
+from weft.models.inspect.token_regions import FullModule, TokenDivision, TokenRegions, TokensAt
 from weft.models.inspect.token_rules import TokenDim, TokensMeet, TokenStep
-from weft.private_torch import TorchDispatchMode, named_modules, tree_flatten, tree_leaves, tree_unflatten
+from weft.private_torch import named_modules, tree_flatten, tree_leaves, tree_unflatten
 
 #: Dim of the tokens in the blocks' inputs, (batch, tokens, features).
 TOKENS = 1
-#: Attributes that Python code may read from tokens, because they do not depend on values.
-_ASKED = frozenset((
-    "dim", "ndim", "ndimension", "dtype", "device", "requires_grad", "is_floating_point", "is_complex", "is_contiguous",
-    "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "itemsize", "get_device", "type",
-    "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "names", "is_tensor",
-    "_version", "is_mkldnn", "retains_grad", "__set__", "requires_grad_", "data_ptr", "is_inference", "stride",
-    "__setitem__",
-))  # fmt: skip
-_SIZES = frozenset(("shape", "size", "numel", "nelement"))
-#: Functions that read shapes and draw random numbers internally, but treat each token separately.
-_DROPOUT = frozenset(("dropout", "alpha_dropout", "dropout1d"))
 #: Operations with a constant result if their inputs are constant or absent.
 _UNIFORM = frozenset((
     "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "scalar_tensor", "empty_strided",
@@ -40,50 +29,11 @@ _UNIFORM = frozenset((
 ))  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRegions:
-    """Regions of a forward in which tokens are divided. runs: the first and the last module of each region.
-
-    units: the modules whose parameters read a part of the tokens. summed: for each unit, positions of outside tensors
-    among its flattened arguments (positional, then keyword), whose gradients are sums over the ranks. why_apart: the
-    reason why tokens are gathered after each unit, or "" if they stay divided from one to the next.
-    """
-
-    runs: tuple[tuple[str, str], ...]
-    units: tuple[str, ...]
-    summed: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
-    why_apart: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDivision:
-    """Division of tokens by a technique.
-
-    styles: styles of sharded layers. gathering: modules that get all tokens. width: features of the hidden states.
-    where: the setting, for messages. remedy: the fix, for messages. has_own_loss: True if each rank computes the loss
-    of its own tokens, so that all gradients are summed anyway. reading: modules that receive an encoder's states, which
-    are divided too.
-    """
-
-    styles: Mapping[str, Style]
-    gathering: Collection[str]
-    width: int
-    where: str = "sp=on"
-    remedy: str = "Use sp=off."
-    has_own_loss: bool = False
-    reading: Collection[str] = ()
-
-    def is_full(self, path: str) -> bool:
-        """Return whether a module works on all tokens."""
-        style = self.styles.get(path)
-        return path in self.gathering or (style is not None and style.name in ("colwise", "rowwise"))
-
-
 class TokenTrace:
     """Trace of the tokens in forwards of a model.
 
-    problem: the first operation or use without a rule, or None. called: paths of modules that ran. summed: see
-    `TokenRegions`.
+    problem: the first operation or use without a rule, or None. failed: modules of the block that ran then, outermost
+    first. called: paths of modules that ran. summed, full: see `TokenRegions`.
 
     Args:
         model: the full model.
@@ -93,17 +43,22 @@ class TokenTrace:
 
     def __init__(self, model: nn.Module, regions: TokenRegions, division: TokenDivision):
         self.problem: str | None = None
+        self.failed: tuple[str, ...] = ()
+        self.full: dict[str, FullModule] = {}
         self.called: set[str] = set()
         self.summed: dict[str, frozenset[int]] = {}
         self._model, self._division = model, division
         self._first = dict[str, str](regions.runs)
         self._units = frozenset(regions.units)
-        self._operations = _Operations(self)
+        self._operations = TokenOperations(self)
         self._reset()
 
     def _reset(self) -> None:
         self._stack: list[str] = []
-        self._depth = 0  # number of running modules that get all tokens
+        self._depth = 0  # number of running modules that gather tokens
+        self._region = ""  # the running module that gets all tokens and computes them on every rank
+        self._region_inputs: tuple[TokensAt, ...] = ()
+        self._made: set[int] = set()  # tensors and parameters of that module
         self._open: str | None = None  # tokens are gathered after this module
         self._ends: list[str] = []
         self._unit: list[str] = []
@@ -114,6 +69,7 @@ class TokenTrace:
         self._uniform: set[int] = set()
         self._inner: set[int] = set()
         self._owned: set[int] = set()
+        self._full_owned: set[int] = set()
         self._bases: dict[int, torch.Tensor] = {}
 
     def follow(self, example: Any, training: bool) -> None:
@@ -131,14 +87,14 @@ class TokenTrace:
             for handle in handles:
                 handle.remove()
             self._operations.is_over = True
-            self._operations = _Operations(self)
+            self._operations = TokenOperations(self)
 
     @contextmanager
     def _watched(self, inputs: Any) -> Generator[None]:
         del inputs
         self._reset()
         with ExitStack() as stack:
-            stack.enter_context(_Watch(self._operations))
+            stack.enter_context(TokenWatch(self._operations))
             stack.enter_context(self._operations)
             yield
 
@@ -146,12 +102,10 @@ class TokenTrace:
         return type(self._model.get_submodule(path)).__name__
 
     def _fail(self, problem: str) -> None:
-        self.problem = self.problem or problem
-
-    @property
-    def is_full(self) -> bool:
-        """True if a module that gets all tokens is running."""
-        return self._depth > 0
+        if self.problem is None:
+            self.problem = problem
+            inside = self._stack.index(self._unit[-1]) + 1 if self._unit else len(self._stack)
+            self.failed = tuple(self._stack[inside:])
 
     @property
     def here(self) -> str:
@@ -168,11 +122,10 @@ class TokenTrace:
 
     def misuse(self, operation: str) -> None:
         """Record that code depends on the number of tokens."""
-        if not self._depth:
-            self._fail(
-                f"{self.here} {operation.format('the number of tokens')}, and outside of sharded layers that is the "
-                "number of a rank's tokens, not of all."
-            )
+        self._fail(
+            f"{self.here} {operation.format('the number of tokens')}, and outside of sharded layers that is the number "
+            "of a rank's tokens, not of all."
+        )
 
     def of(self, value: Any) -> TokenDim | None:
         """Return the tokens of a tensor, or None."""
@@ -185,6 +138,15 @@ class TokenTrace:
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
+
+    def _full_alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's tokens of all ranks, which have no mark."""
+        mark = self._marks[id(tensor)]
+        if mark.inner > 1 or (mark.dim != TOKENS and (mark.dim or tensor.dim() != 2)):
+            self._fail(f"{self.here} is given tokens in another dim than that of (batch, tokens, features).")
+        found = self._alias(tensor)
+        self.note([found])
+        return found
 
     def _unseen(self, hook: Any) -> Any:
         """Return a hook whose own operations are not traced."""
@@ -200,21 +162,103 @@ class TokenTrace:
             self._stack.append(path)
             self.called.add(path)
             if not path:
-                named = dict(named_modules(module))
-                self._owned = {id(param) for unit in self._units for param in named[unit].parameters()}
-            replaced = self._enter_unit(path, module, args, kwargs) if path in self._units and not self._depth else None
+                self._find_owned(module)
+            if self._region:
+                return None
+            if path in self._units:
+                args, kwargs = self._enter_unit(path, module, args, kwargs) or (args, kwargs)
             if hugging_face.keeps_tokens_apart(module) and self._unit and not self._depth:
                 self._operations.pauses += 1
                 self._trusted.append(path)
-            if self._division.is_full(path):
+            if path in self._division.full:
+                return self._enter_full(path, module, args, kwargs)
+            if self._division.gathers(path):
                 if not self._unit and any(path.startswith(f"{unit}.") for unit in self._units):
                     self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
-                if self._depth == 0 and self._unit:
-                    self._check_arguments(args, kwargs)
+                if self._unit:
+                    if self._depth == 0:
+                        self._check_arguments(args, kwargs)
+                    args, kwargs = self._gather(path, module, args, kwargs)
                 self._depth += 1
-            return replaced
+            return args, kwargs
 
         return before
+
+    def _find_owned(self, model: nn.Module) -> None:
+        named = dict(named_modules(model))
+        self._owned = {id(param) for unit in self._units for param in named[unit].parameters()}
+        self._full_owned = {id(param) for path in self._division.full for param in named[path].parameters()}
+
+    def _gather(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return a module's arguments, of which it gathers the tokens. Code in it gets the number of all tokens."""
+        if (counted := next(counted_in((args, kwargs)), None)) is not None:
+            counted.misuse("gives {} to a module that gets all of them")
+        width, style = self._division.entries.get(path), self._division.style_of(path)
+        if width is not None:
+            values = [*args, *kwargs.values()]
+            names = [*inspect.signature(module.forward).parameters][: len(args)]
+            states = [name in ("encoder_hidden_states", "key_value_states") for name in (*names, *kwargs)]
+            for at, value in enumerate(values):
+                if self.of(value) is not None and (value.shape[-1] == width or (self._division.reading and states[at])):
+                    values[at] = self._full_alias(value)
+                    width = None if value.shape[-1] == width else width
+            return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        leaves, tree = tree_flatten((args, kwargs))
+        divided = [at for at, leaf in enumerate(leaves) if self.of(leaf) is not None]
+        if path in self._division.gathering:
+            stream = hidden_place(leaves, self._division.width)
+            if divided and stream is None and self._division.width:
+                self._fail(f"{self.here} mixes tokens and is given no hidden states of (batch, tokens, features).")
+            divided = [at for at in divided if stream is None or leaves[at].shape == leaves[stream].shape]
+        elif divided and (style == "rowwise" or self._depth or not is_linear(module)):
+            self._fail(f"{self.here} is given tokens of one rank in code with those of all ranks.")
+        for at in divided:
+            leaves[at] = self._full_alias(leaves[at])
+        return tree_unflatten(leaves, tree)
+
+    def _enter_full(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a module that gets all tokens, without marks."""
+        if not self._unit:
+            self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
+        leaves, tree = tree_flatten((args, kwargs))
+        if next(counted_in((args, kwargs)), None) is not None:
+            self._fail(f"{self.here} is given a number that was computed from the number of tokens.")
+        inputs: list[TokensAt] = []
+        for at, leaf in enumerate(leaves):
+            if (mark := self.of(leaf)) is not None:
+                if mark.inner > 1 or (mark.dim > 0) != (leaf.shape[mark.dim] == mark.count):
+                    self._fail(
+                        f"{self.here} is given tokens that are joined with features, or in front of the samples."
+                    )
+                inputs.append(TokensAt(at, mark.dim, leaf.shape[mark.dim] // mark.count, mark.count))
+                leaves[at] = self._alias(leaf)
+            elif isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                self._fail(f"{self.here} is given a tensor with a gradient that has no tokens.")
+        if not inputs:
+            self._fail(f"{self.here} is given no tokens.")
+        self._region, self._region_inputs = path, tuple(inputs)
+        self._made = {id(leaf) for leaf in leaves} | {id(param) for param in module.parameters()}
+        self._kept += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tree_unflatten(leaves, tree)
+
+    def _leave_full(self, output: Any) -> Any:
+        """Return the output of a module that gets all tokens, with marks on its tokens."""
+        path, inputs, self._region = self._region, self._region_inputs, ""
+        leaves, tree = tree_flatten(output)
+        floats = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        floats = [at for at in floats if leaves[at].requires_grad] or floats
+        places = [found for at in floats if inputs and (found := tokens_at(leaves[at], at, inputs)) is not None]
+        if len(places) != 1:
+            self._fail(f"{path} ({self._kind(path)}) returns {len(places)} tensors with tokens, and one is supported.")
+            return None
+        [place] = places
+        leaves[place.position] = self._alias(leaves[place.position])
+        self.mark(leaves[place.position], TokenDim(place.dim, place.count))
+        self.note([leaves[place.position]])
+        found = FullModule(inputs, place)
+        if self.full.setdefault(path, found) != found:
+            self._fail(f"{path} ({self._kind(path)}) is given tokens in other arguments in another call.")
+        return tree_unflatten(leaves, tree)
 
     def _enter_unit(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -274,30 +318,18 @@ class TokenTrace:
     def _leave(self, path: str) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             self._stack.pop()
+            if self._region:
+                return self._leave_full(output) if path == self._region else None
             if not path:
                 self._check_kept(module)
             if self._trusted and self._trusted[-1] == path:
-                self._trusted.pop()
-                self._operations.pauses -= 1
-                mark = next((mark for leaf in args if (mark := self.of(leaf)) is not None), None)
-                for leaf in tree_leaves(output):
-                    if (
-                        mark is not None
-                        and isinstance(leaf, torch.Tensor)
-                        and leaf.shape[mark.dim] == args[0].shape[mark.dim]
-                    ):
-                        self.mark(leaf, mark)
-                    self.note([leaf])
-            if self._division.is_full(path):
+                self._trust(args, output)
+            if self._division.gathers(path):
                 self._depth -= 1
-                style = self._division.styles.get(path)
-                if (
-                    self._depth == 0
-                    and self._unit
-                    and (path in self._division.gathering or (style and style.name == "rowwise"))
-                ):
-                    self._mark_hidden(output)
-            if self._unit and self._unit[-1] == path and not self._depth:
+                is_row = self._division.style_of(path) == "rowwise"
+                if self._unit and (is_row or path in self._division.gathering):
+                    self._mark_hidden(output, None if is_row else self._division.width)
+            if self._unit and self._unit[-1] == path:
                 self._unit.pop()
                 self._own.pop()
                 if path == self._open:
@@ -306,6 +338,16 @@ class TokenTrace:
             return None
 
         return after
+
+    def _trust(self, args: Any, output: Any) -> None:
+        """Mark the output of experts of transformers, which treat each token separately."""
+        self._trusted.pop()
+        self._operations.pauses -= 1
+        mark = next((mark for leaf in args if (mark := self.of(leaf)) is not None), None)
+        for leaf in tree_leaves(output):
+            if mark is not None and isinstance(leaf, torch.Tensor) and leaf.shape[mark.dim] == args[0].shape[mark.dim]:
+                self.mark(leaf, mark)
+            self.note([leaf])
 
     def _check_kept(self, model: nn.Module) -> None:
         """Check that blocks store no numbers with a gradient, such as a loss.
@@ -322,11 +364,12 @@ class TokenTrace:
                             "computes it from a part of the tokens."
                         )
 
-    def _mark_hidden(self, output: Any) -> None:
+    def _mark_hidden(self, output: Any, width: int | None) -> None:
         """Mark the output of row-parallel layers and of modules that get all tokens, since it is divided again."""
-        width = self._division.width
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (width,):
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                continue
+            if width is None or leaf.shape[-1:] == (width,):
                 if leaf.dim() >= 3:
                     self.mark(leaf, _stream(leaf))
                 elif leaf.dim() == 2:
@@ -355,21 +398,28 @@ class TokenTrace:
             outputs: the tensors that it returned.
         """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._region:
+            if any(self.of(leaf) is not None or (leaf.requires_grad and id(leaf) not in self._made) for leaf in given):
+                self._fail(f"{self.here} reads a tensor from outside of {self._region} in `{name}`.")
+            self._made |= {id(output) for output in outputs}
+            self._kept += outputs
+            return
         self._check_sources(name, given)
         is_uniform = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in self._uniform
         self._follow_bases(func, args, outputs)
-        if not self._depth:
-            if all(self.of(leaf) is None for leaf in given):
-                self._follow_uniform(name, func, args, given, outputs)
-            elif not outputs:
-                self.meet(name)
-            else:
-                self._check_foreign(name, given)
-                self._follow_tokens(name, TokenStep(func, args, kwargs, outputs, self.of, self._is_alike), is_uniform)
+        if all(self.of(leaf) is None for leaf in given):
+            self._follow_uniform(name, func, args, given, outputs)
+        elif not outputs:
+            self.meet(name)
+        else:
+            self._check_foreign(name, given)
+            self._follow_tokens(name, TokenStep(func, args, kwargs, outputs, self.of, self._is_alike), is_uniform)
         self.note(outputs)
 
     def _check_sources(self, name: str, given: list[torch.Tensor]) -> None:
         """Check that code outside of blocks uses no tensors or parameters of blocks, and the reverse."""
+        if any(id(leaf) in self._full_owned and leaf.requires_grad for leaf in given):
+            self._fail(f"{self.here} reads a parameter of a module that gets all tokens outside of it, in `{name}`.")
         if self._open is None:
             self._outside(given, f"`{name}`")
         if self._unit and self._open is not None:
@@ -477,111 +527,18 @@ def hidden_place(leaves: Sequence[Any], width: int) -> int | None:
     return None
 
 
+def tokens_at(output: torch.Tensor, position: int, inputs: Sequence[TokensAt]) -> TokensAt | None:
+    """Return the dim with the tokens of the output of a module that got all tokens, or None if several could be."""
+    count = inputs[0].count
+    dims = [dim for dim, size in enumerate(output.shape) if size == count]
+    if any(one.count != count for one in inputs) or len(dims) > 1:
+        return None
+    if dims:
+        return TokensAt(position, dims[0], 1, count) if dims[0] else None
+    samples = [one.samples for one in inputs if one.samples > 1]
+    is_flat = bool(samples) and output.dim() > 1 and output.shape[0] == samples[0] * count
+    return TokensAt(position, 0, samples[0], count) if is_flat else None
+
+
 def _stream(hidden: torch.Tensor) -> TokenDim:
     return TokenDim(TOKENS, hidden.shape[TOKENS])
-
-
-class _Operations(TorchFunctionMode):
-    """Mode that records the names of the torch functions that a model calls, and their size queries."""
-
-    def __init__(self, flow: TokenTrace):
-        super().__init__()
-        self.flow, self.name, self.pauses, self.is_over = flow, "", 0, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self.pauses:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        if name == "__get__":
-            name = getattr(func.__self__, "__name__", name)
-        if name in ("__contains__", "__bool__") and args[0].is_meta:
-            if self.flow.of(args[0]) is not None:
-                self.flow.meet(name.strip("_"))
-            return False  # "is there padding in these ids?" has no answer without numbers
-        self.name = name.strip("_") if name.startswith("_") else name
-        if name in _DROPOUT and args and self.flow.of(args[0]) is not None:
-            return self._dropped(func, args, kwargs)
-        result = func(*args, **kwargs)
-        return result if self.is_over else self._look(name, args, kwargs, result)
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Pause the trace inside the context."""
-        self.pauses += 1
-        try:
-            yield
-        finally:
-            self.pauses -= 1
-
-    def _dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with self.paused():
-            result = func(*args, **kwargs)
-        mark = self.flow.of(args[0])
-        assert mark is not None
-        self.flow.mark(result, mark)
-        self.flow.note([result])
-        return result
-
-    def _misuse(self, what: str) -> None:
-        if not self.is_over:
-            self.flow.misuse(what)
-
-    def _look(self, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        """Check a function's size queries and its use of sizes, and return its result."""
-        flow = self.flow
-        first = args[0] if args else None
-        mark = flow.of(first)
-        if mark is not None and not flow.is_full:
-            assert isinstance(first, torch.Tensor)
-            size = first.shape[mark.dim]
-            if name in _SIZES and size > mark.inner:
-                return counted_result(name, args, kwargs, result, mark.dim, size // mark.ranks, self._misuse)
-            if name == "__len__" and mark.dim == 0:
-                self._misuse("reads {} by len()")
-            elif name in RESHAPES and isinstance(result, torch.Tensor):
-                self._check_reshape(name, args, kwargs, mark, result)
-            elif name not in _ASKED and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-                flow.meet(self.name)
-        if next(counted_in((args, kwargs)), None) is not None:
-            self._check_sizes(name, args, kwargs, result, is_marked=mark is not None)
-        return result
-
-    def _check_reshape(self, name: str, args: Any, kwargs: Any, mark: TokenDim, result: torch.Tensor) -> None:
-        if (new := self.flow.of(result)) is None:
-            return
-        shape, made = [*args[0].shape], [*result.shape]
-        shape[mark.dim] //= mark.ranks
-        made[new.dim] //= mark.ranks
-        if not fits_parts(name, args, kwargs, shape, made):
-            self._misuse(f"writes {{}} down in `{name}`")
-
-    def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, is_marked: bool) -> None:
-        """Check sizes of tokens among the arguments of a function."""
-        if (is_marked and name in RESHAPES) or name in ("expand", "broadcast_to"):
-            return
-        dims: list[int] = []
-        if name in (*CONSTANTS, "repeat") and isinstance(result, torch.Tensor):
-            flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int)]
-            dims = [dim for dim, size in enumerate(flat) if isinstance(size, Counted) and dim < result.dim()]
-        if len(dims) == len(list(counted_in((args, kwargs)))) == 1 and (name in CONSTANTS or not is_marked):
-            self.flow.mark(result, TokenDim(dims[0], result.shape[dims[0]]))
-        else:
-            self._misuse(f"uses {{}} in `{self.name}`")
-
-
-class _Watch(TorchDispatchMode):
-    """Mode that traces the aten operations of torch functions."""
-
-    def __init__(self, operations: _Operations):
-        super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch leaves it untyped
-        self._operations = operations
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._operations.pauses:
-            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            name = self._operations.name or str(func.overloadpacket).rpartition(".")[2]
-            self._operations.flow.step(name, func, args, kwargs, outputs)
-        return result

@@ -22,24 +22,37 @@ from weft.parallel.context.attention import (
     replace_attention,
     replace_cores,
 )
-from weft.parallel.context.full_mixers import FullSequenceMixers, chains_of, check_mixers, gather_mixers, mixers_of
+from weft.parallel.context.full_mixers import (
+    FullSequenceMixers,
+    chains_of,
+    check_mixers,
+    find_own_mixers,
+    gather_mixers,
+    mixers_of,
+)
 from weft.parallel.state.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
+_MIXERS = "_weft_mixers"  # modules of a user's own model that need all tokens
 
 
-def check_sequences(model: nn.Module, mesh: Mesh) -> str:
+def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
     """Check a full model before it is sharded, and return the reason why its attention needs all tokens.
 
-    Returns "" if attention itself can be sharded. Pass the result to `apply_context`.
+    Returns "" if attention itself can be sharded. Pass the result to `apply_context`. example: arguments of a forward
+    of a user's own model, or None to generate them.
 
     Raises:
         ModelError: if attention can neither be replaced nor get all tokens.
         LayoutError: if a block mixes tokens outside of the modules that would get all tokens.
     """
-    if mesh["cp"].size == 1 or not hugging_face.is_hugging_face(model):
+    if mesh["cp"].size == 1 or isinstance(model, Decoder):
         return ""
-    if why := token_flow.why_fixed_attention(model):
+    is_own = not hugging_face.is_hugging_face(model)
+    why = f"{type(model).__name__} is a model of your own" if is_own else token_flow.why_fixed_attention(model)
+    if why:
+        if is_own and mesh.plan.pp > 1:
+            raise ModelError(f"cp={mesh['cp'].size} pp={mesh.plan.pp}: {why}. Use pp=1 or cp=1.")
         if mesh.plan.sp:
             raise ModelError(
                 f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would shard them "
@@ -50,7 +63,10 @@ def check_sequences(model: nn.Module, mesh: Mesh) -> str:
                 f"cp={mesh['cp'].size} compile=on: {why}, so it gets all tokens on every rank, and compiled blocks do "
                 "not do that yet. Use compile=off or cp=1 for this model."
             )
-        check_mixers(model, mesh["cp"])
+        if is_own:
+            setattr(model, _MIXERS, find_own_mixers(model, mesh["cp"], example))
+        else:
+            check_mixers(model, mesh["cp"])
     return why
 
 
@@ -83,19 +99,17 @@ def apply_context(
         context = Context(mesh.plan, mesh["cp"], model.spec.num_heads, model.spec.num_kv_heads)
         replace_cores(model, context)
     else:
-        raise ModelError(
-            f"cp={mesh['cp'].size}: {type(model).__name__} is neither one of Weft's decoders nor one of transformers, "
-            f"so its attention cannot be replaced. Use cp=1."
-        )
+        raise ModelError(f"cp={mesh['cp'].size}: {type(model).__name__} was not checked by check_sequences. Use cp=1.")
     setattr(model, _ATTRIBUTE, context)
     return {}
 
 
 def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[str]] | None) -> FullSequenceMixers:
     here = chains_of(model) if runs is None else runs
-    context = FullSequenceMixers(
-        mesh.plan, mesh["cp"], [path for run in here for path in run], mixers := mixers_of(model)
-    )
+    own: tuple[str, ...] | None = getattr(model, _MIXERS, None)
+    mixers = mixers_of(model) if own is None else own
+    blocks = [path for run in here for path in run]
+    context = FullSequenceMixers(mesh.plan, mesh["cp"], blocks, mixers, is_own=own is not None)
     gather_mixers(model, context, here, mixers)
     if mesh.rank == 0:
         warnings.warn(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.comm.autograd import gather_from
 from weft.comm.mesh import Axis
 from weft.config.plan import Plan
-from weft.errors import ModelError
+from weft.errors import LayoutError, ModelError
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
@@ -48,10 +48,14 @@ class FullSequenceMixers(Context):
         axis: cp axis.
         blocks: paths of the blocks within which tokens are sharded.
         whole: paths of the modules in these blocks that get all tokens.
+        is_own: the model is the user's own, so its arguments and outputs may have any names.
     """
 
-    def __init__(self, plan: Plan, axis: Axis, blocks: Collection[str], whole: Collection[str]):
+    def __init__(
+        self, plan: Plan, axis: Axis, blocks: Collection[str], whole: Collection[str], *, is_own: bool = False
+    ):
         super().__init__(plan, axis, 1, 1)
+        self.is_own = is_own
         self._blocks, self._whole = tuple(blocks), tuple(whole)
         self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
 
@@ -75,7 +79,7 @@ class FullSequenceMixers(Context):
         Raises:
             ModelError: if the batch has no tokens, or they do not divide evenly.
         """
-        if not isinstance(batch, Mapping):
+        if self.is_own or not isinstance(batch, Mapping):
             return super().cut(batch)
         lengths = {batch[name].shape[1] for name in _TOKENS if isinstance(batch.get(name), Tensor)}
         if not lengths:
@@ -141,6 +145,25 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
     width = 0 if table is None else table.embedding_dim
     division = token_flow.TokenDivision({}, mixers, width, where, remedy, has_own_loss=True)
     token_flow.find_regions(model, chains_of(model), division)
+
+
+def find_own_mixers(model: nn.Module, axis: Axis, example: Any = None) -> tuple[str, ...]:
+    """Return the modules of a user's own model that need all tokens, found by one traced forward.
+
+    Raises:
+        ModelError: if the model has no blocks, no embedding, or blocks that mix tokens in their own code.
+    """
+    where, remedy = f"cp={axis.size}", "Use cp=1 for this model."
+    table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    chains = chains_of(model)
+    if not chains or table is None:
+        lacks = "embedding of token ids" if chains else "repeated blocks"
+        raise ModelError(f"{where}: {type(model).__name__} has no {lacks} between which tokens can be cut. {remedy}")
+    division = token_flow.TokenDivision({}, (), table.embedding_dim, where, remedy, has_own_loss=True)
+    try:
+        return token_flow.find_mixers(model, chains, division, example)
+    except LayoutError as error:
+        raise ModelError(str(error)) from error
 
 
 def gather_mixers(
@@ -295,7 +318,10 @@ class _Outer(_Hooks):
         given = dict(signature.bind(*args, **kwargs).arguments)
         extra = given.pop(next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""), {})
         given |= extra
-        tokens = {name: given[name] for name in _TOKENS if isinstance(given.get(name), Tensor)}
+        names = list(given) if self._context.is_own else _TOKENS
+        tokens = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
+        if self._context.is_own:
+            tokens = {name: ids for name, ids in tokens.items() if ids.ndim == 2 and not ids.is_floating_point()}
         if not tokens:
             raise ModelError(
                 f"cp={self._context.axis.size}: {type(model).__name__} gets no tokens (it gets {', '.join(given)}). "
@@ -328,6 +354,12 @@ class _Outer(_Hooks):
             return None
         leaves, tree = tree_flatten(output)
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.ndim == 3 and leaf.shape[1] == self._context.length:
+            is_divided = isinstance(leaf, Tensor) and leaf.ndim == 3 and leaf.shape[1] == self._context.length
+            if is_divided:
                 leaves[place] = self._own(leaf)
+            elif self._context.is_own and isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ModelError(
+                    f"cp={self._context.axis.size}: the model returns a tensor of shape {tuple(leaf.shape)}, and each "
+                    "rank computes the loss of its own tokens. Return (batch, tokens, features), or use cp=1."
+                )
         return tree_unflatten(leaves, tree)

@@ -23,15 +23,16 @@ class ShardPosition:
     `is_open` is True between a column-sharded layer and the following row-sharded one, in which the rank has its own
     heads or features. `is_whole` is True if the current tensor is not sharded, wherever it is drawn. `sequences` is the
     number of sequences in the microbatch if tokens are sharded. A tensor flattened to (batch * tokens, features) does
-    not show it.
+    not show it. `padding` is the number of tokens added to each sequence so that the ranks share them evenly.
     """
 
     def __init__(self, axis: Axis):
         self.axis = axis
         self.is_open = self.is_whole = False
-        self.sequences = 0
+        self.sequences = self.padding = 0
         self.token_paths: tuple[str, ...] = ()  # modules in which each rank has only its tokens
         self.whole_paths: tuple[str, ...] = ()  # modules there, or in a sharded part, that get all tokens and features
+        self.full_paths: tuple[str, ...] = ()  # modules in `token_paths` that get all tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardPosition:
         return self  # a copy of the module runs on the same ranks
@@ -51,7 +52,7 @@ class ShardPosition:
 
     def sees_sharded_tokens(self, path: str) -> bool:
         """Return True if the module at `path` gets only this rank's tokens."""
-        return _is_in(path, self.token_paths) and not self.sees_all(path)
+        return _is_in(path, self.token_paths) and not _is_in(path, self.full_paths) and not self.sees_all(path)
 
     def sees_all(self, path: str) -> bool:
         """Return True if the module at `path` gets the same inputs as in one process."""

@@ -24,7 +24,7 @@ from weft.models.adapters import AdaptedLinear
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import replace_class
 from weft.models.inspect.find_layout import find_layout
-from weft.models.inspect.layers import Heads
+from weft.models.inspect.layers import Heads, WrittenHeads
 from weft.models.inspect.rms_norm import rms_form
 from weft.parallel.layers.float8 import refuse_partial
 from weft.parallel.random.streams import ShardPosition, keep_part
@@ -34,10 +34,13 @@ from weft.parallel.tensor.language_head import fuse_head, make_head
 from weft.parallel.tensor.linear import SharedLayer, prepare_chunk_operators
 from weft.parallel.tensor.read_layout import (
     check_sizes,
+    entry_width,
     find_heads,
+    gathers_apart,
+    is_ahead,
+    is_inside,
     is_norm,
     is_wide,
-    makes_ahead,
     nowhere,
     read_own,
     read_styles,
@@ -47,12 +50,21 @@ from weft.parallel.tensor.sharded_modules import (
     ColumnLinear,
     Enter,
     Entry,
+    LocalHeads,
     RowLinear,
     ShardedNorm,
     VocabEmbedding,
     localise,
 )
-from weft.parallel.tensor.trial_step import TrialError, divided_modules, is_tried, try_numbers, without_layers
+from weft.parallel.tensor.trial_step import (
+    TrialError,
+    divided_modules,
+    general_path,
+    is_tried,
+    is_vetted,
+    try_numbers,
+    without_layers,
+)
 
 
 def shard_tensors(
@@ -140,10 +152,15 @@ def check_full_model(
 
 
 def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
-    """Return `regions`, after a warning if tokens are gathered more than once."""
-    if regions is not None and regions.why_apart and mesh.rank == 0:
-        said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
-        warnings.warn(said, WeftWarning, stacklevel=3)
+    """Return `regions`, after a warning if tokens are gathered more often than for sharded layers."""
+    if regions is not None and mesh.rank == 0:
+        if regions.why_apart:
+            said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
+            warnings.warn(said, WeftWarning, stacklevel=3)
+        if regions.full:
+            names = ", ".join(dict.fromkeys(general_path(path) for path in regions.full))
+            said = f"sp=on: every rank computes {names} for all tokens, which takes memory: {regions.why_full}"
+            warnings.warn(said, WeftWarning, stacklevel=3)
     return regions
 
 
@@ -182,13 +199,16 @@ def find_token_regions(
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     styles = read_styles(layout, modules, tp)
     sequence = plan_sequence(model, layout, styles, is_whole=is_whole)
-    parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
-    gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
+    entries: dict[str, int] = {}
+    for path in (path for path, style in styles.items() if style.name == "colwise"):
+        parent = layers.parent_of(path)
+        if not gathers_apart(parent, modules, styles) and layers.is_linear(modules[path]):
+            entries.setdefault(parent, entry_width(path, modules, styles))
     chains: dict[str, list[str]] = {}
     for path in blocks_outside(model, is_whole):
         chains.setdefault(layers.parent_of(path), []).append(path)
     division = token_flow.TokenDivision(
-        styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading
+        styles, sequence.whole, sequence.width, reading=sequence.reading, entries=entries
     )
     return token_flow.find_regions(model, list(chains.values()), division, example)
 
@@ -213,6 +233,11 @@ class _Cutter:
         self.styles = read_styles(layout, self.modules, mesh.plan.tp)
         self.rows = [path for path, style in self.styles.items() if style.name == "rowwise"]
         self.own = read_own(layout, self.modules)
+        parents = {layers.parent_of(path) for path, style in self.styles.items() if style.name == "colwise"}
+        # Found on the original layers: sharding replaces their classes.
+        self.alone = {path for path in parents if gathers_apart(path, self.modules, self.styles)}
+        together = () if is_vetted(model) else parents - self.alone
+        self.written = {path: WrittenHeads.of(self.modules[path]) for path in together}
         self.sequence: TokenSharding | None = None
         if mesh.plan.sp:
             self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole, regions)
@@ -255,15 +280,22 @@ class _Cutter:
                 around, _, name = path.rpartition(".")
                 self._replace(self.modules[around], name, Placement(cut=("tp",)), dim=0)
         self._apply_to_ties()
-        for path, found in heads.items():
-            localise(self.modules[path], found, self.axis.size)
+        self._localise(heads)
         self.part.whole_paths = tuple(self._ahead())
         if self.sequence is not None:
             shard_tokens(self.model, self.sequence, self.line, self.part)
             self.part.token_paths = self.sequence.modules
+            self.part.full_paths = tuple(self.sequence.full)
             self.part.whole_paths += self.sequence.whole
         keep_part(self.model, self.part)
         return self._placements()
+
+    def _localise(self, heads: dict[str, Heads]) -> None:
+        """Set the numbers of heads of modules, and those that code of unknown models writes down, to this rank's."""
+        for path, found in heads.items():
+            localise(self.modules[path], found, self.axis.size)
+            if (written := self.written.get(path)) is not None:
+                replace_class(self.modules[path], LocalHeads, written=written, ranks=self.axis.size)
 
     def _ahead(self) -> list[str]:
         """Return the paths of unsharded layers whose outputs feed sharded layers."""
@@ -273,10 +305,11 @@ class _Cutter:
         return found
 
     def _line(self, path: str) -> SharedLayer:
-        """Return the sharding of a layer. Outside the blocks, each rank has all tokens."""
-        if self.sequence is None or any(path.startswith(f"{block}.") for block in self.sequence.blocks):
+        """Return the sharding of a layer. Outside the blocks and in modules with all tokens, tokens are not divided."""
+        if self.sequence is None:
             return self.line
-        return self.line_outside
+        is_divided = is_inside(path, self.sequence.blocks) and not is_inside(path, self.sequence.full)
+        return self.line if is_divided else self.line_outside
 
     def _is_linear(self, path: str) -> bool:
         return layers.is_linear(self.modules[path])
@@ -304,13 +337,11 @@ class _Cutter:
         """Return the entry of the module around the layer, or of the layer itself."""
         parent = layers.parent_of(path)
         around = self.modules[parent]
-        alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
+        alone = parent in self.alone
         place = path if alone else parent
         if place not in self.entries:
-            rows = [name for name in self.rows if layers.parent_of(name) == parent]
-            ahead = not alone and bool(rows) and makes_ahead(parent, self.modules, self.styles)
-            # Input and output have the same number of features, but the first sharded layer may read fewer.
-            width = layers.weight_of(self.modules[rows[0]]).shape[0] if ahead else layers.weight_of(module).shape[1]
+            ahead = not alone and is_ahead(parent, self.modules, self.styles)
+            width = layers.weight_of(module).shape[1] if alone else entry_width(path, self.modules, self.styles)
             entry = Entry(self._line(path), width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
             self.entries[place] = entry
             if not alone:
@@ -445,12 +476,11 @@ class _Cutter:
         placements = {name: self.placed[id(param)] for name, param in named.items() if id(param) in self.placed}
         partial = [path for path, style in self.styles.items() if style.name == "partial"]
         alone = {path for path, style in self.own.items() if style.name == "partial"}
-        if self.sequence is not None:
-            partial += self.sequence.modules
+        divided, full = (self.sequence.modules, self.sequence.full) if self.sequence is not None else ((), ())
         for name in named:
             if name in placements or name in self.taken:
                 continue
-            if name in alone or any(name.startswith(f"{path}.") for path in partial):
+            if name in alone or is_inside(name, partial) or (is_inside(name, divided) and not is_inside(name, full)):
                 placements[name] = Placement(partial=("tp",))
         return placements
 

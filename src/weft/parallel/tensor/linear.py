@@ -28,6 +28,7 @@ from weft.comm.pending import Pending
 from weft.errors import PlanError
 from weft.parallel.layers.deferred_gradients import DeferredProduct, DeferredWeightGrad
 from weft.parallel.layers.float8_products import Float8, product
+from weft.parallel.random.streams import ShardPosition
 from weft.private_torch import Function, current_mode, is_watched
 
 
@@ -223,6 +224,19 @@ def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
             f"or sp=off."
         )
     return size
+
+
+def with_padding(x: torch.Tensor, part: ShardPosition, dim: int = TOKENS) -> torch.Tensor:
+    """Return x with copies of its last token behind it, so that the ranks share the tokens evenly."""
+    if not part.padding:
+        return x
+    last = x.detach().narrow(dim, x.shape[dim] - 1, 1)
+    return torch.cat((x, *[last] * part.padding), dim)
+
+
+def without_padding(x: torch.Tensor, part: ShardPosition, dim: int = TOKENS) -> torch.Tensor:
+    """Return x without the tokens that `with_padding` added."""
+    return x.narrow(dim, 0, x.shape[dim] - part.padding) if part.padding else x
 
 
 def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:

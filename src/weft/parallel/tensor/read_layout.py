@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -162,3 +162,33 @@ def makes_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[s
     """
     here = (path for path, style in styles.items() if style.name == "partial" and path.startswith(f"{parent}."))
     return any(layers.is_linear(modules[path]) for path in here)
+
+
+def is_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
+    """Return True if the entry of a sharded part is in front of unsharded layers."""
+    return bool(_rows(parent, styles)) and makes_ahead(parent, modules, styles)
+
+
+def _rows(parent: str, styles: Mapping[str, Style]) -> list[str]:
+    return [path for path, style in styles.items() if style.name == "rowwise" and layers.parent_of(path) == parent]
+
+
+def gathers_apart(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
+    """Return True if each column-sharded layer of a module is an entry, instead of the module."""
+    return is_wide(parent, modules, styles) or bool(getattr(modules[parent], "is_cross_attention", False))
+
+
+def entry_width(path: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> int:
+    """Return the number of features that enter the module around a column-sharded layer.
+
+    Input and output have the same number of features, but the first sharded layer may read fewer.
+    """
+    parent = layers.parent_of(path)
+    if is_ahead(parent, modules, styles):
+        return layers.weight_of(modules[_rows(parent, styles)[0]]).shape[0]
+    return layers.weight_of(modules[path]).shape[1]
+
+
+def is_inside(path: str, around: Iterable[str]) -> bool:
+    """Return True if a module or parameter is in one of the modules `around`."""
+    return any(path.startswith(f"{each}.") for each in around)

@@ -19,13 +19,13 @@ from weft.comm.mesh import Axis
 from weft.config.layout import Layout, Style
 from weft.errors import LayoutError, PlanError
 from weft.models.decoder import Decoder
-from weft.models.inspect import layers, token_flow
+from weft.models.inspect import layers, token_flow, token_regions
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.private_torch import plain_call, without_memory
 from weft.parallel.random.streams import ShardPosition
 from weft.parallel.tensor.linear import TOKENS as TOKENS_sequence
-from weft.parallel.tensor.linear import SharedLayer, token_share
-from weft.parallel.tensor.read_layout import is_wide, nowhere
+from weft.parallel.tensor.linear import SharedLayer, token_share, with_padding, with_sequences, without_padding
+from weft.parallel.tensor.read_layout import is_inside, is_wide, nowhere
 from weft.private_torch import tree_flatten, tree_map_only, tree_unflatten
 
 #: Index of the token dim in activations: (batch, tokens, features).
@@ -112,7 +112,8 @@ class TokenSharding:
     stage. with_ends: embedding and head are sharded too, and pipeline stages exchange sharded tokens. width: features
     of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded; every rank gathers all
     tokens for them and computes all of them. reading: blocks that read an encoder's output. summed: indices of other
-    outside tensors among a block's arguments, whose gradients are sums over the ranks.
+    outside tensors among a block's arguments, whose gradients are sums over the ranks. full: modules in the blocks that
+    get all tokens and compute them on every rank. pads: tokens are added if the ranks cannot share them evenly.
     """
 
     blocks: tuple[str, ...]
@@ -123,6 +124,8 @@ class TokenSharding:
     whole: tuple[str, ...] = ()
     reading: tuple[str, ...] = ()
     summed: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    full: Mapping[str, token_regions.FullModule] = field(default_factory=dict[str, token_regions.FullModule])
+    pads: bool = False
 
 
 def plan_sequence(
@@ -174,10 +177,15 @@ def plan_sequence(
         here = [[path] for path in blocks]
     ends_of_runs = tuple((run[0], run[-1]) for run in here)
     summed = {} if regions is None else regions.summed
+    full = {} if regions is None else {path: each for path, each in regions.full.items() if path in modules}
+    whole = tuple(path for path in whole if path not in full and not is_inside(path, full))
     # An unsharded encoder also returns all tokens. A block that reads them takes its share.
     several = len(set(map(layers.parent_of, repeated_blocks(model)))) > 1
     reading = tuple(path for path, block in blocks.items() if several and _ENCODER_STATES in _names(block))
-    return TokenSharding(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed)
+    pads = runs is None and len(chains) == 1 and not reading
+    return TokenSharding(
+        tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed, full, pads
+    )
 
 
 def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
@@ -251,14 +259,18 @@ def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, p
     for path in sequence.reading:
         modules[path].register_forward_pre_hook(_ShardedStates(line, _names(modules[path])).before, with_kwargs=True)
     for path in sequence.whole:
-        together = _GatheredMixer(line, sequence.width)
+        together = _GatheredMixer(line, sequence.width, part)
         modules[path].register_forward_pre_hook(together.before, with_kwargs=True)
         modules[path].register_forward_hook(together.after)
+    for path, found in sequence.full.items():
+        complete = _FullRegion(line, part, found)
+        modules[path].register_forward_pre_hook(complete.before, with_kwargs=True)
+        modules[path].register_forward_hook(complete.after)
     if sequence.with_ends:
         if (table := modules.get("pos_embed")) is not None:
             table.register_forward_pre_hook(_TakePositions(line).before)
     else:
-        edge = _Edge(line, sequence.width, part)
+        edge = _Edge(line, sequence.width, part, pads=sequence.pads and line.pieces == 1)
         for first, last in sequence.runs:
             modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
             modules[last].register_forward_hook(edge.after)
@@ -267,18 +279,22 @@ def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, p
 class _Edge:
     """Hooks of a stage's first and last block. Objects, because copies of a module copy its hooks."""
 
-    def __init__(self, line: SharedLayer, width: int, part: ShardPosition):
+    def __init__(self, line: SharedLayer, width: int, part: ShardPosition, *, pads: bool):
         self._line = line
         self._width = width
         self._part = part
+        self._pads = pads
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep this rank's tokens of the hidden states."""
         leaves, tree = tree_flatten((args, kwargs))
         place = self._find(leaves, module)
-        token_share(leaves[place].shape, self._line.axis)
-        self._part.sequences = leaves[place].shape[0]
-        leaves[place] = slice_to(leaves[place], self._line.axis, TOKENS_sequence)
+        hidden, axis = leaves[place], self._line.axis
+        self._part.padding = -hidden.shape[TOKENS_sequence] % axis.size if self._pads else 0
+        hidden = with_padding(hidden, self._part)
+        token_share(hidden.shape, axis)
+        self._part.sequences = hidden.shape[0]
+        leaves[place] = slice_to(hidden, axis, TOKENS_sequence)
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -286,7 +302,7 @@ class _Edge:
         del args
         leaves, tree = tree_flatten(output)
         place = self._find(leaves, module)
-        leaves[place] = gather_slice(leaves[place], self._line.axis, TOKENS_sequence)
+        leaves[place] = without_padding(gather_slice(leaves[place], self._line.axis, TOKENS_sequence), self._part)
         return tree_unflatten(leaves, tree)
 
     def _find(self, leaves: list[Any], module: nn.Module) -> int:
@@ -335,8 +351,8 @@ class _GatheredMixer:
     Each rank's gradients come from its own tokens, so they are summed like those in the block's other modules.
     """
 
-    def __init__(self, line: SharedLayer, width: int):
-        self._line, self._width = line, width
+    def __init__(self, line: SharedLayer, width: int, part: ShardPosition):
+        self._line, self._width, self._part = line, width, part
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather all tokens of the hidden states, and of other tensors with their shape."""
@@ -348,7 +364,7 @@ class _GatheredMixer:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape == hidden.shape:
                 if id(leaf) not in joined:
-                    joined[id(leaf)] = gather_from(leaf, self._line.axis, TOKENS_sequence)
+                    joined[id(leaf)] = without_padding(gather_from(leaf, self._line.axis, TOKENS_sequence), self._part)
                 leaves[place] = joined[id(leaf)]
         return tree_unflatten(leaves, tree)
 
@@ -357,8 +373,47 @@ class _GatheredMixer:
         del args
         leaves, tree = tree_flatten(output)
         place = _find_hidden(leaves, self._width, module)
+        leaves[place] = with_padding(leaves[place], self._part)
         axis, tokens = self._line.axis, leaves[place].shape[TOKENS_sequence]
         leaves[place] = leaves[place].narrow(TOKENS_sequence, axis.rank * tokens // axis.size, tokens // axis.size)
+        return tree_unflatten(leaves, tree)
+
+
+class _FullRegion:
+    """Hooks of a module that every rank computes for all tokens: gather them before it, and keep this rank's after it.
+
+    The ranks compute the same, so its gradients are full and not summed.
+    """
+
+    def __init__(self, line: SharedLayer, part: ShardPosition, found: token_regions.FullModule):
+        self._line, self._part, self._found = line, part, found
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather all tokens of the arguments."""
+        del module
+        leaves, tree = tree_flatten((args, kwargs))
+        joined: dict[tuple[int, int], torch.Tensor] = {}
+        for position, dim, samples, _ in self._found.inputs:
+            x, is_flat = leaves[position], samples > 1
+            dim = TOKENS if is_flat else dim
+            if (id(x), dim) not in joined:
+                split = with_sequences(x.flatten(1), self._part.sequences, self._line.axis) if is_flat else x
+                full = without_padding(gather_slice(split, self._line.axis, dim), self._part, dim)
+                joined[id(x), dim] = full.reshape(-1, *x.shape[1:]) if is_flat else full
+            leaves[position] = joined[id(x), dim]
+        return tree_unflatten(leaves, tree)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Keep this rank's tokens."""
+        del module, args
+        leaves, tree = tree_flatten(output)
+        position, dim, samples, _ = self._found.output
+        x = leaves[position]
+        if samples > 1:
+            full = with_padding(with_sequences(x.flatten(1), self._part.sequences, self._line.axis), self._part)
+            leaves[position] = slice_to(full, self._line.axis, TOKENS).reshape(-1, *x.shape[1:])
+        else:
+            leaves[position] = slice_to(with_padding(x, self._part, dim), self._line.axis, dim)
         return tree_unflatten(leaves, tree)
 
 

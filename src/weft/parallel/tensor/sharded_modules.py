@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.comm.mesh import Axis
@@ -23,7 +24,8 @@ from weft.config.hugging_face_config import number
 from weft.errors import ModelError
 from weft.models.adapters import AdaptedLinear, Alone
 from weft.models.inspect import layers
-from weft.models.inspect.layers import Heads
+from weft.models.inspect.counted_sizes import sizes_of
+from weft.models.inspect.layers import Heads, WrittenHeads
 from weft.models.inspect.rms_norm import RmsForm
 from weft.parallel.layers.deferred_gradients import HoldingLayer, linear
 from weft.parallel.layers.float8_products import Float8
@@ -39,7 +41,9 @@ from weft.parallel.tensor.linear import (
     row_sum,
     summed,
     token_share,
+    with_padding,
     with_sequences,
+    without_padding,
 )
 from weft.parallel.tensor.sequence import ShardedTokens
 
@@ -175,7 +179,8 @@ class Entry:
             inner = copy_to(x, self.line.axis)
         if not is_shared:
             self.close()
-        if is_shared and not self.is_ahead and (self._in_chunks or not self.is_compiled):
+        is_padded = self.line.cuts_tokens and self.part is not None and self.part.padding > 0
+        if is_shared and not is_padded and not self.is_ahead and (self._in_chunks or not self.is_compiled):
             self._begin(inner, x)
         elif self.part is not None:
             self.part.is_open = True
@@ -191,6 +196,7 @@ class Entry:
         if self._in_chunks and is_shared and not self.is_ahead and not compiles:
             return ShardedTokens.of(x, self.line.axis, is_flat=is_flat)
         inner = gather_from(x, self.line.axis, TOKENS)
+        inner = inner if self.part is None else without_padding(inner, self.part)
         return inner.flatten(0, 1) if is_flat else inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -379,6 +385,7 @@ class RowLinear(HoldingLayer):
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
             product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
+        product = with_padding(product, self._weft_part) if line.cuts_tokens else product
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
         out = out.flatten(0, 1) if is_flat else out
         return out if self.bias is None else out + self.bias
@@ -428,6 +435,38 @@ class VocabEmbedding(nn.Module):
         x_BTD = super().forward(local_BT.masked_fill(elsewhere_BT, 0))
         x_BTD = x_BTD.masked_fill(elsewhere_BT[..., None], 0.0)
         return scatter_sum(x_BTD, line.axis, TOKENS) if line.cuts_tokens else sum_over(x_BTD, line.axis)
+
+
+class LocalHeads(nn.Module):
+    """Module around sharded layers whose code writes the number or the width of all heads down."""
+
+    _weft_written: WrittenHeads
+    _weft_ranks: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward with the heads of this rank in its reshapes and splits."""
+        with _LocalSizes(self, self._weft_written, self._weft_ranks):
+            return super().forward(*args, **kwargs)
+
+
+class _LocalSizes(TorchFunctionMode):
+    """Mode that replaces sizes of all heads by this rank's sizes, if a tensor has only this rank's features."""
+
+    def __init__(self, module: nn.Module, written: WrittenHeads, ranks: int):
+        super().__init__()
+        self._written, self._ranks = written, ranks
+        self._outputs = {layer.out_features for layer in module.children() if isinstance(layer, ColumnLinear)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("view", "reshape") and (sizes := sizes_of(name, args, {})) is not None:
+            local = self._written.local_sizes([int(size) for size in sizes], args[0].shape, self._ranks)
+            args = args if local is None else (args[0], *local)
+        elif name == "split" and len(args) > 1 and args[1] in self._written.totals:
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+            if args[0].shape[dim] in self._outputs:
+                args = (args[0], args[1] // self._ranks, *args[2:])
+        return func(*args, **kwargs)
 
 
 def localise(module: nn.Module, heads: Heads, tp: int) -> None:

@@ -37,8 +37,12 @@ def is_tried(model: nn.Module) -> bool:
     """Return True if a model is small, has materialized values, and does not come from Weft or transformers."""
     tensors = (*model.parameters(), *model.buffers())
     is_small = sum(tensor.numel() for tensor in tensors) <= MOST_PARAMS
-    is_vetted = isinstance(model, layers.KnownModel) or hasattr(model, "base_model_prefix")
-    return is_small and not is_vetted and not any(tensor.is_meta for tensor in tensors)
+    return is_small and not is_vetted(model) and not any(tensor.is_meta for tensor in tensors)
+
+
+def is_vetted(model: nn.Module) -> bool:
+    """Return True if a model comes from Weft or transformers."""
+    return isinstance(model, layers.KnownModel) or hasattr(model, "base_model_prefix")
 
 
 class TrialError(LayoutError):
@@ -247,8 +251,8 @@ def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None
     around = path
     while around and not any(name.startswith(f"{around}.") for name in styles):
         around = around.rpartition(".")[0]
-    pattern = _general(around)
-    left = {name: style for name, style in styles.items() if not _general(name).startswith(f"{pattern}.")}
+    pattern = general_path(around)
+    left = {name: style for name, style in styles.items() if not general_path(name).startswith(f"{pattern}.")}
     is_less = 0 < len(left) < len(styles) and around
     return Layout(tuple(left.items())) if is_less and any(_divides(style) for style in left.values()) else None
 
@@ -256,12 +260,13 @@ def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None
 def divided_modules(layout: Layout, model: nn.Module) -> list[str]:
     """Return one module of each kind that contains row-sharded layers."""
     around = (name.rpartition(".")[0] for name, _ in model.named_modules() if layout.match(name) == "rowwise")
-    return list({_general(path): path for path in around if path}.values())
+    return list({general_path(path): path for path in around if path}.values())
 
 
 def _divides(style: str) -> bool:
     return style.partition(":")[0] in ("colwise", "rowwise", "vocab")
 
 
-def _general(path: str) -> str:
+def general_path(path: str) -> str:
+    """Return a path with `*` for its numbers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)

@@ -276,7 +276,7 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
         limits += [(name, Limit((value,), "the model's input has no sequence dimension to shard"))
                    for name, value in (("cp", 1), ("sp", 0))]  # fmt: skip
     elif not isinstance(model, layers.KnownModel) and not hugging_face.is_hugging_face(model):
-        rule = f"{kind} is neither one of Weft's decoders nor one of transformers, so its attention cannot be replaced"
+        rule = f"every rank would compute the attention of {kind}, a model of your own, for all tokens"
         limits.append(("cp", Limit((1,), rule)))
     elif attention is None or not attention.causal:
         limits.append(("cp", Limit((1,), "its attention is not torch's fused one under a causal mask alone")))
