@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.train.conftest import SMALL
 from weft.checkpoint.load import load_checkpoint
 from weft.config.files import load_config
+from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError
 from weft.models.registry import build_decoder
 from weft.monitor.events import read_events
@@ -89,6 +90,18 @@ def test_the_resolved_config_loads_back_to_itself(start):
     again = load_config(folder.path / "config.toml").config
     assert again == folder.config()
     assert again.optimizer.lr == 0.002
+
+
+def test_a_run_validates_its_config_once_before_and_once_on_its_rank(start, monkeypatch):
+    validate, names = RunConfig.model_validate, []
+
+    def counted(tables):
+        names.append(tables["run"]["name"])
+        return validate(tables)
+
+    monkeypatch.setattr(RunConfig, "model_validate", counted)
+    start("run.name=once", "train.steps=3", "checkpoint.every=1")
+    assert names == ["once", "once"]
 
 
 def test_a_run_in_two_halves_ends_on_the_same_bits(start):

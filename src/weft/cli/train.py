@@ -159,7 +159,7 @@ def train_world(
             folder = starter.prepare(_preparation(settled, ranks, ranks, world))
             if not besides:  # after preparing the folder, so that a refused run leaves nothing
                 prepared()
-                until_over.enter_context(monitor_process(folder.path, folder.config(), say))
+                until_over.enter_context(monitor_process(folder.path, settled, say))
                 besides.append(folder.path)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": list(command)}
             given |= {"copies": home, "world": asdict(world) if world else None, "store_key": secrets.token_hex(32)}
@@ -254,7 +254,7 @@ def _prepared_elsewhere(config: RunConfig, word: RankZeroMessage | None) -> RunF
     task = find_task(config)
     if isinstance(task, DecoderTask):
         task.tokens(None)
-    return RunFolder(Path(said["path"]), said["texts"])
+    return RunFolder(Path(said["path"]), said["texts"], said["config"])
 
 
 def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
         own_path = str(run_folder(config).path)
         differ = [key for key in _OF_THE_COMMAND if getattr(settled, key) != getattr(config, key)]
         if said.get("path") == own_path and not differ:
-            return {"path": own_path, "texts": texts}
+            return {"path": own_path, "texts": texts, "config": settled}
     else:
         differ = []
     what = f"another {differ[0]}" if differ else "another run folder"

@@ -227,9 +227,9 @@ def run_rank(
     began = time.monotonic() if start.began is None else start.began
     is_first = place is None or place.rank == 0
     with contextlib.ExitStack() as until_left:
-        if is_first and not start.locked:
-            until_left.enter_context(run_lock(folder.path, folder.config().run.mode))
         config = folder.config()
+        if is_first and not start.locked:
+            until_left.enter_context(run_lock(folder.path, config.run.mode))
         voice = RunLogger((terminal if is_first else start.alarm) or sys.stdout)
         job = EngineJob(
             folder,
