@@ -1,11 +1,10 @@
-"""Checkpoints of a script: background saves from a copy, one at a time. A failure is raised at the next call."""
+"""Saving, loading, export and evaluation for a custom script, equal under every plan: a base class of `weft.Run`."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.folders import RankGroup, folder_name
-from weft.checkpoint.load import Checkpoint, Found, load_checkpoint, newest_checkpoint, verify_checkpoint
+from weft.checkpoint.load import Checkpoint, load_checkpoint
 from weft.checkpoint.object_store import Location, located
 from weft.checkpoint.prune import prune_checkpoints
 from weft.checkpoint.save import SavedSlice, save_slices
@@ -23,65 +22,146 @@ from weft.comm.mesh import Mesh
 from weft.comm.store import StoreChannel
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.memory.offload import HostCopies
-from weft.models.adapters import adapted, merged_tensors
-from weft.models.peft_files import save_adapter
+from weft.models.adapters import adapted
 from weft.parallel.dropout import drops_of
 from weft.parallel.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel, is_attached, originals
-from weft.train.checkpointer import Save
+from weft.train.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
 from weft.train.microbatches import call_model
-from weft.train.model_state import adapter_state, capture_model, copied, pieces, resume, written
-from weft.train.script_export import Ema, write_pretrained
+from weft.train.model_state import adapter_state, copied, pieces, resume, written
+from weft.train.script_export import Ema, export_adapter, export_pretrained, full_tensors, moving_average
 from weft.train.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
-from weft.train.state_io import on_each, on_first, rank_group
+from weft.train.state_io import on_each, rank_group
 from weft.train.step.evaluation import mean_loss
 from weft.train.step.train_step import ForwardFn, TrainStep
 
 
-class SavesBehind:
-    """Background saves of one rank, with memory for a copy of its part. All ranks construct one."""
+@dataclass(frozen=True, slots=True)
+class ScriptObjects:
+    """The objects of a script that a checkpoint stores. None leaves one out."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | TrainStep
+    loader: Any = None
+    scheduler: Any = None
+    ema: Ema | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.torch_optimizer, torch.optim.Optimizer):
+            raise ModelError(
+                f"optimizer of type {type(self.optimizer).__name__}: it is not a torch optimizer. Give the optimizer, "
+                "or what run.train_step returned."
+            )
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer, also that of a `TrainStep`."""
+        return self.optimizer.optimizer if isinstance(self.optimizer, TrainStep) else self.optimizer
+
+    def slices(self) -> tuple[Iterable[SavedSlice], list[str]]:
+        """Return this rank's slices and the groups that they are in."""
+        own = pieces(self.model, self.torch_optimizer)
+        if self.ema is None:
+            return own, ["model", "optimizer"]
+        averages = written("ema", self.ema.stretches(), data_parallel(self.model))
+        return chain(own, averages), ["model", "optimizer", "ema"]
+
+    def state(self) -> dict[str, Any]:
+        """Return the checkpoint's state except tensors, as JSON values."""
+        if self.loader is not None and not hasattr(self.loader, "state_dict"):
+            raise CheckpointError(
+                f"loader={type(self.loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
+            )
+        drops, ema = drops_of(self.model), self.ema
+        return {
+            "settings": group_settings(self.torch_optimizer),
+            "loss_scale": self.optimizer.loss_scale.state() if isinstance(self.optimizer, TrainStep) else None,
+            "loader": None if self.loader is None else self.loader.state_dict(),
+            "scheduler": None if self.scheduler is None else scheduler_state(self.scheduler),
+            "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
+            "adapter": adapter_state(self.model),
+            "dropout_keys": 0 if drops is None else drops.num_keys,
+        }
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError if the checkpoint is of another model, or lacks the state of an object."""
+        _check_model(checkpoint, self.model)
+        objects = {"loader": self.loader, "scheduler": self.scheduler, "ema": self.ema}
+        for name in [name for name, value in objects.items() if value is not None]:
+            if checkpoint.state.get(name) is None:
+                raise CheckpointError(f"{name}: {checkpoint.path.name} was saved without it. Leave {name}= out.")
+
+    def restore(self, checkpoint: Checkpoint) -> list[str]:
+        """Load a checkpoint that `check` accepts. Return lines about parts that are left out. All ranks call it."""
+        state = checkpoint.state
+        left_out = resume(self.model, self.torch_optimizer, checkpoint, self.ema)
+        if "settings" in state:
+            restore_settings(self.torch_optimizer, state["settings"])
+        if isinstance(self.optimizer, TrainStep) and state.get("loss_scale"):
+            self.optimizer.loss_scale.restore(state["loss_scale"])
+        if self.loader is not None:
+            self.loader.load_state_dict(state["loader"])
+        if self.scheduler is not None:
+            restore_scheduler(self.scheduler, state["scheduler"])
+        if (drops := drops_of(self.model)) is not None:
+            drops.num_keys = int(state.get("dropout_keys", 0))
+        return left_out
+
+
+class ScriptCheckpointer(Checkpointer):
+    """The checkpoints of a script. A save in the background writes a copy, and its error is raised at the next call."""
 
     def __init__(self, mesh: Mesh):
-        self._copies = HostCopies(mesh.device)
-        self._joint_parts = RankGroup()
-        if mesh.world_size > 1:
-            talk = StoreChannel(mesh.rank, mesh.world_size)
-            self._joint_parts = RankGroup(mesh.rank, mesh.world_size, talk.on_first, talk.gather)
-        self._save: Save | None = None
+        super().__init__(rank_group(mesh))
+        self._mesh = mesh
+        #: Memory for a copy of this rank's part, and the group of the thread that writes it.
+        self._background: tuple[HostCopies, RankGroup] | None = None
 
-    def begin(
-        self, step: int, own: Iterable[SavedSlice], write: Callable[[Iterable[SavedSlice], RankGroup], Location]
-    ) -> None:
-        """Copy this rank's slices and write them in a thread. If the copy does not fit, warn and write them now."""
-        found = list(own)
-        try:
-            found, has_room = copied(found, self._copies), True
-        except CheckpointError as error:
-            has_room = False
-            said = str(error).replace("checkpoint.background=true", "background=True").partition(". Use")[0]
-            warnings.warn(f"{said}. This rank waits until it has written its part.", WeftWarning, stacklevel=3)
-        self._save = Save(step, lambda: write(found, self._joint_parts))
-        if has_room:
-            self._save.start()
-        else:
-            self._save.run()
+    def write(
+        self, root: Location, step: int, objects: ScriptObjects, extra: Any, *, keep: int | None, in_background: bool
+    ) -> Location:
+        """Write a checkpoint and return its path, or begin to write it."""
+        state = {"plan": str(self._mesh.plan), **objects.state(), "extra": extra}
+        (own, groups), ranks, fits = objects.slices(), self.ranks, False
+        if in_background:
+            copies, ranks = self._background = self._background or self._open_background()
+            state, (own, fits) = copy.deepcopy(state), _copy_to_host(list(own), copies)
+
+        def prune() -> None:
+            if keep is not None:
+                prune_checkpoints(root, keep, whole=step)
+
+        def write() -> Location:
+            path = save_slices(root, step, own, state, ranks, groups)
+            ranks.on_first(prune)
+            return path
+
+        self.begin(Save(step, write), in_background=fits)
+        return root / folder_name(step) if in_background else self.wait() or root / folder_name(step)
 
     def wait(self) -> Location | None:
         """Wait for the running save and return its path, or None. Raise its error once."""
-        save, self._save = self._save, None
-        if save is None:
-            return None
-        save.wait()
-        return save.end().path
+        end = self.finish()
+        return None if end is None else end.path
 
-    def leave(self, error: BaseException) -> None:
-        """Wait briefly for the running save after an error, because other ranks may never write their part."""
-        if self._save is not None:
-            self._save.leave(error)
+    def _open_background(self) -> tuple[HostCopies, RankGroup]:
+        """Return memory and group for saves in the background. All ranks call it at the first one."""
+        ranks, mesh = RankGroup(), self._mesh
+        if mesh.world_size > 1:
+            channel = StoreChannel(mesh.rank, mesh.world_size)
+            ranks = RankGroup(mesh.rank, mesh.world_size, channel.on_first, channel.gather)
+        return HostCopies(mesh.device), ranks
 
 
-# Saving, loading and export for a custom script, equal under every plan: a base class of `weft.Run`.
+def _copy_to_host(own: list[SavedSlice], copies: HostCopies) -> tuple[list[SavedSlice], bool]:
+    """Copy slices, and return True if the copy fits. If it does not, warn and return the slices."""
+    try:
+        return copied(own, copies), True
+    except CheckpointError as error:
+        text = str(error).replace("checkpoint.background=true", "background=True").partition(". Use")[0]
+        warnings.warn(f"{text}. This rank waits until it has written its part.", WeftWarning, stacklevel=4)
+        return own, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +203,7 @@ class ScriptState:
     seed: int
     #: True if the consumer of `shard` leaves out batches that are stand-ins for empty ones.
     _leaves_out: bool = False
-    _behind: SavesBehind | None = None
+    _checkpointer: ScriptCheckpointer | None = None
 
     def save(
         self,
@@ -159,26 +239,9 @@ class ScriptState:
             ModelError: if the model is of another run.
         """
         self.wait_saved()
-        model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        state = self._state(model, optimizer, loader, scheduler, ema, extra)
-        own, groups = pieces(model, torch_optimizer), ["model", "optimizer"]
-        if ema is not None:
-            own = chain(own, written("ema", ema.stretches(), data_parallel(model)))
-            groups.append("ema")
-        root = located(folder)
-
-        def write(own: Iterable[SavedSlice], ranks: RankGroup) -> Location:
-            path = save_slices(root, step, own, state, ranks, groups)
-            if keep is not None:
-                ranks.on_first(functools.partial(_prune, root, keep, step))
-            return path
-
-        if not background:
-            return write(own, rank_group(self.mesh))
-        state = copy.deepcopy(state)
-        self._behind = self._behind or SavesBehind(self.mesh)
-        self._behind.begin(step, own, write)
-        return root / folder_name(step)
+        objects = ScriptObjects(_own(self.mesh, model), optimizer, loader, scheduler, ema)
+        self._checkpointer = self._checkpointer or ScriptCheckpointer(self.mesh)
+        return self._checkpointer.write(located(folder), step, objects, extra, keep=keep, in_background=background)
 
     def wait_saved(self) -> Location | None:
         """Wait for the save in the background and return its path, or None without one. All ranks call it.
@@ -186,7 +249,7 @@ class ScriptState:
         Raises:
             CheckpointError: if it could not be written. Earlier checkpoints are unchanged.
         """
-        return self._behind.wait() if self._behind else None
+        return self._checkpointer.wait() if self._checkpointer else None
 
     def load(
         self,
@@ -214,37 +277,23 @@ class ScriptState:
             ModelError: if the model is of another run.
         """
         self.wait_saved()
-        model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        found = _find(located(folder), step, rank_group(self.mesh))
+        objects = ScriptObjects(_own(self.mesh, model), optimizer, loader, scheduler, ema)
+        self._checkpointer = self._checkpointer or ScriptCheckpointer(self.mesh)
+        found = self._checkpointer.find(located(folder), step)
         if found is None:
             return None
         path = found.path
 
         def read() -> Checkpoint:
             checkpoint = load_checkpoint(path, lazily=True)
-            _check_model(checkpoint, model)
-            given = {"loader": loader, "scheduler": scheduler, "ema": ema}
-            for name in [name for name, value in given.items() if value is not None]:
-                if checkpoint.state.get(name) is None:
-                    raise CheckpointError(f"{name}: {path.name} was saved without it. Leave {name}= out.")
+            objects.check(checkpoint)
             return checkpoint
 
         checkpoint = on_each(self.mesh, read)
-        state = checkpoint.state
-        left_out = resume(model, torch_optimizer, checkpoint, ema)
+        left_out = objects.restore(checkpoint)
         for line in left_out if self.mesh.rank == 0 else ():
             warnings.warn(f"{path.name}: {line}", WeftWarning, stacklevel=2)
-        if "settings" in state:
-            restore_settings(torch_optimizer, state["settings"])
-        if isinstance(optimizer, TrainStep) and state.get("loss_scale"):
-            optimizer.loss_scale.restore(state["loss_scale"])
-        if loader is not None:
-            loader.load_state_dict(state["loader"])
-        if scheduler is not None:
-            restore_scheduler(scheduler, state["scheduler"])
-        if (drops := drops_of(model)) is not None:
-            drops.num_keys = int(state.get("dropout_keys", 0))
-        passed_over = tuple(map(str, found.passed_over))
+        state, passed_over = checkpoint.state, tuple(map(str, found.passed_over))
         return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), passed_over)
 
     def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
@@ -253,15 +302,7 @@ class ScriptState:
         Rank 0 gets them and the others an empty dict, unless `everywhere` is set. Trained weights are the masters:
         float32 under bf16 and fp16. With local SGD, they are the weights of the last outer step. All ranks call it.
         """
-        model = self._own(model)
-        keeps = everywhere or self.mesh.rank == 0
-        with anchored(model):
-            found = capture_model(model, keep=keeps)
-            # Copy each tensor, because captured ones may be live or views of a larger tensor.
-            own = {name: tensor.clone() for name, tensor in found.items()}
-        if not keeps:
-            return {}
-        return {name: own[one.first] for name, one in originals(model).items()}
+        return full_tensors(self.mesh, _own(self.mesh, model), everywhere=everywhere)
 
     def save_pretrained(
         self, model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any
@@ -279,17 +320,7 @@ class ScriptState:
         Raises:
             ModelError: if the model has no save_pretrained, or is of another run.
         """
-        model = self._own(model)
-        if not callable(getattr(model, "save_pretrained", None)):
-            raise ModelError(
-                f"model of type {type(model).__name__}: it has no save_pretrained. "
-                f"Use run.full_state_dict(model) and save its result."
-            )
-        whole, known = self.full_state_dict(model), originals(model)
-        if whole and adapted(model) is not None:
-            whole = merged_tensors(model, whole)
-            known = {name: one for name, one in known.items() if name in whole}
-        on_first(self.mesh, lambda: write_pretrained(model, folder, whole, known, dtype, options))
+        export_pretrained(self.mesh, _own(self.mesh, model), folder, dtype, options)
 
     def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
         """Write the model's adapter in peft's format. All ranks call it, and rank 0 writes.
@@ -302,10 +333,7 @@ class ScriptState:
         Raises:
             ModelError: if the model has no adapter, trains other parameters too, or is of another run.
         """
-        model = self._own(model)
-        with anchored(model):
-            whole = dict(data_parallel(model).weights())  # only of trained parameters, without the base
-            on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
+        export_adapter(self.mesh, _own(self.mesh, model), folder, base)
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
         """Return an exponential moving average of the trained weights. Build it after the optimizer.
@@ -315,17 +343,7 @@ class ScriptState:
         Raises:
             ModelError: with local SGD, because each replica would average different weights, and under gather=diff4.
         """
-        if self.mesh.plan.gather == "diff4":
-            raise ModelError(
-                "gather=diff4: averages would be encoded as differences each time that they change places with the "
-                "weights, and change the training. Leave run.ema out, or gather."
-            )
-        if self.mesh.plan.sync != "step":
-            raise ModelError(
-                f"sync={self.mesh.plan.sync}: an average of weights would be another one on each replica. Leave "
-                "run.ema out, or use sync=step."
-            )
-        return Ema(self._own(model), decay)
+        return moving_average(self.mesh.plan, _own(self.mesh, model), decay)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
@@ -339,68 +357,24 @@ class ScriptState:
             forward: as for `train_step`.
         """
         self._leaves_out = True
-        with anchored(own := self._own(model)):
+        with anchored(own := _own(self.mesh, model)):
             return Evaluated(*mean_loss(own, batches, self.mesh, loss_fn, forward or call_model, self.seed))
 
-    def _own(self, model: nn.Module) -> nn.Module:
-        """Return the module that `parallelize` registered. Raise ModelError if this run did not parallelize it."""
-        found: Any = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
-        if not isinstance(found, nn.Module) or not is_attached(found):
-            raise ModelError(
-                f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
-                f"run.parallelize(model) returned, not a copy or a wrapper of it."
-            )
-        if data_parallel(found).axes.mesh.whole is not self.mesh:
-            raise ModelError(
-                f"model of type {type(model).__name__}: another run parallelized it. Use the run whose "
-                f"run.parallelize(model) returned it."
-            )
-        return found
 
-    def _state(
-        self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any, ema: Ema | None, extra: Any
-    ) -> dict[str, Any]:
-        """Return the checkpoint's state except tensors."""
-        if loader is not None and not hasattr(loader, "state_dict"):
-            raise CheckpointError(
-                f"loader={type(loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
-            )
-        drops = drops_of(model)
-        return {
-            "plan": str(self.mesh.plan),
-            "settings": group_settings(_torch_optimizer(optimizer)),
-            "loss_scale": optimizer.loss_scale.state() if isinstance(optimizer, TrainStep) else None,
-            "loader": None if loader is None else loader.state_dict(),
-            "scheduler": None if scheduler is None else scheduler_state(scheduler),
-            "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
-            "adapter": adapter_state(model),
-            "dropout_keys": 0 if drops is None else drops.num_keys,
-            "extra": extra,
-        }
-
-
-def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.optim.Optimizer:
-    found = optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
-    if not isinstance(found, torch.optim.Optimizer):
+def _own(mesh: Mesh, model: nn.Module) -> nn.Module:
+    """Return the module that `parallelize` registered. Raise ModelError if the run of `mesh` did not parallelize it."""
+    found: Any = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
+    if not isinstance(found, nn.Module) or not is_attached(found):
         raise ModelError(
-            f"optimizer of type {type(optimizer).__name__}: it is not a torch optimizer. Give the optimizer, or what "
-            f"run.train_step returned."
+            f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
+            f"run.parallelize(model) returned, not a copy or a wrapper of it."
+        )
+    if data_parallel(found).axes.mesh.whole is not mesh:
+        raise ModelError(
+            f"model of type {type(model).__name__}: another run parallelized it. Use the run whose "
+            f"run.parallelize(model) returned it."
         )
     return found
-
-
-def _prune(root: Location, keep: int, step: int) -> None:
-    prune_checkpoints(root, keep, whole=step)
-
-
-def _find(folder: Location, step: int | None, ranks: RankGroup) -> Found | None:
-    """Find the checkpoint to load, verified by all ranks, and the newer ones that are damaged."""
-    if step is None:
-        return newest_checkpoint(folder, together=ranks)
-    path = folder / folder_name(step)
-    if problems := verify_checkpoint(path, together=ranks):
-        raise CheckpointError(f"{path}: {'; '.join(problems)}. Use another checkpoint.")
-    return Found(path, step)
 
 
 def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
