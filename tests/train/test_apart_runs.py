@@ -12,8 +12,9 @@ import torch
 from tests.train.apart_runs import ApartRun, evaluations, saved, steps_of
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.monitor.events import read_events
-from weft.train import observers as recorder
-from weft.train import rank_run, replicas
+from weft.train import rank_run
+from weft.train.loop import observers as recorder
+from weft.train.loop import replicas
 
 ALL = ("model", "outer", "optimizer")
 

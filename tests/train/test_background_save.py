@@ -23,10 +23,10 @@ from weft.errors import CheckpointError, CommError, ConfigError
 from weft.memory.offload import HostCopies
 from weft.monitor.events import read_events
 from weft.parallel.parallelize import parallelize
-from weft.train import checkpointer as save_thread
-from weft.train import run_checkpoints
-from weft.train.checkpointer import steps_in
 from weft.train.hooks import Progress
+from weft.train.loop import checkpointer as save_thread
+from weft.train.loop import run_checkpoints
+from weft.train.loop.checkpointer import steps_in
 from weft.train.model_state import pieces
 from weft.train.step.train_step import TrainStep
 

@@ -13,9 +13,10 @@ from weft.checkpoint.peer_copies import CopyServer
 from weft.checkpoint.save import save_slices
 from weft.errors import CheckpointError, ConfigError
 from weft.monitor.events import read_events
-from weft.train import peer_copies as copies_module
-from weft.train import rank_run, run_checkpoints
+from weft.train import rank_run
 from weft.train.folder import RunFolder
+from weft.train.loop import peer_copies as copies_module
+from weft.train.loop import run_checkpoints
 
 COPIED = ("checkpoint.peer_every=2", "checkpoint.every=5", "checkpoint.background=false", "eval.every=0")
 

@@ -13,10 +13,10 @@ from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.save import SavedSlice, save_slices
 from weft.errors import CheckpointError, TrainingHalted, UnfitError
 from weft.monitor.events import read_events
-from weft.train import checkpointer as keeping
 from weft.train import rank_run as run_module
-from weft.train.checkpointer import steps_in
 from weft.train.folder import RunFolder
+from weft.train.loop import checkpointer as keeping
+from weft.train.loop.checkpointer import steps_in
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_loss import token_cross_entropy
 

@@ -15,11 +15,11 @@ from weft.config.files import load_config
 from weft.errors import TrainingHalted
 from weft.monitor.events import read_events
 from weft.monitor.step_times import Meter
-from weft.train.callbacks import Checkpoints
 from weft.train.engine import Evaluation, LateResult, StepResult
 from weft.train.hooks import Hook
+from weft.train.loop.callbacks import Checkpoints
+from weft.train.loop.trainer import Trainer
 from weft.train.step.train_step import TrainStep
-from weft.train.trainer import Trainer
 
 
 class LateEngine:

@@ -27,9 +27,9 @@ from weft.train.folder import RunFolder, run_lock
 from weft.train.model_state import expected_bytes
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
-from weft.train.tasks.decoder_files import data_of, decoder_of
 from weft.train.tasks.generation import generate_text
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.decoder_files import data_of, decoder_of
+from weft.train.weights.run_adapter import with_adapter
 
 
 def test_a_layout_is_checked_before_the_ranks_start_and_kept_in_the_folder(tmp_path, text):
@@ -254,7 +254,7 @@ def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch, signum):
     whole, _, _ = start("run.name=whole")
-    from weft.train.trainer import Trainer
+    from weft.train.loop.trainer import Trainer
 
     original = Trainer._launch
 

@@ -22,7 +22,7 @@ from weft.train.folder import RunFolder, free_name, new_files_like, run_folder, 
 from weft.train.hooks import LEFT_OUT
 from weft.train.tasks.base import Report, Task
 from weft.train.tasks.registry import find_task
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.run_adapter import with_adapter
 
 
 def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:

@@ -29,18 +29,18 @@ from weft.monitor.live import make_display
 from weft.monitor.step_times import TimeBook
 from weft.monitor.terminal import busy, tell
 from weft.train.batching_by_cost import StepBorders
-from weft.train.callbacks import GOES_BACK, StopReason
 from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, steps_left_out
-from weft.train.injected_faults import FaultHook, asked_fault
-from weft.train.observers import FigureHook, PlanWatch, Recorder, RequestWatch, RunRecorder, TimeLimit, roll_back
-from weft.train.replicas import ReplicaCoordinator
-from weft.train.reporting import Ending, RunLogger, already_done, closing_lines, opening_lines
-from weft.train.run_checkpoints import RunCheckpoints
-from weft.train.signals import stop_on_signal
+from weft.train.loop.callbacks import GOES_BACK, StopReason
+from weft.train.loop.injected_faults import FaultHook, asked_fault
+from weft.train.loop.observers import FigureHook, PlanWatch, Recorder, RequestWatch, RunRecorder, TimeLimit, roll_back
+from weft.train.loop.replicas import ReplicaCoordinator
+from weft.train.loop.reporting import Ending, RunLogger, already_done, closing_lines, opening_lines
+from weft.train.loop.run_checkpoints import RunCheckpoints
+from weft.train.loop.signals import stop_on_signal
+from weft.train.loop.trainer import Trainer
 from weft.train.tasks.registry import find_task
-from weft.train.trainer import Trainer
 from weft.units import parse_seconds
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 from weft.config.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
-from weft.train.tasks.data_share import Batches, MapDataset, Share
+from weft.train.data_share import Batches, MapDataset, Share
 from weft.units import format_count
 
 if TYPE_CHECKING:

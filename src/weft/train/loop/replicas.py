@@ -11,13 +11,13 @@ from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location, located
 from weft.config.run_config import RunConfig
-from weft.train.callbacks import Stop, StopReason
 from weft.train.engine import Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import Progress
-from weft.train.run_checkpoints import RunCheckpoints
-from weft.train.signals import stop_on_signal
-from weft.train.trainer import Trainer
+from weft.train.loop.callbacks import Stop, StopReason
+from weft.train.loop.run_checkpoints import RunCheckpoints
+from weft.train.loop.signals import stop_on_signal
+from weft.train.loop.trainer import Trainer
 
 
 class ReplicaCoordinator:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from weft.errors import TrainingHalted
@@ -15,9 +16,9 @@ from weft.monitor.guards import GarbageTurns, SpikeWatch, mfu
 from weft.monitor.step_times import StepTimes, TimeBook, busy_seconds, memory_bytes, own_seconds
 from weft.optim.schedule import lr_factor
 from weft.train.batching_by_cost import StepBorders
-from weft.train.callbacks import Checkpoints, Evaluations, LoopState, Requests, Saves, Stop, StopReason
 from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.hooks import Hook, HookList, Progress, stretches
+from weft.train.loop.callbacks import Checkpoints, Evaluations, LoopState, Requests, Saves, Stop, StopReason
 from weft.train.tasks.base import Task
 
 #: Maximum number of consecutive bad steps to trace, because the others have the same cause.
@@ -77,6 +78,10 @@ class Trainer:
         self._unread: _Launched | None = None
         self._has_moved = False
 
+    @cached_property
+    def _records(self) -> _StepRecords:
+        return _StepRecords(self.task, self._loop)
+
     @property
     def parting(self) -> RunRequest | None:
         """The request that ended training, if any."""
@@ -88,7 +93,6 @@ class Trainer:
         Raises:
             TrainingHalted: after too many bad steps, or if a run that must be saved is not.
         """
-        self._records = _StepRecords(self.task, self._loop)
         self.book.start()
         self._loop.hooks.on_start(self.progress.step)
         self._loop.hooks.on_phase("compiling" if self.engine.plan.compile else "first step")

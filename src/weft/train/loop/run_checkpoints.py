@@ -18,13 +18,13 @@ from weft.checkpoint.save import SavedSlice, save_slices
 from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, UnfitError
 from weft.train.batching_by_cost import StepBorders
-from weft.train.callbacks import Checkpoints
-from weft.train.checkpointer import Checkpointer, Retention, Save, refuse_unfit, steps_in
 from weft.train.engine import GROUPS, Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import Progress, SaveEnd
-from weft.train.peer_copies import Copies
-from weft.train.reporting import rate_change, rate_state
+from weft.train.loop.callbacks import Checkpoints
+from weft.train.loop.checkpointer import Checkpointer, Retention, Save, refuse_unfit, steps_in
+from weft.train.loop.peer_copies import Copies
+from weft.train.loop.reporting import rate_change, rate_state
 from weft.units import counted
 
 #: Maximum number of skipped checkpoints in the log.

@@ -31,8 +31,8 @@ from weft.planner.measured.laws import measured_parts, parts_of
 from weft.train.engine import Engine, Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook, SaveEnd, leave_out
+from weft.train.loop.reporting import sample_digests
 from weft.train.planned import drifts, expect
-from weft.train.reporting import sample_digests
 from weft.train.tasks.base import Task
 
 #: The memory series for a rank's peak, and for the part of it that no other series covers.
