@@ -190,10 +190,6 @@ class Retention:
         """Record that the weights after `step` steps gave a finite loss."""
         self.good_step = max(self.good_step, step)
 
-    def drop_after(self, step: int) -> bool:
-        """Set checkpoints after `step` aside. Return True if there were any."""
-        return bool(set_aside(self.root, lambda one: one.step > step))
-
     def prune(self, step: int, best: int | None) -> None:
         """Delete old checkpoints after the save of `step`.
 

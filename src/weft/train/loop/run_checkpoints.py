@@ -77,7 +77,8 @@ class RunCheckpoints(Checkpoints):
         if step < before:
             self._finish()
             self._retention.good_step = min(self._retention.good_step, step)
-            self._engine.on_first(lambda: self._retention.drop_after(step))
+            root = self._retention.root
+            self._engine.on_first(lambda: bool(set_aside(root, lambda one: one.step > step)))
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint. Each rank writes its part, and `ended` returns the outcome.

@@ -153,7 +153,9 @@ class Trainer:
         self._garbage.after_step(self.progress.step)
 
         stop = self._read(before) if before else None
-        if stop or not isinstance(launched, LateResult) or self._is_something_due():
+        # What follows may depend on this step's result.
+        is_due = self._loop.is_last or self._evaluations.is_due or self._saves.is_due
+        if stop or is_due or not isinstance(launched, LateResult):
             stop = self._read_last() or stop
         self._follow(launched)
         self._saves.report()
@@ -169,10 +171,6 @@ class Trainer:
         result = self.engine.step(batches, step, factor)
         data_s, self._records.data_s = self._records.data_s, 0.0
         return _Launched(step + 1, config.optimizer.lr * factor, result, meter.end_step(), data_s)
-
-    def _is_something_due(self) -> bool:
-        """Return True if something is due that depends on this step's result."""
-        return self._loop.is_last or self._evaluations.is_due or self._saves.is_due
 
     def _follow(self, result: StepResult | LateResult) -> None:
         """Continue from the step that an outer step selected, if any. Such engines have no late results."""
