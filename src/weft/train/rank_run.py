@@ -34,7 +34,15 @@ from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, steps_left_out
 from weft.train.loop.callbacks import GOES_BACK, StopReason
 from weft.train.loop.injected_faults import FaultHook, asked_fault
-from weft.train.loop.observers import FigureHook, PlanWatch, Recorder, RequestWatch, RunRecorder, TimeLimit, roll_back
+from weft.train.loop.observers import (
+    FigureHook,
+    PlanWatch,
+    NullRecorder,
+    RequestWatch,
+    RunRecorder,
+    TimeLimit,
+    roll_back,
+)
 from weft.train.loop.replicas import ReplicaCoordinator
 from weft.train.loop.reporting import Ending, RunLogger, already_done, closing_lines, opening_lines
 from weft.train.loop.run_checkpoints import RunCheckpoints
@@ -226,8 +234,7 @@ class _RankRun:
         if progress.step >= self.config.train.steps and not others.is_unsaved:
             engine.end()
             if is_first:
-                lines = already_done(self.folder, self.task, progress.step, self.start.command)
-                tell(self.terminal, [*notes, *lines])
+                tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.start.command)])
             return RunResult(progress.step, StopReason.FINISHED.value)
         start_step, book = progress.step, TimeBook()
         observers = _observers(self.job, engine, self.terminal, began, book, progress, notes)
@@ -292,7 +299,7 @@ class _Observers:
     """The observers of one rank. Ranks other than 0 have a recorder that writes nothing, and no limit or requests."""
 
     hooks: Sequence[Hook]
-    recorder: Recorder
+    recorder: NullRecorder
     figures: FigureHook | None
     limit: TimeLimit | None
     requests: RequestWatch | None
@@ -316,7 +323,7 @@ def _observers(
     notes: Sequence[str],
 ) -> _Observers:
     """Make the observers of a rank, and print the opening lines on rank 0. All ranks call it."""
-    settings, limit, requests, recorder = job.config.monitor, None, None, Recorder()
+    settings, limit, requests, recorder = job.config.monitor, None, None, NullRecorder()
     if engine.rank == 0:
         requests = RequestWatch(job.folder.path, time.time() - (time.monotonic() - began), engine)
         limit = _watch_resources(job, engine, began)

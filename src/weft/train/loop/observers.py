@@ -56,7 +56,7 @@ class FigureHook(Hook):
         place: RankEnv | None,
         folder: Path,
         every_s: float,
-        recorder: Recorder,
+        recorder: NullRecorder,
     ):
         measures, plan, is_first = engine.measures(), engine.plan, engine.rank == 0
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
@@ -194,7 +194,7 @@ class RequestWatch(threading.Thread):
 # The observer of rank 0: writes events.jsonl, draws loss.png, and shows progress on the terminal.
 
 
-class Recorder(Hook):
+class NullRecorder(Hook):
     """The recorder of ranks other than 0, which writes and shows nothing."""
 
     display: Display | None = None
@@ -215,7 +215,7 @@ class Recorder(Hook):
         """Close the display, the plotting process and the event log."""
 
 
-class RunRecorder(Recorder):
+class RunRecorder(NullRecorder):
     """Writes events to the run folder and passes them to the display."""
 
     def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
@@ -364,7 +364,7 @@ class PlanWatch(Hook):
         return float(self._expected["step_s"])
 
     @classmethod
-    def of(cls, task: Task, plan: Plan, device: str, book: TimeBook, recorder: Recorder) -> PlanWatch | None:
+    def of(cls, task: Task, plan: Plan, device: str, book: TimeBook, recorder: NullRecorder) -> PlanWatch | None:
         """Return the hook of a run, or None if its machine is unknown.
 
         Args:
