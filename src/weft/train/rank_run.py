@@ -36,8 +36,8 @@ from weft.train.loop.callbacks import GOES_BACK, StopReason
 from weft.train.loop.injected_faults import FaultHook, asked_fault
 from weft.train.loop.observers import (
     FigureHook,
-    PlanWatch,
     NullRecorder,
+    PlanWatch,
     RequestWatch,
     RunRecorder,
     TimeLimit,
