@@ -28,7 +28,7 @@ def load(plan_text: str, folder: str) -> tuple[float, ...]:
     from weft.models.inspect import hugging_face
     from weft.parallel.parallelize import parallelize
     from weft.parallel.state.gradients import data_parallel
-    from weft.train.tasks.published_weights import pretrained_source
+    from weft.train.weights.published_weights import pretrained_source
 
     mesh = build_mesh(Plan.parse(plan_text))
     with as_shapes(vectors=True):

@@ -33,13 +33,13 @@ from weft.config.sections import LaunchSection
 from weft.data.store.prepare import prepare_data
 from weft.models.registry import build_decoder
 from weft.monitor.live import make_display
+from weft.train.data_share import Share
 from weft.train.engine import EngineJob
 from weft.train.folder import RunFolder
-from weft.train.observers import RunRecorder
-from weft.train.tasks.data_share import Share
+from weft.train.loop.observers import RunRecorder
+from weft.train.loop.trainer import Trainer
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.torch_engine import TorchEngine
-from weft.train.trainer import Trainer
 from weft.verify.rank_pool import RankPool
 
 
@@ -63,13 +63,11 @@ def weft_steps(config: RunConfig, data: Any, folder: Path) -> Any:
     engine.build()
     display = make_display(io.StringIO(), total_steps=config.train.steps, every=config.log.every, is_tty=False)
     hooks = [RunRecorder(run, task, display, {})] if engine.rank == 0 else []
-    trainer = Trainer(task=task, engine=engine, save=lambda progress, is_good: None, hooks=hooks)
+    trainer = Trainer(task=task, engine=engine, hooks=hooks)
     with engine.batches.iterate(0, config.train.steps) as steps:
-        for index, batches in enumerate(steps):
-            record, _ = trainer._train(index, batches)
-            for hook in hooks:
-                hook.on_step(record)
-            yield record.loss
+        for batches in steps:
+            trainer._train_step(batches)
+            yield trainer.progress.step
 
 
 def plain_steps(config: RunConfig, data: Any, options: argparse.Namespace, ranks: int) -> Any:

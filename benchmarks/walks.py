@@ -25,7 +25,7 @@ SMALL = (
     *("model.ffn_dim=64", "tokenizer.kind=bytes", "train.seq_len=32", "train.global_batch=8", "train.steps=4"),
     *("launch.device=cpu", "eval.every=0", "log.every=1"),
 )
-STEP, SAVE, LOG = "TrainStep.__call__", "Keeper.save", "RunRecorder.on_step"
+STEP, SAVE, LOG = "TrainStep.__call__", "RunCheckpoints.save", "RunRecorder.on_step"
 
 
 @dataclass(frozen=True)

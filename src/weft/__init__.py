@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from weft.planner.report.explanation import search
     from weft.train.losses import group_loss
     from weft.train.microbatches import Microbatches
-    from weft.train.script import Run, init
+    from weft.train.script.script_run import Run, init
     from weft.train.step.train_step import TrainStep
     from weft.train.tasks.description import trace
 
@@ -72,8 +72,8 @@ __getattr__ = loads(
         "build_mesh": ".comm.mesh",
         "Mesh": ".comm.mesh",
         "Microbatches": ".train.microbatches",
-        "init": ".train.script",
-        "Run": ".train.script",
+        "init": ".train.script.script_run",
+        "Run": ".train.script.script_run",
         "TrainStep": ".train.step.train_step",
     },
 )

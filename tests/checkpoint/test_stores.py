@@ -28,7 +28,7 @@ from weft.checkpoint.save import SavedSlice, save_checkpoint, save_slices
 from weft.cli.app import run
 from weft.cli.ckpt import app
 from weft.errors import CheckpointError
-from weft.train.foreign_files import Taken, read_dcp
+from weft.train.weights.foreign_files import Taken, read_dcp
 
 from .faults import content
 
@@ -149,7 +149,7 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
         read_dcp(source, taken)
         taken.close()
 
-    monkeypatch.setattr("weft.train.foreign_checkpoint.run_confined", read)
+    monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"model": {"w": torch.ones(3)}, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert said(capsys, "import", str(tmp_path / "dcp"), str(root))[0] == 0

@@ -19,9 +19,9 @@ from weft.cli.drill import KINDS, NEED_TWO_RANKS, DrillRow, Trial, chosen, repor
 from weft.config.plan import Plan
 from weft.errors import ConfigError
 from weft.monitor.events import StepRecord
-from weft.train import injected_faults as injected
 from weft.train.folder import RunFolder
-from weft.train.injected_faults import ACTS, DAMAGES, Fault, FaultHook, asked_fault
+from weft.train.loop import injected_faults as injected
+from weft.train.loop.injected_faults import ACTS, DAMAGES, Fault, FaultHook, asked_fault
 
 #: Faults that happen at another moment than after a step, or outside of the ranks.
 ELSEWHERE = {"kill_in_save", "loader", "nan_gradient", "port_taken"}

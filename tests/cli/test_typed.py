@@ -6,7 +6,7 @@ import pytest
 
 from weft.cli.launch.rank import typed_command
 from weft.train.folder import RunFolder
-from weft.train.reporting import with_setting
+from weft.train.loop.reporting import with_setting
 
 
 @pytest.mark.parametrize(

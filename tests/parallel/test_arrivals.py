@@ -23,7 +23,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero_flat.model import FlatModel
 from weft.parallel.zero_flat.prefetch import AwaitsWeights
-from weft.train.script_export import Ema
+from weft.train.script.script_export import Ema
 from weft.train.step.evaluation import mean_loss
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy

@@ -17,7 +17,7 @@ from weft.errors import WeftWarning
 from weft.parallel.local_means import watch_local_means
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.script import Run
+from weft.train.script.script_run import Run
 from weft.train.step.train_step import TrainStep
 
 

@@ -15,7 +15,7 @@ from weft.config.plan import Plan
 from weft.errors import CommError
 from weft.models.registry import build_decoder
 from weft.parallel.state.gradients import data_parallel
-from weft.train.script import Run
+from weft.train.script.script_run import Run
 
 DENSE = DecoderSpec(vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=16)
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, top_k=2, expert_ffn_dim=8, balance="none")

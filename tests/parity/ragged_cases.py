@@ -18,7 +18,7 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.state.gradients import data_parallel
-from weft.train.script import Run
+from weft.train.script.script_run import Run
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.verify.parity import ParityResult
 from weft.verify.verifier import Float64Throughout

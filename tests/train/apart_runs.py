@@ -17,9 +17,9 @@ from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.files import load_config
 from weft.monitor.events import read_events
-from weft.train import observers as recorder
 from weft.train.engine import ReplicaWorld
 from weft.train.folder import RunFolder
+from weft.train.loop import observers as recorder
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
 from weft.train.torch_engine import TorchEngine

@@ -10,7 +10,7 @@ import pytest
 
 from weft.checkpoint.peer_copies import CopyHome
 from weft.config.files import load_config
-from weft.train import observers as recorder
+from weft.train.loop import observers as recorder
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
 

@@ -20,13 +20,13 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
+from weft.train.data_share import Share
 from weft.train.folder import RunFolder
 from weft.train.microbatches import Microbatches
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
-from weft.train.tasks.data_share import Share
 from weft.train.tasks.preference import PreferTask
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.run_adapter import with_adapter
 
 SPEC = DecoderSpec(family="llama", vocab_size=260, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=24,
                    max_seq_len=64)  # fmt: skip

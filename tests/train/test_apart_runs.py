@@ -12,8 +12,9 @@ import torch
 from tests.train.apart_runs import ApartRun, evaluations, saved, steps_of
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.monitor.events import read_events
-from weft.train import observers as recorder
 from weft.train import rank_run
+from weft.train.loop import observers as recorder
+from weft.train.loop import replicas
 
 ALL = ("model", "outer", "optimizer")
 
@@ -38,7 +39,8 @@ def assert_same(one: dict, other: dict) -> None:
 
 
 def test_a_replica_that_is_late_is_left_out_and_joins_where_the_others_are(run, monkeypatch):
-    monkeypatch.setattr(rank_run, "stop_on_signal", contextlib.nullcontext)  # both run in threads of this process
+    for module in (rank_run, replicas):  # both run in threads of this process
+        monkeypatch.setattr(module, "stop_on_signal", contextlib.nullcontext)
     monkeypatch.setattr(recorder, "plot_loss", lambda *words, **more: None)
     # Two seconds are short on a busy machine: whoever is not meant to be late has longer.
     both = run("late", timeout_s=5)

@@ -23,10 +23,10 @@ from weft.errors import CheckpointError, CommError, ConfigError
 from weft.memory.offload import HostCopies
 from weft.monitor.events import read_events
 from weft.parallel.parallelize import parallelize
-from weft.train import checkpointer as keeping
-from weft.train import checkpointer as save_thread
-from weft.train.checkpointer import saved_steps
 from weft.train.hooks import Progress
+from weft.train.loop import checkpointer as save_thread
+from weft.train.loop import run_checkpoints
+from weft.train.loop.checkpointer import steps_in
 from weft.train.model_state import pieces
 from weft.train.step.train_step import TrainStep
 
@@ -46,7 +46,7 @@ def slow(monkeypatch):
             spans.append((step, began, time.monotonic()))
             return path
 
-        monkeypatch.setattr(keeping, "save_slices", save)
+        monkeypatch.setattr(run_checkpoints, "save_slices", save)
         return spans
 
     return make
@@ -60,7 +60,7 @@ def test_a_save_behind_training_has_the_weights_of_its_step(start, slow):
     folder, _, _ = start(*ALL, "run.name=waits", "checkpoint.background=false")
     spans = slow(0.2)
     other, _, shown = start(*ALL, "run.name=goes_on")
-    assert saved_steps(folder) == saved_steps(other) == [3, 6, 9]
+    assert steps_in(folder.checkpoints) == steps_in(other.checkpoints) == [3, 6, 9]
     for step in (3, 6, 9):
         for file in ("model.safetensors", "optimizer.safetensors"):
             ours, theirs = (load_file(one.checkpoint(step) / file) for one in (folder, other))
@@ -78,7 +78,7 @@ def test_a_save_that_is_due_meanwhile_is_left_out_where_that_is_wished(start, sl
     slow(1.0)
     folder, result, shown = start(*ALL, "checkpoint.every=1", "checkpoint.busy=skip")
     assert result.step == 9
-    steps = saved_steps(folder)
+    steps = steps_in(folder.checkpoints)
     assert steps[0] == 1
     assert steps[-1] == 9  # the last one is not left out
     assert len(steps) < 9
@@ -95,7 +95,7 @@ def failing(monkeypatch, tries: int) -> list[int]:
             raise CheckpointError(f"run.dir={root}: the disk is full.")
         return save_slices(root, step, *args, **options)
 
-    monkeypatch.setattr(keeping, "save_slices", save)
+    monkeypatch.setattr(run_checkpoints, "save_slices", save)
     monkeypatch.setattr(save_thread, "_PAUSE_S", (0.01, 0.01))
     return seen
 
@@ -103,7 +103,7 @@ def failing(monkeypatch, tries: int) -> list[int]:
 def test_a_save_that_fails_is_tried_again(start, monkeypatch):
     seen = failing(monkeypatch, 2)
     folder, result, _ = start(*ALL, "checkpoint.retries=2")
-    assert (result.reason, saved_steps(folder)) == ("finished", [3, 6, 9])
+    assert (result.reason, steps_in(folder.checkpoints)) == ("finished", [3, 6, 9])
     assert seen == [3, 3, 3, 6, 9]
 
 
@@ -117,7 +117,7 @@ def test_a_save_that_fails_for_good_stops_the_run_with_its_sentence(start, monke
 def test_a_held_run_goes_on_when_the_save_works(start, monkeypatch):
     failing(monkeypatch, 6)
     folder, result, shown = start(*ALL, "checkpoint.retries=0", "checkpoint.on_failure=hold")
-    assert (result.reason, saved_steps(folder)) == ("finished", [3, 6, 9])
+    assert (result.reason, steps_in(folder.checkpoints)) == ("finished", [3, 6, 9])
     assert "the disk is full. Weft tries again." in shown
 
 
@@ -150,14 +150,14 @@ def test_who_lost_the_others_does_not_wait_for_a_save_that_needs_them(monkeypatc
 def test_where_the_host_has_no_room_for_a_copy_the_step_waits_and_says_so(start, monkeypatch):
     monkeypatch.setattr("weft.memory.offload._MOST_OF_FREE", 0.0)
     folder, _, shown = start(*ALL)
-    assert saved_steps(folder) == [3, 6, 9]
+    assert steps_in(folder.checkpoints) == [3, 6, 9]
     assert shown.count("Use checkpoint.background=false. Meanwhile training waits for each save.") == 1
 
 
 def test_every_so_many_steps_a_checkpoint_stays_for_good(start):
     folder, _, _ = start("train.steps=9", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3",
                          "checkpoint.keep_best=false", "eval.every=0")  # fmt: skip
-    assert saved_steps(folder) == [3, 6, 8, 9]
+    assert steps_in(folder.checkpoints) == [3, 6, 8, 9]
 
 
 def test_copies_last_and_take_the_ranks_share_once():
@@ -238,7 +238,7 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store_and_resumes_from_there(s
     assert not (folder.path / "checkpoints").exists()
     _, result, shown = start("train.steps=6", store, "checkpoint.every=3", "checkpoint.keep=1", "eval.every=0")
     assert "resumed from step 3" in shown
-    assert (result.step, saved_steps(folder)[-1]) == (6, 6)
+    assert (result.step, steps_in(folder.checkpoints)[-1]) == (6, 6)
 
 
 def test_damage_found_behind_training_stops_the_run_and_the_next_start_takes_an_older_step(start):
@@ -250,7 +250,7 @@ def test_damage_found_behind_training_stops_the_run_and_the_next_start_takes_an_
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"step 9, which the run went on from: model.safetensors does not match"):
         start(*ALL[:2], *quiet, "train.steps=12")
-    assert saved_steps(folder) == [3, 6]
+    assert steps_in(folder.checkpoints) == [3, 6]
     _, result, shown = start(*ALL[:2], *quiet, "train.steps=12")
     assert "resumed from step 6" in shown
     assert result.step == 12

@@ -21,13 +21,13 @@ from weft.monitor.events import tail_events
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.batching_by_cost import CostBorders, Costs, _Runs
+from weft.train.data_share import Share
 from weft.train.folder import RunFolder
 from weft.train.microbatches import Microbatches
 from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.step.train_step import TrainStep
-from weft.train.tasks.data_share import Share
 from weft.train.tasks.registry import find_task
 from weft.verify.verifier import Float64Throughout
 

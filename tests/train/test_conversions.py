@@ -19,7 +19,7 @@ from weft.models.decoder import as_shapes
 from weft.models.inspect import hugging_face
 from weft.parallel.state.flat_slices import read_full
 from weft.train.tasks.export import as_published
-from weft.train.tasks.published_weights import pretrained_source
+from weft.train.weights.published_weights import pretrained_source
 
 transformers = pytest.importorskip("transformers")
 #: Of each way in which tensors are stored otherwise than the model has them, one; and tied ones, and numbers alone.

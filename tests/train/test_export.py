@@ -22,12 +22,12 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.errors import CheckpointError
 from weft.models.registry import build_decoder
 from weft.train.folder import RunFolder
-from weft.train.foreign_files import NotTaken, Taken, read_pickled
 from weft.train.model_state import restore_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
-from weft.train.tasks.decoder_files import decoder_of, tokenizer_of
 from weft.train.tasks.generation import generate_text
+from weft.train.weights.decoder_files import decoder_of, tokenizer_of
+from weft.train.weights.foreign_files import NotTaken, Taken, read_pickled
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -301,7 +301,7 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
     is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_here
 ):
     if is_here:
-        monkeypatch.setattr("weft.train.foreign_checkpoint.run_confined", read_here)
+        monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read_here)
     run = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}", f"model.path={pickled}"]
     capsys.readouterr()
     assert weft_run(run) == 2

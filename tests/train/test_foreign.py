@@ -19,8 +19,8 @@ from tests.train.foreign_cases import NAMES, STEPS, go_on, train_fsdp2, write_ze
 from weft.checkpoint.load import load_checkpoint, verify_checkpoint
 from weft.cli.app import run
 from weft.errors import CheckpointError
-from weft.train.foreign_checkpoint import bring_in, sorted_names
-from weft.train.foreign_files import NotTaken, Taken, most_bytes, read_dcp, read_pickled, read_zero
+from weft.train.weights.foreign_checkpoint import bring_in, sorted_names
+from weft.train.weights.foreign_files import NotTaken, Taken, most_bytes, read_dcp, read_pickled, read_zero
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def here(monkeypatch) -> None:
             raise CheckpointError(f"SOURCE={source}: {error}. Import a checkpoint that you saved yourself.") from error
         taken.close()
 
-    monkeypatch.setattr("weft.train.foreign_checkpoint.run_confined", read)
+    monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -195,7 +195,7 @@ def test_the_second_wall_ends_what_gets_past_the_first(tmp_path):
     ):
         (tmp_path / "kept").write_text("")
         code = (
-            "import os, pathlib; from weft.train.foreign_reader import _stand_wall\n"
+            "import os, pathlib; from weft.train.weights.foreign_reader import _stand_wall\n"
             f"_stand_wall(pathlib.Path('{tmp_path}/out'))\n" + attempt
         ).format(touched=tmp_path / "touched", out=tmp_path / "out")
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -295,7 +295,7 @@ HOSTILE_PICKLES: dict[str, Any] = {
 
 @pytest.mark.parametrize("text", HOSTILE_PICKLES)
 def test_pickles_that_expand_or_have_an_old_format_are_refused_in_a_sentence(tmp_path, text, monkeypatch):
-    monkeypatch.setattr("weft.train.foreign_files._MOST_MORE", 2**20)
+    monkeypatch.setattr("weft.train.weights.foreign_files._MOST_MORE", 2**20)
     file = tmp_path / "pytorch_model.bin"
     HOSTILE_PICKLES[text](file)
     with pytest.raises(NotTaken, match=text):
@@ -313,7 +313,7 @@ def test_names_of_one_tensor_may_be_several(tmp_path):
 
 def test_the_confined_process_has_a_limit_of_memory():
     code = (
-        "import numpy; from weft.train.foreign_reader import _limit_memory\n"
+        "import numpy; from weft.train.weights.foreign_reader import _limit_memory\n"
         "_limit_memory(2**20)\n"
         "try: numpy.ones(2**30)\n"
         "except MemoryError: print('refused')"

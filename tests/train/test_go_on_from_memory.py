@@ -13,10 +13,10 @@ from weft.checkpoint.peer_copies import CopyServer
 from weft.checkpoint.save import save_slices
 from weft.errors import CheckpointError, ConfigError
 from weft.monitor.events import read_events
-from weft.train import checkpointer as keeping
-from weft.train import peer_copies as copies_module
 from weft.train import rank_run
 from weft.train.folder import RunFolder
+from weft.train.loop import peer_copies as copies_module
+from weft.train.loop import run_checkpoints
 
 COPIED = ("checkpoint.peer_every=2", "checkpoint.every=5", "checkpoint.background=false", "eval.every=0")
 
@@ -77,7 +77,7 @@ def test_a_copy_that_is_due_during_a_save_is_made_at_the_first_step_after_it(sta
                 time.sleep(0.001)
         return observe(self, record)
 
-    monkeypatch.setattr(keeping, "save_slices", save)
+    monkeypatch.setattr(run_checkpoints, "save_slices", save)
     monkeypatch.setattr(rank_run.RunRecorder, "on_step", on_step)
     settings = ("checkpoint.peer_every=4", "checkpoint.every=3", "eval.every=0")
     folder, _, _ = start(*settings, copies=server.home)

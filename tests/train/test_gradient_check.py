@@ -28,7 +28,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import WeftError, WeftWarning
 from weft.parallel.state.gradients import data_parallel
-from weft.train.script import Run
+from weft.train.script.script_run import Run
 from weft.verify.rank_pool import RankPool
 
 LR = 0.05

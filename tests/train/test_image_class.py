@@ -85,7 +85,7 @@ def test_samples_follow_from_seed_epoch_and_index(tmp_path: Path):
 
 
 def share(rank: int):
-    from weft.train.tasks.data_share import Share
+    from weft.train.data_share import Share
 
     return Share(global_batch=3, rank=rank, size=2)
 
@@ -173,7 +173,7 @@ def test_a_run_trains_on_records_and_refuses_others(tmp_path: Path):
 
 
 def test_batches_are_the_same_at_any_number_of_processes_ranks_and_after_a_resume(tmp_path: Path):
-    from weft.train.tasks.data_share import Share
+    from weft.train.data_share import Share
 
     def task(folder: str, workers: int):
         made = config(tmp_path / folder, colour=0.3, noise=2.0)

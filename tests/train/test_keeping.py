@@ -13,10 +13,10 @@ from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.save import SavedSlice, save_slices
 from weft.errors import CheckpointError, TrainingHalted, UnfitError
 from weft.monitor.events import read_events
-from weft.train import checkpointer as keeping
 from weft.train import rank_run as run_module
-from weft.train.checkpointer import saved_steps
 from weft.train.folder import RunFolder
+from weft.train.loop import checkpointer as keeping
+from weft.train.loop.checkpointer import steps_in
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_loss import token_cross_entropy
 
@@ -60,7 +60,7 @@ def test_a_halt_saves_nothing_and_names_the_last_good_step(start, poison):
     with pytest.raises(TrainingHalted) as caught:
         start("train.steps=12", "train.max_bad_steps=2", "checkpoint.every=1", "eval.every=0")
     assert str(caught.value).endswith("and run the command again: it resumes from step 3, the last good checkpoint.")
-    assert saved_steps(folder) == [3]
+    assert steps_in(folder.checkpoints) == [3]
     assert asides(folder) == []  # an evaluation had shown that step 3 is good
     assert all(torch.equal(tensor, good[name]) for name, tensor in weights(folder, 3).items())
     poison()
@@ -74,7 +74,7 @@ def test_weights_beyond_fp32_are_never_saved(start):
     wild = ("optimizer.lr=1e30", "optimizer.max_grad_norm=0", "schedule.kind=constant", "schedule.warmup_steps=0")
     with pytest.raises(TrainingHalted, match=r"steps in a row \(5 to 7\).* it resumes from step 3, the last good"):
         start("train.steps=12", "train.max_bad_steps=2", *EACH, *wild)
-    assert saved_steps(folder) == [3]
+    assert steps_in(folder.checkpoints) == [3]
     warnings = [event for event in read_events(folder.events) if event["event"] == "warning"]
     assert "step 4 is not saved: a weight exceeds 1e+18" in [event["text"] for event in warnings]
     _, result, shown = start("train.steps=6", *EACH)
@@ -100,14 +100,14 @@ def test_bad_steps_below_the_limit_are_not_saved_until_one_is_good(start, poison
     poison(5, 6)
     folder, result, shown = start(*EACH[:1], "checkpoint.keep=20", "eval.every=0")
     assert result.step == 12
-    assert saved_steps(folder) == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
+    assert steps_in(folder.checkpoints) == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
     assert "step 5 is not saved: no step since 5 had a finite loss and gradient" in shown
 
 
 def test_a_run_that_ends_on_a_bad_step_is_saved_when_its_evaluation_is_finite(start, poison):
     poison(12)
     folder, result, _ = start(*EACH)
-    assert (result.reason, saved_steps(folder)[-1]) == ("finished", 12)
+    assert (result.reason, steps_in(folder.checkpoints)[-1]) == ("finished", 12)
 
 
 def test_a_run_that_ends_on_a_bad_step_without_evaluation_says_so(start, poison):
@@ -153,7 +153,7 @@ def test_resume_step_goes_back_and_sets_newer_ones_aside(start):
 
 def test_checkpoints_without_commit_are_named_and_kept(start):
     folder, _, _ = start("train.steps=6", "checkpoint.keep=9")
-    steps = saved_steps(folder)
+    steps = steps_in(folder.checkpoints)
     for step in steps:
         (folder.checkpoint(step) / "COMMIT").unlink()
     _, result, shown = start("train.steps=6", "checkpoint.keep=1")
@@ -201,4 +201,4 @@ def test_a_damaged_checkpoint_is_set_aside_when_it_is_skipped(start):
     assert asides(folder) == ["step_00000004.aside"]
     assert not left.exists()
     start("train.steps=4", *keep)
-    assert saved_steps(folder) == [3, 4]
+    assert steps_in(folder.checkpoints) == [3, 4]

@@ -17,8 +17,9 @@ from weft.monitor.events import read_events
 from weft.monitor.step_times import Meter
 from weft.train.engine import Evaluation, LateResult, StepResult
 from weft.train.hooks import Hook
+from weft.train.loop.callbacks import Checkpoints
+from weft.train.loop.trainer import Trainer
 from weft.train.step.train_step import TrainStep
-from weft.train.trainer import Trainer
 
 
 class LateEngine:
@@ -66,14 +67,15 @@ def trained(*settings, left_out=(), asks_at=None, **engine_options):
     acts: list[str] = []
     engine = LateEngine(acts, **engine_options)
 
-    def save(progress, is_good, last):
-        acts.append(f"save {progress.step}")
+    class Saved(Checkpoints):
+        def save(self, progress, is_good, *, last=False):
+            acts.append(f"save {progress.step}")
 
     task = SimpleNamespace(config=config, unit="points", flops_per_count=lambda: None)
     hooks = [Watcher(acts, engine, asks_at)]
-    trainer = Trainer(task, engine, save, hooks=hooks, left_out=left_out)  # pyright: ignore[reportArgumentType]
+    trainer = Trainer(task, engine, Saved(), hooks, left_out)  # pyright: ignore[reportArgumentType]
     try:
-        acts.append(trainer.fit())
+        acts.append(str(trainer.fit()))
     except TrainingHalted as halt:
         acts.append(f"halted, first bad {halt.__dict__['first_bad']}")
     return acts

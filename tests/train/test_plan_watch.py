@@ -7,7 +7,7 @@ import pytest
 from weft.monitor.events import StepRecord
 from weft.monitor.metrics import readings
 from weft.monitor.step_times import TimeBook
-from weft.train.observers import PlanWatch
+from weft.train.loop.observers import PlanWatch
 from weft.train.planned import drifts
 
 PLANNED = {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1}

@@ -30,8 +30,8 @@ from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import token_cross_entropy
-from weft.train.tasks.published_weights import fill_full, pretrained_source
 from weft.train.tasks.registry import find_task
+from weft.train.weights.published_weights import fill_full, pretrained_source
 from weft.verify.parity import local_microbatches
 
 transformers = pytest.importorskip("transformers")

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.train.conftest import SMALL
 from weft.checkpoint.load import load_checkpoint
 from weft.config.files import load_config
+from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError
 from weft.models.registry import build_decoder
 from weft.monitor.events import read_events
@@ -26,9 +27,9 @@ from weft.train.folder import RunFolder, run_lock
 from weft.train.model_state import expected_bytes
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
-from weft.train.tasks.decoder_files import data_of, decoder_of
 from weft.train.tasks.generation import generate_text
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.decoder_files import data_of, decoder_of
+from weft.train.weights.run_adapter import with_adapter
 
 
 def test_a_layout_is_checked_before_the_ranks_start_and_kept_in_the_folder(tmp_path, text):
@@ -89,6 +90,18 @@ def test_the_resolved_config_loads_back_to_itself(start):
     again = load_config(folder.path / "config.toml").config
     assert again == folder.config()
     assert again.optimizer.lr == 0.002
+
+
+def test_a_run_validates_its_config_once_before_and_once_on_its_rank(start, monkeypatch):
+    validate, names = RunConfig.model_validate, []
+
+    def counted(tables):
+        names.append(tables["run"]["name"])
+        return validate(tables)
+
+    monkeypatch.setattr(RunConfig, "model_validate", counted)
+    start("run.name=once", "train.steps=3", "checkpoint.every=1")
+    assert names == ["once", "once"]
 
 
 def test_a_run_in_two_halves_ends_on_the_same_bits(start):
@@ -241,7 +254,7 @@ def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch, signum):
     whole, _, _ = start("run.name=whole")
-    from weft.train.trainer import Trainer
+    from weft.train.loop.trainer import Trainer
 
     original = Trainer._launch
 

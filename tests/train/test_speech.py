@@ -21,7 +21,7 @@ from weft.errors import ConfigError, DataError, ModelError
 from weft.models.speech import build_speech_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
-from weft.train.tasks.edit_distance import edit_distance
+from weft.train.tasks.captioning import edit_distance
 from weft.train.tasks.registry import find_task
 
 

@@ -15,7 +15,7 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError, WeftWarning
-from weft.train.script import Run
+from weft.train.script.script_run import Run
 
 SAMPLES = 8
 

@@ -7,7 +7,7 @@ import pytest
 from weft.errors import ConfigError
 from weft.monitor.events import StepRecord
 from weft.train.engine import Evaluation
-from weft.train.rank_run import TimeLimit
+from weft.train.loop.observers import TimeLimit
 
 
 class Run:

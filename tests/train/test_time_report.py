@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from weft.config.pipeline_schedule import build_schedule
 from weft.planner.cost.pipeline import Durations, simulate
-from weft.train.time_report import _bubble_line, _on_a_clock
+from weft.train.loop.time_report import _bubble_line, _on_a_clock
 
 
 def actions_of(name: str, slower: float):

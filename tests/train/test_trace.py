@@ -14,7 +14,7 @@ from tests.train.trace_cases import traced
 from weft.cli.app import run
 from weft.errors import TrainingHalted
 from weft.monitor.events import read_events
-from weft.train.reporting import evaluation_text
+from weft.train.loop.reporting import evaluation_text
 from weft.train.step.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
 
 WEIGHT = "blocks.1.mlp.down.weight"

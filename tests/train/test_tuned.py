@@ -21,11 +21,13 @@ from weft.config.files import load_config
 from weft.errors import ConfigError, DataError, PlanError, WeftError
 from weft.monitor.events import read_events
 from weft.parallel.state.flat_slices import read_full
+from weft.train.data_share import Share
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
-from weft.train.tasks import class_counts
-from weft.train.tasks.data_share import Share
+from weft.train.tasks import classification
+from weft.train.tasks.decoder_loss import perplexity
 from weft.train.tasks.registry import find_task
+from weft.train.tasks.table_data import ordered_labels
 from weft.verify.subject import Settings, find_subject
 
 transformers = pytest.importorskip("transformers")
@@ -261,28 +263,28 @@ def test_targets_are_moved_by_one_and_padding_is_not_counted(config):
 @settings(max_examples=60, deadline=None)
 def test_scores_add_up_over_parts(pairs, cut):
     said, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
-    sums = dict.fromkeys(class_counts.class_sum_names(4), 0.0)
+    sums = dict.fromkeys(classification.class_sum_names(4), 0.0)
     for part in (slice(None, cut), slice(cut, None)):
-        for name, value in class_counts.class_sums(said[part], true[part], 4).items():
+        for name, value in classification.class_sums(said[part], true[part], 4).items():
             sums[name] += float(value)
     counted = [(one, other) for one, other in pairs if other >= 0]
     if not counted:
-        assert class_counts.accuracy(sums, 4) is None
+        assert classification.accuracy(sums, 4) is None
         return
-    assert class_counts.accuracy(sums, 4) == pytest.approx(sum(one == other for one, other in counted) / len(counted))
+    assert classification.accuracy(sums, 4) == pytest.approx(sum(one == other for one, other in counted) / len(counted))
     each = []
     for label in {label for pair in counted for label in pair}:
         hit = sum(one == other == label for one, other in counted)
         each.append(2 * hit / sum((one == label) + (other == label) for one, other in counted))
-    assert class_counts.macro_f1(sums, 4) == pytest.approx(sum(each) / len(each))
+    assert classification.macro_f1(sums, 4) == pytest.approx(sum(each) / len(each))
 
 
 @given(values=st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=3, max_size=20))
 @settings(max_examples=40, deadline=None)
 def test_correlation_is_pearsons(values):
     x, y = (torch.tensor(each, dtype=torch.float64) for each in zip(*values, strict=True))
-    found = class_counts.correlation(
-        {name: float(value) for name, value in class_counts.pair_sums(x, y).items()}, len(values)
+    found = classification.correlation(
+        {name: float(value) for name, value in classification.pair_sums(x, y).items()}, len(values)
     )
     if x.std() < 1e-3 or y.std() < 1e-3:
         return
@@ -290,10 +292,10 @@ def test_correlation_is_pearsons(values):
 
 
 def test_labels_have_an_order_that_people_expect():
-    assert class_counts.ordered_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
-    assert class_counts.ordered_labels(["b", "a", "10"]) == ["10", "a", "b"]
-    assert class_counts.perplexity({"loss": 2.0, "count": 4.0}) == pytest.approx(math.exp(0.5))
-    assert class_counts.perplexity({"loss": 0.0, "count": 0.0}) is None
+    assert ordered_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert ordered_labels(["b", "a", "10"]) == ["10", "a", "b"]
+    assert perplexity({"loss": 2.0, "count": 4.0}) == pytest.approx(math.exp(0.5))
+    assert perplexity({"loss": 0.0, "count": 0.0}) is None
 
 
 # --- what goes wrong ---

@@ -36,7 +36,7 @@ def prepared(folder: Path, task: str, *words: str):
 
 def loaded(task):
     """The task's model with the weights of its folder."""
-    from weft.train.tasks.published_weights import fill_full
+    from weft.train.weights.published_weights import fill_full
 
     shapes = task.shapes()
     model = task.build()

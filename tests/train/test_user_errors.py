@@ -11,8 +11,8 @@ from torch import nn
 
 from weft import env
 from weft.errors import DataError, ModelError
-from weft.train.other_trainers import refuse_other_trainers
-from weft.train.script_errors import report_user_errors
+from weft.train.script.other_trainers import refuse_other_trainers
+from weft.train.script.script_errors import report_user_errors
 
 SCRIPT = """
 import torch, weft

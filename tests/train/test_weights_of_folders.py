@@ -12,7 +12,7 @@ from tests.train.tuned_folders import save_tokenizer
 from weft.errors import CheckpointError
 from weft.models.decoder import as_shapes
 from weft.models.inspect import hugging_face
-from weft.train.tasks.published_weights import load_pretrained, pretrained_source
+from weft.train.weights.published_weights import load_pretrained, pretrained_source
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,11 +15,11 @@ from weft.config.run_config import RunConfig
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
+from weft.train.data_share import Share
 from weft.train.microbatches import Microbatches
 from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.base import Task
-from weft.train.tasks.data_share import Share
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.tasks.indexed import sample_in_order
 

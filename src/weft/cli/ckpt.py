@@ -390,7 +390,7 @@ def import_them(
     """
     from weft.checkpoint.folders import step_in_name
     from weft.checkpoint.object_store import located
-    from weft.train.foreign_checkpoint import bring_in
+    from weft.train.weights.foreign_checkpoint import bring_in
     from weft.units import counted
 
     limit_s = seconds_of("--limit", limit)

@@ -169,7 +169,7 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
         import transformers
     except ImportError as error:
         raise MissingExtra("transformers", "hf", "--like") from error
-    from weft.train.script_export import pretrained_from_full
+    from weft.train.script.script_export import pretrained_from_full
 
     adapter = checkpoint.state.get("adapter") if group == "model" else None
     if not (like / "config.json").is_file():
@@ -266,7 +266,7 @@ def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: floa
     Raises:
         ConfigError, CheckpointError: if the source cannot be converted.
     """
-    from weft.train.foreign_checkpoint import pickled_weights
+    from weft.train.weights.foreign_checkpoint import pickled_weights
 
     refuse_existing(out)
     try:

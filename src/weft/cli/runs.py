@@ -74,7 +74,7 @@ def explain(
 ) -> None:
     """Locate a bad step by module, rank and samples, and show the samples in the model's format."""
     from weft.train.folder import RunFolder
-    from weft.train.reporting import explained_lines
+    from weft.train.loop.reporting import explained_lines
 
     for line in explained_lines(RunFolder(run), step, num):
         print(line)

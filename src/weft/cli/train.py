@@ -114,7 +114,7 @@ def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
             folder = starter.prepare(spec.preparation(settled, ranks, ranks))
             if not monitored:  # after preparing the folder, so that a refused run leaves nothing
                 spec.report_prepared()
-                until_over.enter_context(monitor_process(folder.path, folder.config(), say))
+                until_over.enter_context(monitor_process(folder.path, settled, say))
                 monitored.append(folder.path)
             began, key = time.monotonic() - process_age_s(), secrets.token_hex(32)
             inputs = RankInputs(folder.texts, began, spec.command, home, asdict(world) if world else None, key)
@@ -198,7 +198,7 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
     task = find_task(spec.config)
     if isinstance(task, DecoderTask):
         task.tokens(None)
-    return RunFolder(Path(result["path"]), result["texts"])
+    return RunFolder(Path(result["path"]), result["texts"], result["config"])
 
 
 def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
         own_path = str(run_folder(config).path)
         differ = [key for key in _OF_THE_COMMAND if getattr(settled, key) != getattr(config, key)]
         if said.get("path") == own_path and not differ:
-            return {"path": own_path, "texts": texts}
+            return {"path": own_path, "texts": texts, "config": settled}
     else:
         differ = []
     what = f"another {differ[0]}" if differ else "another run folder"

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from weft.train.engine import Engine
     from weft.train.folder import RunFolder, run_folder
     from weft.train.hooks import Hook, Progress
+    from weft.train.loop.trainer import Trainer
     from weft.train.microbatches import Microbatches
     from weft.train.preparation import prepare_run
     from weft.train.rank_run import RunResult, Start, run_rank
     from weft.train.step.train_step import StepMetrics, TrainStep
     from weft.train.tasks.base import Metric, Task
     from weft.train.tasks.generation import generate_text
-    from weft.train.trainer import Trainer
 
 __getattr__ = loads(
     __name__,
@@ -51,7 +51,7 @@ __getattr__ = loads(
         "StepMetrics": ".step.train_step",
         "Task": ".tasks.base",
         "TrainStep": ".step.train_step",
-        "Trainer": ".trainer",
+        "Trainer": ".loop.trainer",
         "generate_text": ".tasks.generation",
         "prepare_run": ".preparation",
         "run_folder": ".folder",

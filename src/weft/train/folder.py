@@ -23,6 +23,7 @@ import stat
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,33 +45,37 @@ class RunFolder:
         path: the folder.
         texts: contents of config.toml, plan.txt and the task's files as `prepare_run` resolved them. Ranks get them by
             value, so that later edits of the files do not affect a running run. If empty, the files are read.
+        resolved: the run's config, if the creator has it. Otherwise config.toml is parsed at the first use, once.
     """
 
     path: Path
     texts: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    resolved: RunConfig | None = field(default=None, repr=False, compare=False)
 
     @property
     def checkpoints(self) -> Location:
         """The location of the run's checkpoints, in its folder or below `checkpoint.dir`."""
         from weft.checkpoint.object_store import located
 
-        if "config.toml" in self.texts or (self.path / "config.toml").is_file():
-            config = self.config()
-            if config.checkpoint.dir is not None:
-                place = located(config.checkpoint.dir) / config.run.name
-                return place / self.path.name if self._is_of_replica(config) else place
-        return self.path / "checkpoints"
+        if self.resolved is None and "config.toml" not in self.texts and not (self.path / "config.toml").is_file():
+            return self.path / "checkpoints"
+        config = self.config()
+        if config.checkpoint.dir is None:
+            return self.path / "checkpoints"
+        location = located(config.checkpoint.dir) / config.run.name
+        return location / self.path.name if self._is_of_replica else location
 
-    def _is_of_replica(self, config: RunConfig) -> bool:
-        return config.run.name != self.path.name and re.fullmatch(r"replica_[1-9]\d*", self.path.name) is not None
+    @property
+    def _is_of_replica(self) -> bool:
+        return self.config().run.name != self.path.name and _REPLICA.fullmatch(self.path.name) is not None
 
     def with_replicas(self) -> list[RunFolder]:
         """Return this folder, followed by the folders of other replicas if it is the run's main folder."""
-        return [self] if self._is_of_replica(self.config()) else [self, *self.other_replicas()]
+        return [self] if self._is_of_replica else [self, *self.other_replicas()]
 
     def other_replicas(self) -> list[RunFolder]:
         """Return the existing folders of the run's other replicas, replica 0 first."""
-        run = self.path.parent if self._is_of_replica(self.config()) else self.path
+        run = self.path.parent if self._is_of_replica else self.path
         named = [(int(one.name.partition("_")[2]), one) for one in run.glob("replica_[1-9]*") if one.is_dir()]
         paths = [run, *(path for _, path in sorted(named))]
         return [RunFolder(path) for path in paths if path != self.path and (path / "config.toml").is_file()]
@@ -108,6 +113,12 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """Return the resolved config."""
+        return self._config
+
+    @cached_property
+    def _config(self) -> RunConfig:
+        if self.resolved is not None:
+            return self.resolved
         if "config.toml" in self.texts:
             return parse_config(self.texts["config.toml"], str(self.path / "config.toml")).config
         return load_config(self._needed("config.toml")).config
@@ -143,7 +154,7 @@ def run_folder(config: RunConfig, replica: int | None = None) -> RunFolder:
     """
     path = Path(config.run.dir) / config.run.name
     number = config.launch.replica if replica is None else replica
-    return RunFolder(path / f"replica_{number}" if number else path)
+    return RunFolder(path / f"replica_{number}" if number else path, resolved=config)
 
 
 def free_name(folder: RunFolder) -> str:

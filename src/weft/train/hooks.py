@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.checkpoint.object_store import Location
@@ -78,6 +78,51 @@ class Hook:
 
     def on_end(self, step: int, reason: str) -> None:
         """Note that the loop ended after `step` steps. `reason` is "finished", or why it stopped early."""
+
+
+class HookList(Hook):
+    """Passes each event on to several hooks in order. The first reason to stop counts."""
+
+    def __init__(self, hooks: Sequence[Hook]):
+        self._hooks = tuple(hooks)
+
+    def on_start(self, start_step: int) -> None:
+        for hook in self._hooks:
+            hook.on_start(start_step)
+
+    def on_phase(self, name: str) -> None:
+        for hook in self._hooks:
+            hook.on_phase(name)
+
+    def on_step(self, record: StepRecord) -> str | None:
+        return next(filter(None, [hook.on_step(record) for hook in self._hooks]), None)
+
+    def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
+        return next(filter(None, [hook.on_evaluation(step, evaluation) for hook in self._hooks]), None)
+
+    def on_warning(self, step: int, text: str) -> None:
+        for hook in self._hooks:
+            hook.on_warning(step, text)
+
+    def on_trace(self, event: Mapping[str, object]) -> None:
+        for hook in self._hooks:
+            hook.on_trace(event)
+
+    def on_action(self, step: int, wish: RunRequest) -> None:
+        for hook in self._hooks:
+            hook.on_action(step, wish)
+
+    def on_moved(self, before: int, step: int) -> None:
+        for hook in self._hooks:
+            hook.on_moved(before, step)
+
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        for hook in self._hooks:
+            hook.on_checkpoint(saved)
+
+    def on_end(self, step: int, reason: str) -> None:
+        for hook in self._hooks:
+            hook.on_end(step, reason)
 
 
 # Steps whose data a run skips. The order of other data and the learning rate of every step are unchanged.

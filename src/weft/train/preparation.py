@@ -22,7 +22,7 @@ from weft.train.folder import RunFolder, free_name, new_files_like, run_folder, 
 from weft.train.hooks import LEFT_OUT
 from weft.train.tasks.base import Report, Task
 from weft.train.tasks.registry import find_task
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.run_adapter import with_adapter
 
 
 def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
@@ -113,12 +113,12 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
         raise ConfigError(
             f"run.dir={config.run.dir}: cannot write {str(folder.path)!r} ({error.strerror}). Use another run.dir."
         ) from error
-    return RunFolder(folder.path, texts)
+    return RunFolder(folder.path, texts, config)
 
 
 def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
     """Raise ConfigError if the folder was started with settings that make a different run. It names each of them."""
-    before = folder.config()
+    before = RunFolder(folder.path).config()  # the settings of its first command, not of this one
     old, new = (settings.model_dump(mode="json", by_alias=True) for settings in (before, config))
     changes = [
         (name, *pair)

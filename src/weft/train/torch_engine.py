@@ -47,8 +47,10 @@ from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel, originals
 from weft.parallel.state.precision import Precision
 from weft.parallel.zero.magnitudes import load_base
+from weft.train.data_share import Batches, Share
 from weft.train.engine import EngineJob, Evaluation, LateResult, Measures, StepResult, TraceKind, derive_seed
 from weft.train.gpu_kernels import GpuKernels
+from weft.train.loop.time_report import report_times
 from weft.train.microbatches import Microbatches
 from weft.train.model_state import adapter_state, expected_bytes, packed_source, pieces, resume
 from weft.train.replica_engine import OtherWorlds, plan_within
@@ -57,9 +59,7 @@ from weft.train.step.evaluation import RankForwards, evaluate
 from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import StepMetrics, TrainStep
 from weft.train.tasks.base import Task
-from weft.train.tasks.data_share import Batches, Share
-from weft.train.tasks.run_adapter import with_adapter
-from weft.train.time_report import report_times
+from weft.train.weights.run_adapter import with_adapter
 from weft.units import format_count, parse_seconds
 
 

@@ -37,14 +37,14 @@ from weft.models.inspect import dry_run, hugging_face
 from weft.models.inspect.dry_run import call_function
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
+from weft.train.data_share import Share
 from weft.train.folder import RunFolder
 from weft.train.microbatches import Microbatches, call_model
 from weft.train.tasks.base import Task
-from weft.train.tasks.data_share import Share
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.train.tasks.published_weights import fill_full
 from weft.train.tasks.registry import find_task
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.published_weights import fill_full
+from weft.train.weights.run_adapter import with_adapter
 from weft.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
 from weft.verify.matrix import covering, row_of, sample
 from weft.verify.parity import SampleCase, local_microbatches

@@ -39,7 +39,7 @@ print(json.dumps({
 #: Every module that took `move_batch` by name gets one that leaves batches where they are.
 BATCHES_STAY = """
 import sys
-import weft.train.script
+import weft.train.script.script_run
 for module in list(sys.modules.values()):
     if module.__name__.startswith("weft.") and hasattr(module, "move_batch"):
         module.move_batch = lambda batch, device: batch

@@ -228,7 +228,7 @@ import contextlib, gc, json, sys
 from unittest.mock import patch
 
 import torch
-import weft.train.script
+import weft.train.script.script_run
 from weft.comm.transports.backend import BackendLink
 from weft.memory.host_link import _CudaCopy
 from weft.models.decoder import SwiGLU

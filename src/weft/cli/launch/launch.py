@@ -21,7 +21,7 @@ from weft.cli.launch.switchboard import switchboard
 from weft.config.plan import Plan
 from weft.config.plan_text import is_auto
 from weft.errors import LaunchError, WeftError
-from weft.train.signals import heeded_signals
+from weft.train.loop.signals import heeded_signals
 
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig

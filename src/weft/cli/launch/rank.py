@@ -25,7 +25,7 @@ from weft.cli.launch.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor.terminal import busy
 from weft.train.folder import restrict_new_files
-from weft.train.signals import STOP_SIGNALS
+from weft.train.loop.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -23,7 +23,7 @@ from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.train.engine import ReplicaWorld
 from weft.train.folder import run_folder
-from weft.train.signals import heeded_signals
+from weft.train.loop.signals import heeded_signals
 from weft.units import parse_seconds
 
 # Rendezvous server for replicas on several machines, hosted by the machine of replica 0.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import list_checkpoints
@@ -63,6 +63,7 @@ class Restarts:
         """
         ranks, config = self.num_ranks, self.config
         while True:
+            self.folder = replace(self.folder, resolved=config)  # a paused run may change checkpoint.dir
             self._saved = self._newest()
             try:
                 return attempt(config, ranks)

@@ -15,7 +15,7 @@ import numpy as np
 from weft.config.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
-from weft.train.tasks.data_share import Batches, MapDataset, Share
+from weft.train.data_share import Batches, MapDataset, Share
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -186,20 +186,22 @@ class Task:
 
     def batches(self, share: Share) -> Batches:
         """Return the training batches of one rank."""
-        from weft.train.tasks.indexed import IndexedBatches
+        from weft.train.tasks import indexed
 
         costs = costs_of(self, share.rows, share.microbatches)
         samples = self.samples("train") or ()
-        return IndexedBatches(samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.places())
+        return indexed.IndexedBatches(
+            samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.places()
+        )
 
     def places(self) -> StepBorders:
         """Return the samples of each step: train.global_batch samples, or as many as train.global_cost allows.
 
         Called after `prepare` or `open`.
         """
-        from weft.train.tasks.indexed import epoch_order
+        from weft.train.tasks import indexed
 
-        return StepBorders.of_task(self, lambda number, epoch: epoch_order(number, self.config.seed, epoch))
+        return StepBorders.of_task(self, lambda number, epoch: indexed.epoch_order(number, self.config.seed, epoch))
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
         """Return the length of each training sample by its index, or None if the task does not batch by cost.
@@ -232,9 +234,9 @@ class Task:
 
         The full set must not depend on the share, so that evaluations are equal under every plan.
         """
-        from weft.train.tasks.indexed import evaluation_batches
+        from weft.train.tasks import indexed
 
-        return evaluation_batches(self.samples("eval"), share, self.collate, self.config.eval.batches)
+        return indexed.evaluation_batches(self.samples("eval"), share, self.collate, self.config.eval.batches)
 
     def nominal_count(self) -> int:
         """Return the approximate number of `unit` in one global batch.
@@ -391,9 +393,9 @@ class Task:
 
         place: position in the order of training, from 0 and over all epochs. Step s begins at (s - 1) * global_batch.
         """
-        from weft.train.tasks.indexed import sample_in_order
+        from weft.train.tasks import indexed
 
-        where, sample = sample_in_order(self.samples("train"), self.config.seed, place)
+        where, sample = indexed.sample_in_order(self.samples("train"), self.config.seed, place)
         return [where, *described(sample)]
 
     def try_line(self, folder: RunFolder) -> str:

@@ -20,13 +20,12 @@ from weft.errors import DataError
 from weft.models.multimodal import build_media_decoder, build_media_pairs, encoder_tokens, sound_tokens
 from weft.optim.build import freeze
 from weft.parallel.pipeline.runtime import pipeline_of
+from weft.train.batching_by_cost import TokenCosts
 from weft.train.losses import GlobalBatchLoss
 from weft.train.tasks.base import Metric
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 from weft.train.tasks.description import Forwards
-from weft.train.tasks.edit_distance import edit_distance
 from weft.train.tasks.mixed import MixedTask, frozen_encoders
-from weft.train.tasks.token_costs import TokenCosts
 
 #: Number of generated tokens between two checks if every text has ended.
 LOOK_EVERY = 8
@@ -329,3 +328,18 @@ class ContrastTask(MixedTask):
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         count = sums["count"]
         return {f"recall_at_{most}": sums[f"within_{most}"] / count if count else None for most in _WITHIN}
+
+
+# Edit distance of two texts: the number of letters to change, add or remove.
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Return the minimum number of letters to change, add or remove to turn one text into the other."""
+    target = np.frombuffer(other.encode("utf-32-le"), np.uint32)
+    places = np.arange(len(target) + 1)
+    row = places
+    for done, letter in enumerate(one, 1):
+        best = np.minimum(row[1:] + 1, row[:-1] + (target != ord(letter)))
+        # Insertions: the minimum over all earlier columns, plus one for each inserted letter.
+        row = np.minimum.accumulate(np.concatenate(([done], best)) - places) + places
+    return int(row[-1])

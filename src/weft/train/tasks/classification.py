@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from weft.config.traced_model import Limit
-from weft.train.tasks import class_counts
 from weft.train.tasks.base import Metric
 from weft.train.tasks.folder_task import IGNORED, FolderTask, padded
 from weft.train.tasks.table_data import Rows, TableRecord, label_fields, label_id, label_text, settled_labels
-
-if TYPE_CHECKING:
-    import torch
 
 _CLASSES = (
     Metric("accuracy", "", "share of the texts whose label the model names"),
@@ -60,7 +58,7 @@ class TextClassTask(FolderTask):
 
     def finalize(self, found: Mapping[str, Any]) -> None:
         self._names: list[str] = found.get("labels", [])
-        self.sum_names = class_counts.PAIR_SUMS if self.regression else class_counts.class_sum_names(len(self._names))
+        self.sum_names = PAIR_SUMS if self.regression else class_sum_names(len(self._names))
 
     def limits(self) -> dict[str, Limit]:
         return {**super().limits(), "sp": _NO_SP}
@@ -112,15 +110,15 @@ class TextClassTask(FolderTask):
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
         labels = batch["labels"]
         if not self.regression:
-            return class_counts.class_sums(output.argmax(-1), labels, len(self._names))
+            return class_sums(output.argmax(-1), labels, len(self._names))
         counts = labels.isfinite()
-        return class_counts.pair_sums(output[counts, 0], labels[counts])
+        return pair_sums(output[counts, 0], labels[counts])
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         if self.regression:
-            return {"pearson": class_counts.correlation(sums, sums["count"])}
+            return {"pearson": correlation(sums, sums["count"])}
         number = len(self._names)
-        return {"accuracy": class_counts.accuracy(sums, number), "macro_f1": class_counts.macro_f1(sums, number)}
+        return {"accuracy": accuracy(sums, number), "macro_f1": macro_f1(sums, number)}
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -170,7 +168,7 @@ class TokenClassTask(FolderTask):
 
     def finalize(self, found: Mapping[str, Any]) -> None:
         self._names: list[str] = found.get("labels", [])
-        self.sum_names = class_counts.class_sum_names(len(self._names))
+        self.sum_names = class_sum_names(len(self._names))
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
         seen: set[str] = set()
@@ -211,11 +209,11 @@ class TokenClassTask(FolderTask):
         return token_cross_entropy(output, batch)
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
-        return class_counts.class_sums(output.argmax(-1), batch["labels"], len(self._names))
+        return class_sums(output.argmax(-1), batch["labels"], len(self._names))
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         number = len(self._names)
-        return {"accuracy": class_counts.accuracy(sums, number), "macro_f1": class_counts.macro_f1(sums, number)}
+        return {"accuracy": accuracy(sums, number), "macro_f1": macro_f1(sums, number)}
 
 
 def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
@@ -231,3 +229,60 @@ def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
     if not isinstance(found, list) or not found or any(one is None or one == "" for one in found):
         record.refuse(f"column {column!r} has no list of words or labels, or an empty one. Leave the record out.")
     return found
+
+
+# Counts that evaluations sum over batches and ranks, and the scores computed from them: accuracy, F1, correlation.
+
+_KINDS = ("hit", "said", "true")
+
+
+def class_sum_names(num_classes: int) -> tuple[str, ...]:
+    """Return the names of the results of `class_sums`."""
+    return tuple(f"{kind}_{index}" for kind in _KINDS for index in range(num_classes))
+
+
+def class_sums(said: torch.Tensor, labels: torch.Tensor, num_classes: int) -> dict[str, torch.Tensor]:
+    """Count the correct, predicted and true samples of each class.
+
+    Args:
+        said: int64, the predicted classes.
+        labels: int64, of the same shape; values below 0 are not counted.
+        num_classes: number of classes.
+    """
+    counts = labels >= 0
+    said, labels = said[counts], labels[counts]
+    found = [torch.bincount(one, minlength=num_classes) for one in (labels[said == labels], said, labels)]
+    names = class_sum_names(num_classes)
+    return dict(zip(names, torch.cat(found), strict=True))
+
+
+def accuracy(sums: Mapping[str, float], num_classes: int) -> float | None:
+    """Return the share of correct predictions, or None if nothing was counted."""
+    number = sum(sums[f"true_{index}"] for index in range(num_classes))
+    return sum(sums[f"hit_{index}"] for index in range(num_classes)) / number if number else None
+
+
+def macro_f1(sums: Mapping[str, float], num_classes: int) -> float | None:
+    """Return the mean F1 of the classes that occur or are predicted, like scikit-learn's macro average."""
+    each = [tuple(sums[f"{kind}_{index}"] for kind in _KINDS) for index in range(num_classes)]
+    scores = [2 * hit / (said + true) for hit, said, true in each if said + true]
+    return sum(scores) / len(scores) if scores else None
+
+
+#: For predictions x and values y.
+PAIR_SUMS = ("x", "y", "xx", "yy", "xy")
+
+
+def pair_sums(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Add up the sums that a correlation of two vectors of the same length needs."""
+    x, y = x.double(), y.double()
+    return dict(zip(PAIR_SUMS, (x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()), strict=True))
+
+
+def correlation(sums: Mapping[str, float], count: float) -> float | None:
+    """Return Pearson's correlation, or None if one side is constant."""
+    if not count:
+        return None
+    x, y, xx, yy, xy = (sums[name] / count for name in PAIR_SUMS)
+    spread = (xx - x * x) * (yy - y * y)
+    return (xy - x * y) / math.sqrt(spread) if spread > 0 else None

@@ -23,9 +23,9 @@ from weft.data.store.prepare import prepare_data
 from weft.data.store.prepared import PreparedData
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError, Problem
+from weft.train.data_share import Batches, Share
 from weft.train.tasks.base import Metric, Report, Task
-from weft.train.tasks.data_share import Batches, Share
-from weft.train.tasks.decoder_files import data_of, decoder_of, keep_files, refuse_other_data
+from weft.train.weights.decoder_files import data_of, decoder_of, keep_files, refuse_other_data
 from weft.units import format_count
 
 if TYPE_CHECKING:

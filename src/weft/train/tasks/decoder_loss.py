@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch.nn import functional as F
 
@@ -57,3 +60,11 @@ def model_forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tor
     if ids is None:
         return model(batch["input_ids"], batch["positions"])
     return model(batch["input_ids"], batch["positions"], ids, document_starts_BM=batch.get("document_starts"))
+
+
+def perplexity(sums: Mapping[str, float]) -> float | None:
+    """Return the exponential of the mean loss, or None if nothing was counted or the value overflows."""
+    if not sums["count"]:
+        return None
+    mean = sums["loss"] / sums["count"]
+    return math.exp(mean) if mean < 700 else None

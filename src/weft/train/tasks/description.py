@@ -28,13 +28,13 @@ from weft.models.inspect.find_layout import explain_layout
 from weft.parallel.state.precision import Precision, cast_inputs, formats
 from weft.parallel.tensor.read_layout import check_layout
 from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
-from weft.train.tasks.run_adapter import adapter_size
+from weft.train.weights.run_adapter import adapter_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from weft.config.run_config import RunConfig
-    from weft.train.tasks.data_share import MapDataset
+    from weft.train.data_share import MapDataset
 
 #: The weights that compute: the model, the model without its adapter, or the second model.
 Which = Literal["model", "base", "second"]

@@ -125,7 +125,7 @@ class DistillTask(DecoderTask):
             ConfigError: for a teacher with another tokenizer, or with a shorter maximum length.
         """
         from weft.models.inspect import hugging_face
-        from weft.train.tasks.published_weights import pretrained_source
+        from weft.train.weights.published_weights import pretrained_source
 
         if not (self._teacher / "config.json").is_file():
             raise _wrong("teacher", self._teacher, "it has no config.json. Use the folder of a Hugging Face model.")
@@ -164,7 +164,7 @@ class DistillTask(DecoderTask):
         return self._teacher_shapes()
 
     def second_weights(self, model: nn.Module) -> StateSource | None:
-        from weft.train.tasks.published_weights import pretrained_source
+        from weft.train.weights.published_weights import pretrained_source
 
         return pretrained_source(model, self._teacher)[0]
 

@@ -25,10 +25,10 @@ from weft.models.quantized_linear import BASE_FORMATS
 from weft.parallel.state.flat_slices import read_full
 from weft.train.folder import RunFolder
 from weft.train.model_state import expect_same_base, model_tensors, restore_model
-from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
-from weft.train.tasks.published_weights import pretrained_source
 from weft.train.tasks.registry import find_task
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
+from weft.train.weights.published_weights import pretrained_source
+from weft.train.weights.run_adapter import with_adapter
 
 _LLAMA = {
     "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn.q": "self_attn.q_proj",

@@ -22,13 +22,12 @@ from weft.errors import ConfigError, DataError, Problem
 from weft.files import COMPANIONS, read_regular
 from weft.models.initialize import initialise_parameter
 from weft.parallel.state.flat_slices import originals_of
-from weft.train.batching_by_cost import cost_limits, costs_of
+from weft.train.batching_by_cost import TokenCosts, cost_limits, costs_of
 from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.tasks.base import Report, Task
-from weft.train.tasks.decoder_files import base_of, keep_base
-from weft.train.tasks.published_weights import pretrained_source
 from weft.train.tasks.table_data import Rows, SplitTables, TableReader, TableRecord
-from weft.train.tasks.token_costs import TokenCosts
+from weft.train.weights.decoder_files import base_of, keep_base
+from weft.train.weights.published_weights import pretrained_source
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -305,7 +304,7 @@ class FolderTask(Task):
         return hugging_face.load_model_config(self._base)
 
     def _weight_notes(self) -> list[str]:
-        from weft.train.tasks.published_weights import format_new_keys, format_unexpected_keys
+        from weft.train.weights.published_weights import format_new_keys, format_unexpected_keys
 
         source, unexpected = source_with_head(self.shapes(), self._path, self.config.seed, new_head=self.new_head)
         return [*format_unexpected_keys(unexpected), *format_new_keys(source.new_names, self.config.seed)]
@@ -548,7 +547,7 @@ class FolderTask(Task):
         """Describe the model from a trace on ids only: with a mask, the trace would need the mask's values."""
         from weft.planner.search.model_source import read_model
         from weft.train.tasks.description import describe_by_tracing
-        from weft.train.tasks.run_adapter import adapter_size
+        from weft.train.weights.run_adapter import adapter_size
 
         traced = describe_by_tracing(self.shapes())
         if traced.reads_sequence:  # a typical text of the task, not the model's maximum

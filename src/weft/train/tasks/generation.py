@@ -29,9 +29,9 @@ from weft.models.registry import build_decoder
 from weft.models.sampling import generate
 from weft.train.folder import RunFolder
 from weft.train.model_state import restore_model
-from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
-from weft.train.tasks.published_weights import load_pretrained
-from weft.train.tasks.run_adapter import with_adapter
+from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
+from weft.train.weights.published_weights import load_pretrained
+from weft.train.weights.run_adapter import with_adapter
 
 
 class _Completes(Protocol):

@@ -13,8 +13,8 @@ from weft.data.order.loader import Prefetch
 from weft.data.order.stream import permutation
 from weft.errors import DataError
 from weft.train.batching_by_cost import Costs, StepBorders
+from weft.train.data_share import MapDataset, Share
 from weft.train.microbatches import Microbatches
-from weft.train.tasks.data_share import MapDataset, Share
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, DataError, Problem, did_you_mean
+from weft.train.data_share import Batches, Share
 from weft.train.tasks.base import Metric, Report, Task
-from weft.train.tasks.data_share import Batches, Share
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.description import Forwards
 from weft.train.tasks.pretrained import PretrainedTask

@@ -18,8 +18,8 @@ from weft.errors import ConfigError, ModelError, Problem
 from weft.train.folder import run_folder
 from weft.train.tasks.base import Report
 from weft.train.tasks.decoder import DecoderTask
-from weft.train.tasks.decoder_files import base_of, keep_base, keep_files
-from weft.train.tasks.run_adapter import adapter_size
+from weft.train.weights.decoder_files import base_of, keep_base, keep_files
+from weft.train.weights.run_adapter import adapter_size
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class PretrainedTask(DecoderTask):
             ConfigError: for sequences longer than the model supports, and for token ids outside of its vocabulary.
         """
         from weft.models.inspect import hugging_face
-        from weft.train.tasks.published_weights import format_unexpected_keys, pretrained_source
+        from weft.train.weights.published_weights import format_unexpected_keys, pretrained_source
 
         model: Any = self.shapes()  # whose methods transformers types loosely
         length = self.config.train.seq_len
@@ -145,7 +145,7 @@ class PretrainedTask(DecoderTask):
         return float(rate)
 
     def initial_weights(self, model: nn.Module) -> StateSource | None:
-        from weft.train.tasks.published_weights import pretrained_source
+        from weft.train.weights.published_weights import pretrained_source
 
         is_read = self._needs_folder or self._path.is_dir()
         return pretrained_source(model, self._path)[0] if is_read else None

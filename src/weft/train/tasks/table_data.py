@@ -22,7 +22,6 @@ from weft.data.store.row_table import RowTable, RowWriter, ready_table
 from weft.data.text.records import Broken, RecordReader
 from weft.data.text.source import FileSet, find_files
 from weft.errors import ConfigError, DataError, Problem, did_you_mean
-from weft.train.tasks.class_counts import ordered_labels
 from weft.units import counted
 
 #: Part of the key of stored rows. A new number invalidates them.
@@ -392,3 +391,9 @@ def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
 def label_fields(labels: list[str]) -> dict[str, Any]:
     """Return the config fields that name the classes."""
     return {"id2label": dict(enumerate(labels)), "label2id": {name: index for index, name in enumerate(labels)}}
+
+
+def ordered_labels(names: Sequence[str]) -> list[str]:
+    """Return the labels in order: integers by value, all others alphabetically."""
+    numbers = all(name.lstrip("-").isdecimal() for name in names)
+    return sorted(set(names), key=lambda name: (int(name), name) if numbers else (0, name))

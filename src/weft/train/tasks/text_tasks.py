@@ -15,8 +15,8 @@ from weft.config.traced_model import Limit
 from weft.data.order.stream import derive_key
 from weft.data.store.row_table import RowTable
 from weft.errors import ConfigError, Problem
-from weft.train.tasks import class_counts
 from weft.train.tasks.base import Metric, Task
+from weft.train.tasks.decoder_loss import perplexity
 from weft.train.tasks.folder_task import IGNORED, FilledUp, FolderTask, padded, padded_length
 from weft.train.tasks.table_data import Rows, TableRecord
 
@@ -104,7 +104,7 @@ class MaskedTask(FolderTask):
     loss.takes_head_loss = True
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
-        return {"perplexity": class_counts.perplexity(sums)}
+        return {"perplexity": perplexity(sums)}
 
 
 class _MaskedRows(Sequence[dict[str, np.ndarray]]):
@@ -237,7 +237,7 @@ class Seq2SeqTask(FolderTask):
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         share = sums["right"] / sums["count"] if sums["count"] else None
-        return {"perplexity": class_counts.perplexity(sums), "token_accuracy": share}
+        return {"perplexity": perplexity(sums), "token_accuracy": share}
 
 
 # Text embeddings: `task.name = "embed"`.

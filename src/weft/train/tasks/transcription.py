@@ -23,16 +23,15 @@ from weft.data.store.prepare import cache_folder
 from weft.errors import ConfigError, DataError, Problem
 from weft.monitor.plots import GridSample
 from weft.parallel.pipeline.runtime import pipeline_of
+from weft.train.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder
 from weft.train.tasks.base import Metric, Report
-from weft.train.tasks.captioning import LOOK_EVERY, any_goes_on
-from weft.train.tasks.decoder_files import base_of
+from weft.train.tasks.captioning import LOOK_EVERY, any_goes_on, edit_distance
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.description import Forwards
-from weft.train.tasks.edit_distance import edit_distance
 from weft.train.tasks.folder_task import IGNORED, FolderTask, padded, padded_length
 from weft.train.tasks.media import MediaTask
-from weft.train.tasks.token_costs import TokenCosts
+from weft.train.weights.decoder_files import base_of
 
 #: Reason that no plan divides the tokens of a text between layers.
 _NO_SP = Limit(

@@ -47,9 +47,9 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.train.losses import LossFn, give_float32
 from weft.train.microbatches import from_loader
-from weft.train.other_trainers import refuse_other_trainers
-from weft.train.script_errors import report_user_errors
-from weft.train.script_state import ScriptState
+from weft.train.script.other_trainers import refuse_other_trainers
+from weft.train.script.script_errors import report_user_errors
+from weft.train.script.script_state import ScriptState
 from weft.train.step.train_step import ForwardFn, TrainStep
 from weft.units import parse_seconds
 
@@ -124,20 +124,12 @@ class Run(ScriptState):
         Raises:
             ModelError: if the plan cannot train the model, such as one in float64 under another precision.
         """
-        refuse_float64(model, self.plan)
-        if balance_rate:
-            balance_routers(model, balance_rate)
-        chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
-        parallelize(
-            model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
-            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, example=example,
+        _parallelize(
+            model, self.mesh, balance_rate, outer_lr, outer_momentum,
+            layout=Layout.read(layout) if isinstance(layout, str | Path) else layout, seed=self.seed,
+            pinned_limit=pinned_limit, norm_group=norm_group, bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
+            example=example,
         )  # fmt: skip
-        if (sync := rare_sync(model)) is not None:
-            sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
-        if Precision.of(self.plan).compute.itemsize == 2:
-            give_float32(model)
-        if self.mesh.world_size > 1:
-            refuse_other_trainers(model)
         self._models.add(model)
         return model
 
@@ -273,8 +265,24 @@ class Run(ScriptState):
         # After an error, other ranks may never reach the final barrier.
         if error is None:
             self.close()
-        elif self._behind is not None:
-            self._behind.leave(error)
+        elif self._checkpointer is not None:
+            self._checkpointer.leave(error)
+
+
+def _parallelize(
+    model: nn.Module, mesh: Mesh, balance_rate: float, outer_lr: float, outer_momentum: float, **options: Any
+) -> None:
+    """Apply the mesh's plan to a script's model. See `Run.parallelize`."""
+    refuse_float64(model, mesh.plan)
+    if balance_rate:
+        balance_routers(model, balance_rate)
+    parallelize(model, mesh, **options)
+    if (sync := rare_sync(model)) is not None:
+        sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
+    if Precision.of(mesh.plan).compute.itemsize == 2:
+        give_float32(model)
+    if mesh.world_size > 1:
+        refuse_other_trainers(model)
 
 
 def init(

@@ -217,7 +217,7 @@ def run_confined(
     Raises:
         CheckpointError: if reading fails, with the reason.
     """
-    command = [sys.executable, "-P", "-m", "weft.train.foreign_reader", kind, str(source.resolve()), str(work)]
+    command = [sys.executable, "-P", "-m", "weft.train.weights.foreign_reader", kind, str(source.resolve()), str(work)]
     try:
         ended = subprocess.run(command, env=env.bare_env(), capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights under every plan. Each rank averages the part that it trains."""
+"""Exports of a script's models: averages of the weights under every plan, full tensors, Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.comm.mesh import Mesh
+from weft.config.plan import Plan
 from weft.errors import CheckpointError, ModelError
+from weft.models.adapters import adapted, merged_tensors
+from weft.models.peft_files import save_adapter
+from weft.parallel.local_sgd import anchored
 from weft.parallel.state.flat_slices import FlatSlice, Original, StateSource, flat_of, originals_of
-from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.gradients import data_parallel, originals
 from weft.private_torch import foreach_lerp_
+from weft.train.model_state import capture_model
+from weft.train.state_io import on_first
 
 
 class Ema:
@@ -129,7 +136,57 @@ class Ema:
         return [self._average[name] for name in weights], list(weights.values())
 
 
-# Export of Hugging Face models from full tensors, with a model that may hold only a part of them.
+def moving_average(plan: Plan, model: nn.Module, decay: float) -> Ema:
+    """Return an average for a model of this plan. Raise ModelError if the plan cannot have one."""
+    if plan.gather == "diff4":
+        raise ModelError(
+            "gather=diff4: averages that replace the weights would be encoded as differences, which changes the "
+            "training. Leave run.ema out, or gather."
+        )
+    if plan.sync != "step":
+        raise ModelError(
+            f"sync={plan.sync}: an average of weights would be another one on each replica. Leave "
+            "run.ema out, or use sync=step."
+        )
+    return Ema(model, decay)
+
+
+# Export of parallelized models, and of full tensors with a model that may hold only a part of them.
+
+
+def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
+    """Return the full tensors on rank 0, or on all ranks, with the names of the plain model. All ranks call it."""
+    keeps = everywhere or mesh.rank == 0
+    with anchored(model):
+        found = capture_model(model, keep=keeps)
+        # Copy each tensor, because captured ones may be live or views of a larger tensor.
+        own = {name: tensor.clone() for name, tensor in found.items()}
+    if not keeps:
+        return {}
+    return {name: own[one.first] for name, one in originals(model).items()}
+
+
+def export_pretrained(
+    mesh: Mesh, model: nn.Module, folder: str | Path, dtype: torch.dtype | None, options: Mapping[str, Any]
+) -> None:
+    """Write a model's files with its own save_pretrained, an adapter merged. All ranks call it, and rank 0 writes."""
+    if not callable(getattr(model, "save_pretrained", None)):
+        raise ModelError(
+            f"model of type {type(model).__name__}: it has no save_pretrained. "
+            f"Use run.full_state_dict(model) and save its result."
+        )
+    whole, known = full_tensors(mesh, model), originals(model)
+    if whole and adapted(model) is not None:
+        whole = merged_tensors(model, whole)
+        known = {name: one for name, one in known.items() if name in whole}
+    on_first(mesh, lambda: write_pretrained(model, folder, whole, known, dtype, options))
+
+
+def export_adapter(mesh: Mesh, model: nn.Module, folder: str | Path, base: str | None) -> None:
+    """Write a model's adapter in peft's format. All ranks call it, and rank 0 writes."""
+    with anchored(model):
+        trained = dict(data_parallel(model).weights())  # only of trained parameters, without the base
+        on_first(mesh, lambda: save_adapter(model, folder, trained, base=base))
 
 
 def write_pretrained(

@@ -19,6 +19,7 @@ from weft.comm.rank_positions import members_of
 from weft.config.metrics import series
 from weft.config.plan import Plan
 from weft.env import RankEnv
+from weft.errors import ConfigError
 from weft.monitor.alerts import RequestQueue, RunRequest, action_line
 from weft.monitor.events import EventLog, StepRecord, read_events
 from weft.monitor.live import Display
@@ -30,8 +31,8 @@ from weft.planner.measured.laws import measured_parts, parts_of
 from weft.train.engine import Engine, Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook, SaveEnd, leave_out
+from weft.train.loop.reporting import sample_digests
 from weft.train.planned import drifts, expect
-from weft.train.reporting import sample_digests
 from weft.train.tasks.base import Task
 
 #: The memory series for a rank's peak, and for the part of it that no other series covers.
@@ -46,8 +47,7 @@ class FigureHook(Hook):
         place: rank of this process; None for a single rank.
         folder: the run's folder.
         every_s: seconds between reports.
-        publish: on rank 0, receives the event of all ranks; None on the others.
-        on_slow: on rank 0, receives an event when a rank becomes slow or recovers.
+        recorder: receives on rank 0 the events of all ranks, and those of a rank that becomes slow or recovers.
     """
 
     def __init__(
@@ -56,10 +56,9 @@ class FigureHook(Hook):
         place: RankEnv | None,
         folder: Path,
         every_s: float,
-        publish: Callable[[Mapping[str, object]], None] | None,
-        on_slow: Callable[[Mapping[str, object]], None] | None = None,
+        recorder: NullRecorder,
     ):
-        measures, plan = engine.measures(), engine.plan
+        measures, plan, is_first = engine.measures(), engine.plan, engine.rank == 0
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
         gpu = [GpuSource(measures.gpu).read] if measures.gpu else []
         self._measures, self._on_gpu = measures, measures.gpu is not None
@@ -74,10 +73,10 @@ class FigureHook(Hook):
             of_rank=[host.of_process, *gpu, self._memory_now],
             of_host=[host.of_machine],
             totals=measures.traffic,
-            publish=publish,
+            publish=recorder.on_figures if is_first else None,
             # Pipeline stages do different work and cannot be compared. Only rank 0 compares.
-            groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if publish else 0)],
-            on_slow=on_slow,
+            groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if is_first else 0)],
+            on_slow=recorder.on_slow if is_first else None,
         )
 
     def on_start(self, start_step: int) -> None:
@@ -195,12 +194,33 @@ class RequestWatch(threading.Thread):
 # The observer of rank 0: writes events.jsonl, draws loss.png, and shows progress on the terminal.
 
 
-class RunRecorder(Hook):
+class NullRecorder(Hook):
+    """The recorder of ranks other than 0, which writes and shows nothing."""
+
+    display: Display | None = None
+
+    def on_note(self, step: int, text: str) -> None:
+        """Show a line that another event already contains."""
+
+    def on_figures(self, event: Mapping[str, object]) -> None:
+        """Write an event of measurements. Called by the monitoring thread."""
+
+    def on_slow(self, event: Mapping[str, object]) -> None:
+        """Write and show an event of a slow rank. Called by the monitoring thread."""
+
+    def draw(self) -> None:
+        """Draw the whole run. This takes seconds, so call it when no other rank is waiting."""
+
+    def close(self) -> None:
+        """Close the display, the plotting process and the event log."""
+
+
+class RunRecorder(NullRecorder):
     """Writes events to the run folder and passes them to the display."""
 
     def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
         self._folder, self._task = folder, task
-        self._display = display
+        self.display = self._display = display
         self._goes_on = folder.events.exists()
         self._log = EventLog(folder.events)
         self._start = start
@@ -268,15 +288,12 @@ class RunRecorder(Hook):
         self._display.note(action_line(step, wish))
 
     def on_note(self, step: int, text: str) -> None:
-        """Show a line that another event already contains."""
         self._display.note(text)
 
     def on_figures(self, event: Mapping[str, object]) -> None:
-        """Write an event of measurements. Called by the monitoring thread."""
         self._log.write(event)
 
     def on_slow(self, event: Mapping[str, object]) -> None:
-        """Write and show an event of a slow rank. Called by the monitoring thread."""
         self._log.write(event)
         self._display.note(f"step {event['step']}: {event['text']}.")
 
@@ -298,12 +315,10 @@ class RunRecorder(Hook):
         self._log.write({"event": "end", "step": step, "reason": reason})
 
     def draw(self) -> None:
-        """Draw the whole run. This takes seconds, so call it when no other rank is waiting."""
         self._artist.close()
         plot_loss(read_events(self._folder.events), self._folder.loss_plot, title=str(self._folder.path.name))
 
     def close(self) -> None:
-        """Close the display, the plotting process and the event log."""
         self._display.close()
         self._artist.close()
         self._log.close()
@@ -349,15 +364,7 @@ class PlanWatch(Hook):
         return float(self._expected["step_s"])
 
     @classmethod
-    def of(
-        cls,
-        task: Task,
-        plan: Plan,
-        device: str,
-        book: TimeBook,
-        write: Callable[[Mapping[str, object]], None],
-        warn: Callable[[int, str], None],
-    ) -> PlanWatch | None:
+    def of(cls, task: Task, plan: Plan, device: str, book: TimeBook, recorder: NullRecorder) -> PlanWatch | None:
         """Return the hook of a run, or None if its machine is unknown.
 
         Args:
@@ -365,11 +372,12 @@ class PlanWatch(Hook):
             plan: the run's plan.
             device: this rank's device.
             book: this rank's times.
-            write: receives an event.
-            warn: receives a step and a line for users.
+            recorder: receives the events, and lines for users.
         """
         expected, _ = expect(task, plan, device)
-        return None if expected is None else cls(expected, device.startswith("cuda"), book, write, warn)
+        if expected is None:
+            return None
+        return cls(expected, device.startswith("cuda"), book, recorder.on_figures, recorder.on_note)
 
     def on_step(self, record: StepRecord) -> str | None:
         """Count the step, and compare with the plan if due."""
@@ -436,3 +444,73 @@ class PlanWatch(Hook):
         if memory is not None and memory[0] > 0:
             ratios["memory"] = memory[1] / memory[0]
         return {name: round(ratio, 4) for name, ratio in ratios.items()}
+
+
+# The time limit of a run.
+
+#: Number of recent steps whose maximum predicts later ones, so that one slow step does not count forever.
+_RECENT = 50
+#: Write speed in bytes per second that is assumed before the first checkpoint.
+_ASSUMED_SPEED = 100e6
+#: Seconds from the last save to the end of the process: plots, the report, leaving the group.
+_CLOSING_S = 10.0
+
+
+class TimeLimit(Hook):
+    """Requests a stop before the time limit. One rank watches, and the loop stops all ranks after the same step.
+
+    Args:
+        text: the limit as the user typed it.
+        deadline: time on the clock in seconds.
+        checkpoint_bytes: size of a checkpoint.
+        steps_to_stop: maximum number of steps after the request.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        deadline: float,
+        checkpoint_bytes: int,
+        *,
+        steps_to_stop: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._text, self._deadline, self._clock = text, deadline, clock
+        self._steps_to_stop = steps_to_stop
+        self._save_s = checkpoint_bytes / _ASSUMED_SPEED
+        self._steps: deque[float] = deque(maxlen=_RECENT)
+        self._evaluation_s = 0.0
+        self._last = 0.0
+        self._evaluated_s = 0.0
+        self.reason = ""
+
+    def on_start(self, start_step: int) -> None:
+        self._last = self._clock()
+        late = self._last - self._deadline
+        if late >= 0:
+            raise ConfigError(
+                f"train.max_time={self._text}: the time ran out {late:.0f} s before the first step. "
+                f"Use a longer time, or leave it out."
+            )
+
+    def on_step(self, record: StepRecord) -> str | None:
+        now = self._clock()
+        self._steps.append(record.seconds["total"])
+        # Time between two steps, except evaluation: waiting for data, and a save if one was due.
+        self._save_s = max(self._save_s, now - self._last - record.seconds["total"] - self._evaluated_s)
+        self._last, self._evaluated_s = now, 0.0
+        # The first step of a start includes setup, so it does not predict later ones.
+        longest = max(list(self._steps)[1:] or self._steps)
+        # The other ranks receive the request in the next step, and an evaluation may come before it.
+        if now + self._steps_to_stop * longest + self._evaluation_s + self._save_s + _CLOSING_S < self._deadline:
+            return None
+        self.reason = f"train.max_time={self._text} is nearly used up"
+        return self.reason
+
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        self._save_s = max(self._save_s, saved.durable_s)  # training waits for the last one
+
+    def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
+        self._evaluated_s = self._clock() - self._last
+        self._evaluation_s = max(self._evaluation_s, self._evaluated_s)

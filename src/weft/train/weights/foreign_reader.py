@@ -1,4 +1,4 @@
-"""The child process that reads pickles: `python -P -m weft.train.foreign_reader KIND SOURCE OUT`.
+"""The child process that reads pickles: `python -P -m weft.train.weights.foreign_reader KIND SOURCE OUT`.
 
 Its environment has no secrets, and it has no network if the kernel allows that. Its memory and disk limits follow from
 the size of the source. An audit hook ends it at the first attempt to start a program, to connect, or to write outside
@@ -39,7 +39,15 @@ def main() -> int:
     # Load torch before confinement begins, because that maps libraries.
     import torch  # noqa: F401
 
-    from weft.train.foreign_files import NotTaken, Taken, most_bytes, read_dcp, read_pickled, read_zero, reason_of
+    from weft.train.weights.foreign_files import (
+        NotTaken,
+        Taken,
+        most_bytes,
+        read_dcp,
+        read_pickled,
+        read_zero,
+        reason_of,
+    )
 
     limit = most_bytes(_source_bytes(source))
     _limit_memory(limit)

@@ -1,0 +1,296 @@
+"""What the training loop does after a step: evaluate, save, and act on requests. One class each, on a shared state."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from weft.config.run_config import RunConfig
+from weft.errors import TrainingHalted
+from weft.monitor.alerts import RunRequest
+from weft.monitor.guards import NonFiniteGuard
+from weft.monitor.step_times import TimeBook
+from weft.train.engine import Engine
+from weft.train.hooks import Hook, Progress, SaveEnd
+
+#: Requests after which the next start resumes from an older checkpoint.
+GOES_BACK = ("roll_back", "skip_data")
+
+
+class StopReason(enum.Enum):
+    """Why the loop ends, with its text for users."""
+
+    FINISHED = "finished"
+    #: A signal or a hook.
+    REQUESTED = "asked to stop"
+    #: A request that the launcher acts on after the ranks have ended.
+    ACTION = "asked to {action} by {by}"
+    NO_IMPROVEMENT = "no better evaluation loss in {patience} evaluations"
+    #: The other replicas, in separate worlds.
+    OTHERS_ENDED = "the other replicas have ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The end of a loop. `str` of it is the sentence for users."""
+
+    reason: StopReason
+    text: str
+
+    @classmethod
+    def of(cls, reason: StopReason, **values: object) -> Stop:
+        """Return a stop whose text has the reason's values filled in."""
+        return cls(reason, reason.value.format(**values))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Checkpoints:
+    """The checkpoints of a run, as the loop uses them. By default, nothing is saved. All ranks call every method."""
+
+    def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
+        """Begin to write a checkpoint, or return the reason why it is skipped.
+
+        Args:
+            progress: progress to save.
+            is_good: an evaluation of these weights gave a finite loss.
+            last: no other step follows.
+        """
+        return None
+
+    def copy(self, progress: Progress) -> bool:
+        """Begin to copy the state into the hosts' memory. Return False if a save is running."""
+        return True
+
+    def ended(self, wait: bool = False) -> Sequence[SaveEnd]:
+        """Return the outcomes of saves since the last call. With `wait`, wait for the running one too."""
+        return ()
+
+    def confirm(self, step: int) -> None:
+        """Record that the weights after `step` steps gave a finite loss."""
+
+    def halted(self, first_bad: int) -> str:
+        """Describe the checkpoint from which the same command resumes after a stop at `first_bad`."""
+        return "it resumes from the last checkpoint"
+
+    def moved(self, before: int, step: int) -> None:
+        """Note that an outer step continues training from `step` instead of `before`."""
+
+
+@dataclass
+class LoopState:
+    """State that the loop shares with its callbacks.
+
+    Attributes:
+        sound_step: the last step whose evaluation gave a finite loss, or None.
+    """
+
+    config: RunConfig
+    engine: Engine
+    hooks: Hook
+    progress: Progress
+    book: TimeBook
+    guard: NonFiniteGuard = field(init=False)
+    sound_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.guard = NonFiniteGuard(self.config.train.max_bad_steps)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.progress.step
+
+    @property
+    def is_last(self) -> bool:
+        """True after the last step of the run."""
+        return self.step == self.config.train.steps
+
+    def is_due(self, every: int) -> bool:
+        """Return True if something that happens every so many steps is due; 0 is never."""
+        return bool(every) and self.step % every == 0
+
+    @contextmanager
+    def phase(self, name: str, kind: str, doing: str) -> Iterator[None]:
+        """Report an activity to the hooks and to waiting ranks, and count its time under `kind`."""
+        self.hooks.on_phase(name)
+        with self.engine.pulse.doing(doing), self.book.spend(kind):
+            yield
+        self.hooks.on_phase("")
+
+
+class Evaluations:
+    """Evaluates every `eval.every` steps and after the last one."""
+
+    def __init__(self, loop: LoopState):
+        self._loop = loop
+
+    @property
+    def is_due(self) -> bool:
+        """True if an evaluation follows this step."""
+        loop = self._loop
+        return loop.engine.evaluates and (loop.is_due(loop.config.eval.every) or loop.is_last)
+
+    def after_step(self) -> Stop | None:
+        """Evaluate if due. Return a reason to stop early, or None."""
+        if not self.is_due:
+            return None
+        loop, progress = self._loop, self._loop.progress
+        with loop.phase("evaluating", "evaluation", "evaluates"):
+            evaluation = loop.engine.evaluate()
+        rule, kept = loop.config.train.early_stop, loop.config.checkpoint
+        if math.isfinite(evaluation.loss):
+            loop.sound_step = progress.step
+        progress.note_evaluation(evaluation.loss, rule.min_delta)
+        value = evaluation.loss if kept.best_by == "loss" else evaluation.metrics.get(kept.best_by)
+        progress.note_best(progress.step, kept.best_by, value, highest=kept.best_is == "highest")
+        if loop.hooks.on_evaluation(progress.step, evaluation):
+            loop.engine.wants_stop = True
+        if rule.patience is not None and progress.evaluations_without_gain >= rule.patience:
+            return Stop.of(StopReason.NO_IMPROVEMENT, patience=rule.patience)
+        return None
+
+
+class Saves:
+    """Saves and copies the state when due, and reports the outcomes of saves to the hooks.
+
+    Args:
+        loop: the loop's state.
+        checkpoints: the run's checkpoints.
+        is_unsaved: no checkpoint has the initial weights.
+    """
+
+    def __init__(self, loop: LoopState, checkpoints: Checkpoints, *, is_unsaved: bool = False):
+        self._loop, self._checkpoints = loop, checkpoints
+        self._saved_step = -1 if is_unsaved else loop.step
+        self._copy_waits = False
+        #: Set to save after this step.
+        self.is_requested = False
+
+    @property
+    def is_due(self) -> bool:
+        """True if a save follows this step, whatever its evaluation gives."""
+        return self.is_requested or self._loop.is_due(self._loop.config.checkpoint.every)
+
+    def after_step(self) -> None:
+        """Begin a save or a copy if one is due."""
+        loop = self._loop
+        is_best = loop.config.checkpoint.keep_best and loop.progress.best_step == loop.step
+        if self.is_due or is_best:
+            self._copy_waits = self.is_requested = False
+            self._begin()
+        elif self._copy_waits and not (loop.guard.num_bad or loop.is_last):
+            with loop.engine.pulse.doing("copies its state"), loop.book.spend("checkpoint"):
+                self._copy_waits = not self._checkpoints.copy(loop.progress)
+
+    def report(self) -> None:
+        """Report the saves that have ended, and note whether a copy is due."""
+        self._report(self._checkpoints.ended(False))
+        self._copy_waits = self._copy_waits or self._loop.is_due(self._loop.config.checkpoint.peer_every)
+
+    def move(self, before: int, step: int) -> None:
+        """Continue from `step` instead of `before`."""
+        self._saved_step = -1
+        self._checkpoints.moved(before, step)
+
+    def confirm(self, step: int) -> None:
+        """Record that the weights after `step` steps gave a finite loss."""
+        self._checkpoints.confirm(step)
+
+    def wait(self) -> str | None:
+        """Wait for the running save. Return why this step's save was not committed, or None."""
+        with self._loop.phase("saving", "checkpoint", "saves a checkpoint"):
+            return self._report(self._checkpoints.ended(True))
+
+    def save_last(self) -> str | None:
+        """Save the last step unless it is saved. Return the reason for a failure, or None."""
+        failed = self.wait()
+        if self._saved_step == self._loop.step:
+            return failed
+        return self._begin(last=True) or self.wait()
+
+    def halt(self, sentence: str) -> TrainingHalted:
+        """Return the error of a run that went wrong, after the running save and without another one."""
+        self.wait()
+        first_bad = self._loop.guard.first_bad
+        halt = TrainingHalted(f"{sentence}: {self._checkpoints.halted(first_bad or self._loop.step + 1)}.")
+        halt.__dict__.update(step=self._loop.step, first_bad=first_bad)
+        return halt
+
+    def _begin(self, last: bool = False) -> str | None:
+        """Begin to save unless recent steps were bad. Return why nothing is saved, or None."""
+        loop = self._loop
+        is_good = loop.sound_step == loop.step
+        if loop.guard.num_bad and not is_good:
+            why: str | None = f"no step since {loop.guard.first_bad} had a finite loss and gradient"
+        else:
+            with loop.phase("saving", "checkpoint", "saves a checkpoint"):
+                why = self._checkpoints.save(loop.progress, is_good, last=last)
+                self._report(self._checkpoints.ended(False))
+        if why is None:
+            self._saved_step = loop.step
+        else:
+            loop.hooks.on_warning(loop.step, f"step {loop.step} is not saved: {why}")
+        return why
+
+    def _report(self, ends: Sequence[SaveEnd]) -> str | None:
+        """Report outcomes of saves to the hooks. Return why this step's save was not committed, or None."""
+        failed = None
+        for end in ends:
+            if end.path is not None:
+                self._loop.hooks.on_checkpoint(end)
+            else:
+                self._loop.hooks.on_warning(end.step, end.note or f"step {end.step} is not saved: {end.why}")
+            if end.why and end.step == self._loop.step:
+                failed = end.why
+        return failed
+
+
+class Requests:
+    """Acts on the requests of users and alerts, on all ranks after the same step.
+
+    Args:
+        loop: the loop's state.
+        saves: saves on request.
+        pending: returns the pending requests on rank 0; None if the run accepts no requests.
+    """
+
+    def __init__(self, loop: LoopState, saves: Saves, pending: Callable[[], Sequence[RunRequest]] | None):
+        self._loop, self._saves, self._pending = loop, saves, pending
+        #: The request that ended training, if any.
+        self.parting: RunRequest | None = None
+
+    @property
+    def goes_back(self) -> bool:
+        """True if the next start resumes from an older checkpoint."""
+        return self.parting is not None and self.parting.action in GOES_BACK
+
+    def handle(self) -> Stop | None:
+        """Handle the requests of any rank. Return a reason to stop, or None."""
+        if self._pending is None:
+            return Stop.of(StopReason.REQUESTED)
+        engine, pending = self._loop.engine, self._pending
+        engine.asks = False  # reset before reading: later requests are handled after the next step
+        votes = engine.gather(b"stop" if engine.wants_stop else b"")
+        wants_stop, requests = engine.on_first(lambda: [b"stop" in votes, [one.as_json() for one in pending()]])
+        for request in map(RunRequest.from_json, requests):
+            self._act_on(request)
+        if wants_stop:
+            self.parting = None
+            return Stop.of(StopReason.REQUESTED)
+        if self.parting is None:
+            return None
+        return Stop.of(StopReason.ACTION, action=self.parting.action, by=self.parting.by)
+
+    def _act_on(self, request: RunRequest) -> None:
+        self._loop.hooks.on_action(self._loop.step, request)
+        if request.action == "checkpoint":
+            self._saves.is_requested = True
+        elif request.action == "lower_lr":
+            self._loop.progress.lr_factor *= request.factor
+        elif request.action != "tell" and self.parting is None:
+            self.parting = request

@@ -1,0 +1,1 @@
+"""`weft.init`: Weft in a training script of your own."""

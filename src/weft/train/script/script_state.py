@@ -1,0 +1,398 @@
+"""Saving, loading, export and evaluation for a custom script, equal under every plan: a base class of `weft.Run`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.folders import RankGroup, folder_name
+from weft.checkpoint.load import Checkpoint, load_checkpoint
+from weft.checkpoint.object_store import Location, located
+from weft.checkpoint.prune import prune_checkpoints
+from weft.checkpoint.save import SavedSlice, save_slices
+from weft.comm.mesh import Mesh
+from weft.comm.store import StoreChannel
+from weft.errors import CheckpointError, ModelError, WeftWarning
+from weft.memory.offload import HostCopies
+from weft.models.adapters import adapted
+from weft.parallel.dropout import drops_of
+from weft.parallel.local_sgd import anchored
+from weft.parallel.state.gradients import data_parallel, is_attached, originals
+from weft.train.loop.checkpointer import Checkpointer, Save
+from weft.train.losses import LossFn
+from weft.train.microbatches import call_model
+from weft.train.model_state import adapter_state, copied, pieces, resume, written
+from weft.train.script.script_export import Ema, export_adapter, export_pretrained, full_tensors, moving_average
+from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
+from weft.train.state_io import on_each, rank_group
+from weft.train.step.evaluation import mean_loss
+from weft.train.step.train_step import ForwardFn, TrainStep
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptObjects:
+    """The objects of a script that a checkpoint stores. None leaves one out."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | TrainStep
+    loader: Any = None
+    scheduler: Any = None
+    ema: Ema | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.torch_optimizer, torch.optim.Optimizer):
+            raise ModelError(
+                f"optimizer of type {type(self.optimizer).__name__}: it is not a torch optimizer. Give the optimizer, "
+                "or what run.train_step returned."
+            )
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer, also that of a `TrainStep`."""
+        return self.optimizer.optimizer if isinstance(self.optimizer, TrainStep) else self.optimizer
+
+    def slices(self) -> tuple[Iterable[SavedSlice], list[str]]:
+        """Return this rank's slices and the groups that they are in."""
+        own = pieces(self.model, self.torch_optimizer)
+        if self.ema is None:
+            return own, ["model", "optimizer"]
+        averages = written("ema", self.ema.stretches(), data_parallel(self.model))
+        return chain(own, averages), ["model", "optimizer", "ema"]
+
+    def state(self) -> dict[str, Any]:
+        """Return the checkpoint's state except tensors, as JSON values."""
+        if self.loader is not None and not hasattr(self.loader, "state_dict"):
+            raise CheckpointError(
+                f"loader={type(self.loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
+            )
+        drops, ema = drops_of(self.model), self.ema
+        return {
+            "settings": group_settings(self.torch_optimizer),
+            "loss_scale": self.optimizer.loss_scale.state() if isinstance(self.optimizer, TrainStep) else None,
+            "loader": None if self.loader is None else self.loader.state_dict(),
+            "scheduler": None if self.scheduler is None else scheduler_state(self.scheduler),
+            "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
+            "adapter": adapter_state(self.model),
+            "dropout_keys": 0 if drops is None else drops.num_keys,
+        }
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError if the checkpoint is of another model, or lacks the state of an object."""
+        _check_model(checkpoint, self.model)
+        objects = {"loader": self.loader, "scheduler": self.scheduler, "ema": self.ema}
+        for name in [name for name, value in objects.items() if value is not None]:
+            if checkpoint.state.get(name) is None:
+                raise CheckpointError(f"{name}: {checkpoint.path.name} was saved without it. Leave {name}= out.")
+
+    def restore(self, checkpoint: Checkpoint) -> list[str]:
+        """Load a checkpoint that `check` accepts. Return lines about parts that are left out. All ranks call it."""
+        state = checkpoint.state
+        left_out = resume(self.model, self.torch_optimizer, checkpoint, self.ema)
+        if "settings" in state:
+            restore_settings(self.torch_optimizer, state["settings"])
+        if isinstance(self.optimizer, TrainStep) and state.get("loss_scale"):
+            self.optimizer.loss_scale.restore(state["loss_scale"])
+        if self.loader is not None:
+            self.loader.load_state_dict(state["loader"])
+        if self.scheduler is not None:
+            restore_scheduler(self.scheduler, state["scheduler"])
+        if (drops := drops_of(self.model)) is not None:
+            drops.num_keys = int(state.get("dropout_keys", 0))
+        return left_out
+
+
+class ScriptCheckpointer(Checkpointer):
+    """The checkpoints of a script. A save in the background writes a copy, and its error is raised at the next call."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__(rank_group(mesh))
+        self._mesh = mesh
+        #: Memory for a copy of this rank's part, and the group of the thread that writes it.
+        self._background: tuple[HostCopies, RankGroup] | None = None
+
+    def write(
+        self, root: Location, step: int, objects: ScriptObjects, extra: Any, *, keep: int | None, in_background: bool
+    ) -> Location:
+        """Write a checkpoint and return its path, or begin to write it."""
+        state = {"plan": str(self._mesh.plan), **objects.state(), "extra": extra}
+        (own, groups), ranks, fits = objects.slices(), self.ranks, False
+        if in_background:
+            copies, ranks = self._background = self._background or self._open_background()
+            state, (own, fits) = copy.deepcopy(state), _copy_to_host(list(own), copies)
+
+        def prune() -> None:
+            if keep is not None:
+                prune_checkpoints(root, keep, whole=step)
+
+        def write() -> Location:
+            path = save_slices(root, step, own, state, ranks, groups)
+            ranks.on_first(prune)
+            return path
+
+        self.begin(Save(step, write), in_background=fits)
+        return root / folder_name(step) if in_background else self.wait() or root / folder_name(step)
+
+    def wait(self) -> Location | None:
+        """Wait for the running save and return its path, or None. Raise its error once."""
+        end = self.finish()
+        return None if end is None else end.path
+
+    def _open_background(self) -> tuple[HostCopies, RankGroup]:
+        """Return memory and group for saves in the background. All ranks call it at the first one."""
+        ranks, mesh = RankGroup(), self._mesh
+        if mesh.world_size > 1:
+            channel = StoreChannel(mesh.rank, mesh.world_size)
+            ranks = RankGroup(mesh.rank, mesh.world_size, channel.on_first, channel.gather)
+        return HostCopies(mesh.device), ranks
+
+
+def _copy_to_host(own: list[SavedSlice], copies: HostCopies) -> tuple[list[SavedSlice], bool]:
+    """Copy slices, and return True if the copy fits. If it does not, warn and return the slices."""
+    try:
+        return copied(own, copies), True
+    except CheckpointError as error:
+        text = str(error).replace("checkpoint.background=true", "background=True").partition(". Use")[0]
+        warnings.warn(f"{text}. This rank waits until it has written its part.", WeftWarning, stacklevel=4)
+        return own, False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Result of `run.load`.
+
+    Attributes:
+        step: optimizer steps done.
+        extra: the `extra` of `run.save`.
+        path: location of the checkpoint.
+        plan: plan under which it was saved.
+        passed_over: newer checkpoints that were damaged, each with the reason.
+    """
+
+    step: int
+    extra: Any
+    path: Location
+    plan: str
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Result of `run.evaluate`.
+
+    Attributes:
+        loss: mean loss.
+        number: number of tokens or samples in the mean.
+    """
+
+    loss: float
+    number: int
+
+
+class ScriptState:
+    """Saving, loading, export and evaluation of models that this run parallelized. All ranks call every method."""
+
+    mesh: Mesh
+    seed: int
+    #: True if the consumer of `shard` leaves out batches that are stand-ins for empty ones.
+    _leaves_out: bool = False
+    _checkpointer: ScriptCheckpointer | None = None
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | TrainStep,
+        loader: Any = None,
+        scheduler: Any = None,
+        ema: Ema | None = None,
+        extra: Any = None,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Location:
+        """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
+
+        Args:
+            folder: folder of all checkpoints of the run, accessible to every rank; or a URL such as s3://bucket/prefix.
+            step: optimizer steps done.
+            model: the result of `parallelize`.
+            optimizer: a torch optimizer, or the result of `train_step`, whose loss scale is saved too.
+            loader: the result of `shard`.
+            scheduler: a scheduler of torch.optim.lr_scheduler.
+            ema: the result of `ema`.
+            extra: your own JSON values.
+            keep: number of newest checkpoints to keep in the folder; None for all.
+            background: return after copying the values, and write in the background. `wait_saved`, the next `save` and
+                `load`, and the end of the run wait for it.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be written, or if an earlier save in the background failed.
+            ModelError: if the model is of another run.
+        """
+        self.wait_saved()
+        objects = ScriptObjects(_own(self.mesh, model), optimizer, loader, scheduler, ema)
+        self._checkpointer = self._checkpointer or ScriptCheckpointer(self.mesh)
+        return self._checkpointer.write(located(folder), step, objects, extra, keep=keep, in_background=background)
+
+    def wait_saved(self) -> Location | None:
+        """Wait for the save in the background and return its path, or None without one. All ranks call it.
+
+        Raises:
+            CheckpointError: if it could not be written. Earlier checkpoints are unchanged.
+        """
+        return self._checkpointer.wait() if self._checkpointer else None
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | TrainStep,
+        loader: Any = None,
+        scheduler: Any = None,
+        ema: Ema | None = None,
+        step: int | None = None,
+    ) -> Loaded | None:
+        """Load the newest valid checkpoint of the folder, saved under any plan. Return None if the folder is empty.
+
+        All ranks call it.
+
+        Args:
+            folder: folder of all checkpoints of the run, accessible to every rank.
+            model, optimizer: as for `save`. Their weights and states are replaced.
+            loader, scheduler, ema: objects whose state is restored; None to skip one.
+            step: step of the checkpoint to load instead of the newest.
+
+        Raises:
+            CheckpointError: if all are damaged, it is of another model, or it lacks the state of an argument.
+            ModelError: if the model is of another run.
+        """
+        self.wait_saved()
+        objects = ScriptObjects(_own(self.mesh, model), optimizer, loader, scheduler, ema)
+        self._checkpointer = self._checkpointer or ScriptCheckpointer(self.mesh)
+        found = self._checkpointer.find(located(folder), step)
+        if found is None:
+            return None
+        path = found.path
+
+        def read() -> Checkpoint:
+            checkpoint = load_checkpoint(path, lazily=True)
+            objects.check(checkpoint)
+            return checkpoint
+
+        checkpoint = on_each(self.mesh, read)
+        left_out = objects.restore(checkpoint)
+        for line in left_out if self.mesh.rank == 0 else ():
+            warnings.warn(f"{path.name}: {line}", WeftWarning, stacklevel=2)
+        state, passed_over = checkpoint.state, tuple(map(str, found.passed_over))
+        return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), passed_over)
+
+    def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """Return the full tensors on the CPU, with the names and shapes of the plain model's state_dict.
+
+        Rank 0 gets them and the others an empty dict, unless `everywhere` is set. Trained weights are the masters:
+        float32 under bf16 and fp16. With local SGD, they are the weights of the last outer step. All ranks call it.
+        """
+        return full_tensors(self.mesh, _own(self.mesh, model), everywhere=everywhere)
+
+    def save_pretrained(
+        self, model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> None:
+        """Write the files that `model.save_pretrained` would write on one process, with transformers or peft.
+
+        An adapter from `add_adapter` is merged into the weights. All ranks call it, and rank 0 writes.
+
+        Args:
+            model: the result of `parallelize`.
+            folder: output folder.
+            dtype: dtype of floating tensors in the files; None for the dtype in which the model was loaded.
+            **options: options of the model's own save_pretrained.
+
+        Raises:
+            ModelError: if the model has no save_pretrained, or is of another run.
+        """
+        export_pretrained(self.mesh, _own(self.mesh, model), folder, dtype, options)
+
+    def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
+        """Write the model's adapter in peft's format. All ranks call it, and rank 0 writes.
+
+        Args:
+            model: the result of `parallelize`, with an adapter.
+            folder: output folder of adapter_config.json and adapter_model.safetensors.
+            base: name or folder of the model without the adapter, for loading it.
+
+        Raises:
+            ModelError: if the model has no adapter, trains other parameters too, or is of another run.
+        """
+        export_adapter(self.mesh, _own(self.mesh, model), folder, base)
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
+        """Return an exponential moving average of the trained weights. Build it after the optimizer.
+
+        Call `update()` after each step, and evaluate inside of `with ema.swapped():`. Pass it to `save` and `load`.
+
+        Raises:
+            ModelError: with local SGD, because each replica would average different weights, and under gather=diff4.
+        """
+        return moving_average(self.mesh.plan, _own(self.mesh, model), decay)
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
+    ) -> Evaluated:
+        """Return the mean loss over batches in evaluation mode, equal under every plan. All ranks call it.
+
+        Args:
+            model: the result of `parallelize`.
+            batches: this rank's batches, such as from `shard`.
+            loss_fn: as for `train_step`.
+            forward: as for `train_step`.
+        """
+        self._leaves_out = True
+        with anchored(own := _own(self.mesh, model)):
+            return Evaluated(*mean_loss(own, batches, self.mesh, loss_fn, forward or call_model, self.seed))
+
+
+def _own(mesh: Mesh, model: nn.Module) -> nn.Module:
+    """Return the module that `parallelize` registered. Raise ModelError if the run of `mesh` did not parallelize it."""
+    found: Any = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
+    if not isinstance(found, nn.Module) or not is_attached(found):
+        raise ModelError(
+            f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
+            f"run.parallelize(model) returned, not a copy or a wrapper of it."
+        )
+    if data_parallel(found).axes.mesh.whole is not mesh:
+        raise ModelError(
+            f"model of type {type(model).__name__}: another run parallelized it. Use the run whose "
+            f"run.parallelize(model) returned it."
+        )
+    return found
+
+
+def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raise CheckpointError if the checkpoint is of another model. A pipeline stage checks only its own tensors."""
+    saved = checkpoint.entries("model")
+    if checkpoint.state.get("adapter") is not None or adapted(model) is not None:
+        return  # loading checks adapter and base in detail
+    wanted = {name for name, one in originals(model).items() if one.first == name}
+    missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
+    if missing or extra:
+        lacks = f"it lacks {_listed(missing)}" if missing else ""
+        has = f"it has {_listed(extra)}, which the model does not have" if extra else ""
+        raise CheckpointError(
+            f"{checkpoint.path}: a checkpoint of another model: {' and '.join(filter(None, (lacks, has)))}. "
+            f"Load it into the model it was saved from, or save this one to another folder."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
