@@ -233,7 +233,7 @@ class TrainStep:
         if weights_follow:
             self._data_parallel.prefetch_weights()
         self._pipeline = pipeline_of(model)
-        self._checks_gradients = check_batch
+        self._checks_gradients = check_batch and self._pipeline is None
         self._checks_batch = check_batch and (several or mesh.world_size > 1)
         self._experts, self._norms = ExpertBalance(model, mesh), norm_groups_of(model)
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
