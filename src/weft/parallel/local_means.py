@@ -30,11 +30,7 @@ def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> No
         model: model, parallelized or not.
         mesh: mesh of the ranks.
         groups_norms: batch norms use the statistics of groups, so they are the same under every plan.
-
-    Raises:
-        ModelError: for an embedding whose gradient depends on all indices of a microbatch.
     """
-    _refuse_frequencies(model, mesh)
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
     foreign = any(hugging_face.is_hugging_face(module) for module in model.modules())
@@ -102,7 +98,12 @@ def frequency_refusal(what: str) -> str:
     )
 
 
-def _refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
+def refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse embeddings that depend on all indices of a microbatch. The model has all its stages, so all ranks refuse.
+
+    Raises:
+        ModelError: for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
+    """
     if mesh.world_size * mesh.plan.microbatches_per_step == 1:
         return
     for path, module in model.named_modules():

@@ -28,7 +28,7 @@ from weft.parallel.layers.encoder_items import attend_by_borders
 from weft.parallel.layers.float8 import choose_float8, use_float8
 from weft.parallel.layers.index_check import watch_indices
 from weft.parallel.layers.rope_tables import track_row_lengths
-from weft.parallel.local_means import watch_local_means
+from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.state.flat_slices import dtype_growth_warning, originals_of
@@ -76,6 +76,7 @@ def parallelize(
     before, params, whole, mesh = originals_of(model), OriginalParameters(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
+    refuse_frequencies(model, mesh)
     _prepare(model, mesh, bf16_layers, fp8_recipe)
     spread = choose_encoders(model, mesh, layout)
     placed = cut(model, mesh, layout, spread, example) if placements is None else dict(placements)

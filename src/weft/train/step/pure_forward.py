@@ -161,20 +161,18 @@ def traceless(model: nn.Module, *, runs_hooks: bool = False) -> Iterator[Forward
 
     Yields the state. Users' hooks run inside only if `runs_hooks`. Gradients are off.
     """
+    norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.training]
+    for norm in norms:
+        norm.training = False
     state = ForwardState(model)
     hooks = [] if runs_hooks else [(module, _without_users_hooks(module)) for module in model.modules()]
-    norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.training]
     numpy: Any = sys.modules.get("numpy")
     generators = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = sorted({one.device.index for one in model.parameters() if one.device.type == "cuda"})
     try:
-        for norm in norms:
-            norm.training = False
         with torch.random.fork_rng(devices), torch.no_grad():
             yield state
     finally:
-        for norm in norms:
-            norm.training = True
         random.setstate(generators[0])
         if numpy is not None:
             numpy.random.set_state(generators[1])
@@ -184,6 +182,8 @@ def traceless(model: nn.Module, *, runs_hooks: bool = False) -> Iterator[Forward
                 vars(module)[name].update(kept)
         state.restore()
         state.restore_generators()
+        for norm in norms:
+            norm.training = True
 
 
 def seed_all(seed: int) -> None:
