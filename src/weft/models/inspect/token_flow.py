@@ -144,7 +144,7 @@ def find_mixers(
     mixers: set[str] = set()
     flow = _traced(model, regions, replace(division, gathering=()), example)
     for _ in range(_MOST_WIDENED):
-        found = _next_mixers(model, flow, replace(division, gathering=mixers), mixers) if flow.problem else set()
+        found = _next_mixers(model, flow, replace(division, gathering=mixers), mixers) if flow.problem else set[str]()
         if not found:
             break
         mixers |= found

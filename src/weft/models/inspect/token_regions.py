@@ -12,13 +12,13 @@ from weft.config.layout import Style
 class TokensAt(NamedTuple):
     """Position of a tensor with tokens among a call's flattened values, and the dim of the tokens in it.
 
-    samples: number of sequences that are joined with the tokens in that dim. count: number of tokens of a sequence.
+    samples: number of sequences that are joined with the tokens in that dim. tokens: number of tokens of a sequence.
     """
 
     position: int
     dim: int
     samples: int
-    count: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,7 @@ class TokenTrace:
             return None
         [place] = places
         leaves[place.position] = self._alias(leaves[place.position])
-        self.mark(leaves[place.position], TokenDim(place.dim, place.count))
+        self.mark(leaves[place.position], TokenDim(place.dim, place.tokens))
         self.note([leaves[place.position]])
         found = FullModule(inputs, place)
         if self.full.setdefault(path, found) != found:
@@ -529,9 +529,9 @@ def hidden_place(leaves: Sequence[Any], width: int) -> int | None:
 
 def tokens_at(output: torch.Tensor, position: int, inputs: Sequence[TokensAt]) -> TokensAt | None:
     """Return the dim with the tokens of the output of a module that got all tokens, or None if several could be."""
-    count = inputs[0].count
+    count = inputs[0].tokens
     dims = [dim for dim, size in enumerate(output.shape) if size == count]
-    if any(one.count != count for one in inputs) or len(dims) > 1:
+    if any(one.tokens != count for one in inputs) or len(dims) > 1:
         return None
     if dims:
         return TokensAt(position, dims[0], 1, count) if dims[0] else None
