@@ -17,6 +17,7 @@ from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.state.placement import Axes, AxisMap
 from weft.parallel.state.precision import Precision
 from weft.parallel.zero.adopt import WatchedEngine, find_optimizers, watch_steps
+from weft.parallel.zero.engine import Phase
 from weft.parallel.zero_flat.buckets import Bucket, Slot
 from weft.parallel.zero_flat.optimizer_states import SlotAdoption
 from weft.parallel.zero_flat.reducer import Reducer
@@ -91,10 +92,6 @@ class LoopedEngine(WatchedEngine, Protocol):
     precision: Precision
     reducer: Reducer
 
-    def leave_step(self) -> None:
-        """Record that TrainStep no longer drives."""
-        ...
-
     def show_gradients(self) -> None:
         """Set `.grad` of the optimizers' slices, and of parameters that are unsharded here."""
         ...
@@ -161,9 +158,10 @@ class OwnLoop:
     @torch.no_grad()
     def finalize(self) -> None:
         """Wait for ranks that are still in a backward, then collect all gradients, at the optimizer's step."""
+        engine = self._held()
+        engine.reducer.phase = Phase.OWN_UPDATE
         self._wait_for_all()
         self._check_identical()
-        engine = self._held()
         for bucket in engine.reducer.buckets:
             bucket.shard = engine.reducer.take(bucket)[bucket.own]
         engine.reducer.forget()
@@ -211,7 +209,7 @@ class OwnLoop:
     def _end_backward(self) -> None:
         self._backward = None
         engine = self._held()
-        engine.leave_step()
+        engine.reducer.phase = Phase.OWN_BACKWARD
         engine.precision.refuse_error_feedback()
         if engine.axes.mesh.plan.graphs:
             rule = "a loop of your own launches kernels one by one"
@@ -252,4 +250,4 @@ class OwnLoop:
 
 def _scale_outside(engine: Callable[[], LoopedEngine | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:
     found = engine()
-    return None if found is None or found.reducer.in_pass else grad * factor
+    return None if found is None or found.reducer.phase.in_pass else grad * factor

@@ -112,9 +112,6 @@ class WeightPrefetcher:
         self._model = weakref.ref(model)
         self._slots = slots
         self._units: dict[Slot, list[Arrival]] = {}
-        #: True during a step of the optimizer: buckets that support differences then send them instead of full
-        #: weights.
-        self.is_step = False
         self._waiting: list[Bucket] = []  # in the order of their start
 
     def watch(self) -> None:
@@ -143,10 +140,13 @@ class WeightPrefetcher:
         if held and not isinstance(model, AwaitsWeights):
             replace_class(model, AwaitsWeights, arrival=Arrival(self))
 
-    def start(self, bucket: Bucket) -> None:
-        """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis."""
+    def start(self, bucket: Bucket, *, is_update: bool) -> None:
+        """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis.
+
+        is_update: an optimizer stepped. Buckets that support differences then send them instead of full weights.
+        """
         own = bucket.weights[bucket.own]
-        if bucket.differs and self.is_step:
+        if bucket.differs and is_update:
             bucket.arriving = WeightDifference(bucket)
             self._waiting.append(bucket)
             return
@@ -163,14 +163,17 @@ class WeightPrefetcher:
         """True if modules wait for their weights."""
         return bool(self._units)
 
-    def bring(self, buckets: Sequence[Bucket], follow: bool) -> None:
+    def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
         """Start the gathers that have not started yet.
 
-        follow: return before they complete, if modules wait for their weights.
+        Args:
+            buckets: all buckets.
+            follow: return before the gathers complete, if modules wait for their weights.
+            is_update: an optimizer stepped.
         """
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
-                self.start(bucket)
+                self.start(bucket, is_update=is_update)
         if not (follow and self.is_watched):
             self.wait()
 

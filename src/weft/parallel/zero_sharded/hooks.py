@@ -341,6 +341,27 @@ class Calls:
         module.register_forward_pre_hook(uncompiled(count))
 
 
+def watch_calls(
+    modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
+) -> None:
+    """Count the calls of all units, and call `begin_root` before each forward of the root.
+
+    Args:
+        modules: the units, by their index; the root last.
+        begin_root: forward pre-hook of the root.
+        recompute: blocks are recomputed in backward.
+    """
+    calls = Calls()
+    units = [module for module in modules if isinstance(module, nn.Module)]
+    root = units[-1]
+    for module in units:
+        calls.watch(module, is_root=module is root)
+    if recompute and not repeated_blocks(root):
+        for module in units[:-1]:
+            hide_hooks(module)
+    root.register_forward_pre_hook(uncompiled(begin_root))
+
+
 def return_no_views(module: nn.Module) -> None:
     """Make a unit return tensors that are not views, before fully_shard registers its hooks on them.
 
