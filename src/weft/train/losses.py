@@ -23,7 +23,7 @@ from weft.comm.mesh import Axis, Mesh
 from weft.config.plan import Plan
 from weft.data.batches import map_tensors, tensors_in
 from weft.errors import ModelError, PlanError, WeftWarning
-from weft.parallel.batch_norm import SampleGroups
+from weft.parallel.batch_norm.norm_groups import SampleGroups
 from weft.parallel.local_means import is_hugging_face_output, sum_of_hugging_face
 from weft.parallel.pipeline.runtime import CountedLoss
 from weft.parallel.random.streams import SampleNumbers

@@ -25,7 +25,7 @@ from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.memory.offload import HostCopies
 from weft.models.adapters import adapted, merged_tensors
 from weft.models.peft_files import save_adapter
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel, is_attached, originals
 from weft.train.checkpointer import Save

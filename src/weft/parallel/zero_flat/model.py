@@ -16,10 +16,9 @@ from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.placement import Placement
 from weft.parallel.zero.adopt import step_by_decision
 from weft.parallel.zero.engine import Phase, ZeroEngine
-from weft.parallel.zero_flat.buckets import Slot
-from weft.parallel.zero_flat.optimizer_states import SlotAdoption, SlotErrorFeedback, SlotSlices
+from weft.parallel.zero_flat.optimizer_states import SlotAdoption, SlotErrorFeedback
 from weft.parallel.zero_flat.own_loop import LoadHooks, OwnLoop
-from weft.parallel.zero_flat.parameters import FlatParameters, bucket_of
+from weft.parallel.zero_flat.parameters import FlatParameters
 from weft.parallel.zero_flat.prefetch import WeightPrefetcher
 from weft.parallel.zero_flat.reducer import Reducer
 from weft.parallel.zero_flat.step import FlatOptimizers, FlatStep, RecordedPasses
@@ -56,7 +55,7 @@ class FlatModel(ZeroEngine):
         super().__init__(mesh, placements, sharded=mesh.plan.zero > 0)
         materialise = self._materialise(model, seed, filled_later)
         size = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
-        self._parameters = FlatParameters(model, mesh, self.axes, self.precision, materialise, host, size)
+        self._parameters = FlatParameters(model, self.axes, self.precision, materialise, host, size)
         self.updates_on_host = bool(self._parameters.on_host)
         slots = self._parameters.slots
         self.own_loop = OwnLoop(self)
@@ -71,7 +70,7 @@ class FlatModel(ZeroEngine):
         self._optimizers = FlatOptimizers(self.axes, self.device)
         self._prefetcher = WeightPrefetcher(model, slots)
         if self.precision.is_mixed or self.updates_on_host:
-            hooks = LoadHooks(self._update_masters)
+            hooks = LoadHooks(slots, self.arrive)
             model.register_load_state_dict_pre_hook(hooks.before)
             model.register_load_state_dict_post_hook(hooks.after)
 
@@ -173,9 +172,7 @@ class FlatModel(ZeroEngine):
         """Copy the new weights to the parameters of all ranks."""
         self._prefetcher.start_rest(self.reducer.buckets, follow, is_update=self.reducer.phase.is_update)
         self._parameters.untrained.follow()
-        for slot, param in self._optimizers.local():
-            if bucket_of(slot).host is not None:
-                param.grad = None  # its memory was reused for the weights
+        self._optimizers.drop_hosted_gradients()
         self.coders.commit(clip)
         self.leave_step()
 
@@ -198,8 +195,7 @@ class FlatModel(ZeroEngine):
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None:
         adoption = SlotAdoption(optimizer, self._parameters.slots)
         names = adoption.needs_full()
-        buckets = [bucket_of(slot) for slot in self._parameters.slots if slot.name in names]
-        if any(not bucket.whole and bucket.num_shards > 1 for bucket in buckets):
+        if self._parameters.has_shards(names):
             self.arrive()
             states = self._optimizers.full_states(self.reducer.buckets)
             self.coders.forget()
@@ -230,16 +226,17 @@ class FlatModel(ZeroEngine):
 
     def local_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards of the masters by name."""
-        return {slot.name: shard for slot, shard in self._local_weights()}
+        self._wait_for_masters()
+        return {slot.name: shard for slot, shard in self._parameters.local()}
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield this rank's shards of the masters, each with the number of ranks that store the same shard."""
-        return ((shard, bucket_of(slot).over.share[1]) for slot, shard in self._local_weights())
+        self._wait_for_masters()
+        return self._parameters.counted()
 
-    def _local_weights(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+    def _wait_for_masters(self) -> None:
         self.arrive()
         self.reducer.arrive()
-        return self._parameters.local()
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that store this rank's gradients."""
@@ -247,13 +244,12 @@ class FlatModel(ZeroEngine):
 
     def stretches(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
-        self.arrive()
-        self.reducer.arrive()
+        self._wait_for_masters()
         yield from self._parameters.slices()
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the optimizer's state. No collective."""
-        return SlotSlices(self.reducer.buckets, self.axes).states(self._step_of(optimizer).adoption)
+        return self._parameters.placed.states(self._step_of(optimizer).adoption)
 
     def load_weights(self, source: StateSource) -> None:
         """Fill this rank's flat slices, and copy masters to the parameters of all ranks. A collective."""
@@ -262,7 +258,7 @@ class FlatModel(ZeroEngine):
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
         """Load this rank's part of the optimizer states that any plan saved."""
-        SlotSlices(self.reducer.buckets, self.axes).take_states(self._step_of(optimizer).adoption, source)
+        self._parameters.placed.take_states(self._step_of(optimizer).adoption, source)
 
     def check_parameters(self) -> None:
         """Update the master of each parameter that was written to.
@@ -271,7 +267,3 @@ class FlatModel(ZeroEngine):
             ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
         """
         self._parameters.check(self.arrive)
-
-    def _update_masters(self, tensors: Mapping[str, object]) -> None:
-        self.arrive()
-        self._parameters.update_masters(tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +24,8 @@ from weft.parallel.zero_flat.reducer import Reducer
 from weft.private_torch import foreach_mul_, graph_task, version_of
 
 
-def written(slots: Sequence[Slot]) -> Iterator[Slot]:
-    """Yield slots whose parameter was written after its master.
+def update_written(slots: Sequence[Slot], wait: Callable[[], None]) -> None:
+    """Update the master of each parameter that was written to. wait: waits for pending weights.
 
     Raises:
         ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
@@ -36,7 +36,8 @@ def written(slots: Sequence[Slot]) -> Iterator[Slot]:
             what = "moved to other memory or another format" if param.requires_grad else "frozen"
             raise ModelError(f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize.")
         if version_of(param) != slot.version:
-            yield slot
+            wait()
+            take_master(slot, param.detach())
 
 
 def take_master(slot: Slot, whole: torch.Tensor) -> None:
@@ -53,13 +54,17 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
 
 
 class LoadHooks:
-    """Hooks around `load_state_dict` of a full module. take: updates the masters from the loaded tensors, by name.
+    """Hooks that update masters from the unrounded tensors of `load_state_dict` of a full module.
 
     The module stores the hooks. The hooks of a module's copy do nothing.
+
+    Args:
+        slots: parameters of the module.
+        wait: waits for pending weights.
     """
 
-    def __init__(self, take: Callable[[Mapping[str, Any]], None] | None = None):
-        self._take = take
+    def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):
+        self._slots, self._wait = slots, wait
         self._loaded: Mapping[str, Any] = {}
 
     def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -71,8 +76,12 @@ class LoadHooks:
         """Pass the loaded state to the masters."""
         del module, incompatible
         loaded, self._loaded = self._loaded, {}
-        if self._take is not None:
-            self._take(loaded)
+        if self._wait is not None:
+            self._wait()
+        for slot in self._slots:
+            tensor = loaded.get(slot.name)
+            if tensor is not None and tensor.shape == slot.shape:
+                take_master(slot, tensor)
 
     def __reduce__(self) -> tuple[type[LoadHooks], tuple[()]]:
         return LoadHooks, ()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.comm.collectives import all_gather, broadcast
-from weft.comm.mesh import Mesh
 from weft.memory.offload import Host, HostPart, choose
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.materialize import Materialise
@@ -19,7 +18,7 @@ from weft.parallel.state.placement import AxisMap
 from weft.parallel.state.precision import Precision, cast_inputs, formats
 from weft.parallel.zero_flat.buckets import Bucket, Slot, WeightOf, fill, lay_out, put_in_order
 from weft.parallel.zero_flat.optimizer_states import SlotSlices, Untrained
-from weft.parallel.zero_flat.own_loop import take_master, written
+from weft.parallel.zero_flat.own_loop import update_written
 
 
 class FlatParameters:
@@ -27,7 +26,6 @@ class FlatParameters:
 
     Args:
         model: model; its parameters may be on the meta device.
-        mesh: mesh of the ranks.
         axes: axes of the parameters.
         precision: formats of the plan.
         materialise: values of parameters on the meta device.
@@ -40,7 +38,6 @@ class FlatParameters:
     def __init__(
         self,
         model: nn.Module,
-        mesh: Mesh,
         axes: AxisMap,
         precision: Precision,
         materialise: Materialise,
@@ -58,13 +55,17 @@ class FlatParameters:
         self.kinds = {slot: axes.of(slot.name, slot.shape) for slot in self.slots}
         self.untrained = Untrained(model, axes, self._formats, materialise.value_of)
         sizes = [(slot.name, slot.numel) for slot in reversed(self.slots)]  # in the order of backward
-        self.on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
-        self.is_mixed = precision.is_mixed
+        self.on_host = choose(sizes, axes.mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
 
     @property
     def is_sharded(self) -> bool:
         """True if some buckets are sharded."""
         return any(axes.shard.size > 1 for axes in self.kinds.values())
+
+    @property
+    def placed(self) -> SlotSlices:
+        """Flat slices of slots in the current layout."""
+        return SlotSlices(self.buckets, self._axes)
 
     def lay_out(self, source: WeightOf, unsharded: frozenset[str] = frozenset(), *, settle: bool) -> None:
         """Lay out and fill buckets.
@@ -120,9 +121,18 @@ class FlatParameters:
             if shard is not None:
                 yield slot, shard.detach()
 
+    def counted(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield this rank's shards of the masters, each with the number of ranks that store the same shard."""
+        return ((shard, bucket_of(slot).over.share[1]) for slot, shard in self.local())
+
+    def has_shards(self, names: Collection[str]) -> bool:
+        """Return True if some of these parameters are sharded."""
+        buckets = [bucket_of(slot) for slot in self.slots if slot.name in names]
+        return any(not bucket.whole and bucket.num_shards > 1 for bucket in buckets)
+
     def slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
-        yield from filter(None, map(SlotSlices(self.buckets, self._axes).of, self.slots))
+        yield from filter(None, map(self.placed.of, self.slots))
         yield from (self._axes.stretch(name, tensor) for name, tensor in self.untrained.tensors())
 
     def check(self, wait: Callable[[], None]) -> None:
@@ -131,17 +141,8 @@ class FlatParameters:
         Raises:
             ModelError: for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
         """
-        for slot in written(self.slots):
-            wait()
-            take_master(slot, slot.param.detach())
+        update_written(self.slots, wait)
         self.untrained.check()
-
-    def update_masters(self, tensors: Mapping[str, Any]) -> None:
-        """Set the masters of written parameters from unrounded tensors."""
-        for slot in self.slots:
-            tensor = tensors.get(slot.name)
-            if tensor is not None and tensor.shape == slot.shape:
-                take_master(slot, tensor)
 
 
 def bucket_of(slot: Slot) -> Any:

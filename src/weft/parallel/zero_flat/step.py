@@ -482,6 +482,12 @@ class FlatOptimizers:
             if param is not slot.param and bucket is not None:
                 param.grad = slot.piece(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
 
+    def drop_hosted_gradients(self) -> None:
+        """Drop the gradients of slices in host memory, which publishing reuses for the weights."""
+        for slot, param in self.local():
+            if slot.bucket is not None and slot.bucket.host is not None:
+                param.grad = None
+
     def full_states(self, buckets: Sequence[Bucket]) -> list[dict[str, torch.Tensor]]:
         """Return copies of each optimizer's full states, before a new layout. A collective."""
         by_axes: dict[Axes, list[Bucket]] = {}

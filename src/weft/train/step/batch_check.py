@@ -24,7 +24,7 @@ from weft.comm.mesh import Mesh
 from weft.data.batches import map_tensors
 from weft.errors import ModelError, WeftWarning
 from weft.parallel.context.context import sequence_in_use, shard_sequence
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.local_means import frequency_refusal
 from weft.parallel.random.streams import SampleNumbers

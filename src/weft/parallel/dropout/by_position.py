@@ -16,8 +16,8 @@ from weft.comm.mesh import Mesh
 from weft.memory.opaque import Opaque
 from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.context.context import context_of
-from weft.parallel.drop_state import Drops, DropSite
-from weft.parallel.dropout_calls import (
+from weft.parallel.dropout.drop_state import Drops, DropSite
+from weft.parallel.dropout.dropout_calls import (
     CHANNEL_DROPOUTS,
     ByPosition,
     attend_dropping,
