@@ -192,7 +192,7 @@ SHARD = (
     # Checks of the full model come before a pipeline removes parts of it.
     Technique(_always, _check_layout),
     Technique(lambda run: run.plan.cp > 1, _check_sequences),
-    # Stages come first: each rank then shards only its own.
+    # Stages come first, so that a rank shards only local layers.
     Technique(lambda run: run.plan.pp > 1, lambda run: run.add(build_pipeline(run.model, run.mesh))),
     # Tensor parallelism leaves distributed experts alone.
     Technique(_always, _distribute_experts),
@@ -219,7 +219,7 @@ FINISH = (
     Technique(lambda run: run.norm_group != 0, lambda run: group_norms(run.model, run.mesh, run.norm_group)),
     Technique(lambda run: run.plan.pp > 1, _defer_weight_gradients),
     Technique(_always, lambda run: move(run.model, run.mesh.device)),
-    # Recompute wraps what a block calls. Compilation wraps recompute.
+    # Compiled blocks include recomputation, so recompute comes before compilation.
     Technique(
         _always,
         lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"]),

@@ -1,4 +1,4 @@
-"""Styles of tensor parallelism: one class per kind of layer, whose `apply` shards a module in place."""
+"""Styles of tensor parallelism: one class per kind of layer, whose `apply` shards a module."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TensorContext:
         shards: parameters that were replaced.
         part: position of this rank in sharded layers.
         line: sharding of layers in blocks.
-        outside: sharding of layers outside of blocks, where each rank has all tokens.
+        outside: sharding of layers outside of blocks. Each rank has all tokens there.
         ends: sharding of embedding and head.
     """
 
@@ -167,7 +167,7 @@ class LayerStyle(Protocol):
     """Style of one kind of layer."""
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Shard a module in place.
+        """Shard a module.
 
         Raises:
             LayoutError: if the module cannot be sharded.

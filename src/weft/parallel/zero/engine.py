@@ -43,7 +43,7 @@ class Phase(IntEnum):
     PASSES_DONE = auto()
     #: Gradients are sums over the ranks. `.grad` may not be set yet.
     REDUCED = auto()
-    #: `.grad` is set where the optimizer reads it.
+    #: The optimizer can read `.grad`.
     READY = auto()
     UPDATE = auto()
 
@@ -78,7 +78,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Drop all gradients, including those of a step that failed."""
+        """Drop all gradients, also of a step that failed."""
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -112,7 +112,7 @@ class GradientReducer(ABC):
 
 
 class ZeroEngine(ABC):
-    """Methods that both ZeRO engines share; see `weft.parallel.state.gradients.DataParallel`.
+    """Methods that both ZeRO engines share. `weft.parallel.state.gradients.DataParallel` documents them.
 
     A subclass sets `reducer`, and `updates_on_host` to True if optimizers step parameters in host memory.
     """

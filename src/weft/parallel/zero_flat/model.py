@@ -159,7 +159,7 @@ class FlatModel(ZeroEngine):
             step.adoption.optimizer.step()
 
     def finalize(self) -> None:
-        """Set gradients where the optimizer reads them, at the step of a user's loop."""
+        """Set the gradients that the optimizer reads, at the step of a user's loop."""
         self.check_parameters()
         self.own_loop.finalize()
 

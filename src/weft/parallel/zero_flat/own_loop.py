@@ -126,7 +126,7 @@ class OwnLoop:
 
     def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
         """Scale gradients so that a bucket's mean over its ranks equals the mean over all ranks that read samples."""
-        engine = self._held()
+        engine = self._require_engine()
         for slot in slots:
             factor = kinds[slot].over.size / engine.axes.batch.size
             if factor != 1.0:
@@ -152,7 +152,7 @@ class OwnLoop:
         A collective: waits for ranks that are still in a backward.
         """
         self._wait_for_all()
-        engine = self._held()
+        engine = self._require_engine()
         square, grads = torch.zeros((), dtype=torch.float64, device=engine.device), []
         for bucket in engine.reducer.buckets:
             found = [slot.param.grad for slot in bucket.slots if slot.param.grad is not None]
@@ -167,7 +167,7 @@ class OwnLoop:
     @torch.no_grad()
     def finalize(self) -> None:
         """Wait for ranks that are still in a backward, then collect all gradients, at the optimizer's step."""
-        engine = self._held()
+        engine = self._require_engine()
         engine.reducer.phase = Phase.OWN_UPDATE
         self._wait_for_all()
         self._check_identical()
@@ -180,7 +180,7 @@ class OwnLoop:
 
     def _wait_for_all(self) -> None:
         """Join the backward reductions of ranks that are not at the step yet, without new gradients."""
-        while self._held().axes.stage.size > 1 and self._sync(at_step=True):
+        while self._require_engine().axes.stage.size > 1 and self._sync(at_step=True):
             self._reduce_touched()
         self._touched = set()
 
@@ -193,7 +193,9 @@ class OwnLoop:
         if self._norm is None:
             return
         factor = torch.where(self._norm > 0, self._replicated_norm() / self._norm, 1.0)
-        most, least = all_reduce(torch.stack([factor, -factor]), self._held().axes.stage, op="max").abs().tolist()
+        most, least = (
+            all_reduce(torch.stack([factor, -factor]), self._require_engine().axes.stage, op="max").abs().tolist()
+        )
         self._norm = None
         if most - least > _ALIKE * most:
             raise ModelError(
@@ -204,12 +206,12 @@ class OwnLoop:
 
     def _replicated_norm(self) -> torch.Tensor:
         """Return the norm of the gradients that are equal on all ranks, float64."""
-        engine = self._held()
+        engine = self._require_engine()
         whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
         norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
         return norm.to(engine.device, torch.float64)
 
-    def _held(self) -> LoopedEngine:
+    def _require_engine(self) -> LoopedEngine:
         engine = self._engine()
         assert engine is not None
         return engine
@@ -217,7 +219,7 @@ class OwnLoop:
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._backward = None
-        engine = self._held()
+        engine = self._require_engine()
         engine.reducer.phase = Phase.OWN_BACKWARD
         engine.precision.refuse_error_feedback()
         if engine.axes.mesh.plan.graphs:
@@ -231,7 +233,7 @@ class OwnLoop:
 
     def _sync(self, at_step: bool) -> bool:
         """Return True if a rank is still in a backward. `_touched` becomes all ranks' buckets with new gradients."""
-        engine = self._held()
+        engine = self._require_engine()
         buckets = engine.reducer.buckets
         places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)
         places[0] = 0 if at_step else 1
@@ -245,7 +247,7 @@ class OwnLoop:
 
         Earlier gradients are equal on all ranks, so their mean is unchanged.
         """
-        engine = self._held()
+        engine = self._require_engine()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]
         pairs = list(zip(buckets, flats, strict=True))
@@ -253,7 +255,7 @@ class OwnLoop:
             pending.wait()
         if flats:
             foreach_mul_(flats, [1.0 / bucket.over.over.size for bucket in buckets])
-        if any(placement.is_sharded for placement in self._held().axes.placements.values()):
+        if any(placement.is_sharded for placement in self._require_engine().axes.placements.values()):
             self._norm = self._replicated_norm()
 
 

@@ -180,21 +180,21 @@ class WeightPrefetcher:
     def wait(self) -> None:
         """Wait for all weights."""
         for bucket in self._waiting:
-            _arrive(bucket)
+            _wait_for_bucket(bucket)
         self._waiting = []
 
     def wait_for(self, slots: Sequence[Slot]) -> None:
         """Wait for the weights of some parameters."""
         if self._waiting:
             for slot in slots:
-                _arrive(_bucket(slot))
+                _wait_for_bucket(_bucket(slot))
 
     def wait_for_rest(self) -> None:
         """Wait, before a forward, for weights that no module waits for."""
         if self._waiting:
             for bucket in self._waiting:
                 if not all(self._is_awaited(slot) for slot in bucket.slots):
-                    _arrive(bucket)
+                    _wait_for_bucket(bucket)
             self._waiting = [bucket for bucket in self._waiting if bucket.arriving is not None]
 
     def _is_awaited(self, slot: Slot) -> bool:
@@ -215,7 +215,7 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _arrive(bucket: Bucket) -> None:
+def _wait_for_bucket(bucket: Bucket) -> None:
     if bucket.arriving is not None:
         bucket.arriving.wait()
         bucket.arriving = None

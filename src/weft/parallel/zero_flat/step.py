@@ -130,12 +130,12 @@ class RecordedSteps:
             step.recording.replay()
         elif is_new or len(self._known) >= MOST_STEPS:
             step.launch(rules, lanes())  # without recording, which also loads the kernels
-            self._say(is_new)
+            self._warn_once(is_new)
         else:
             step.recording = recorder.record(lambda: step.launch(rules, lanes()), "the optimizer's step", apart=True)
             self._known[found] = step
 
-    def _say(self, is_new: bool) -> None:
+    def _warn_once(self, is_new: bool) -> None:
         if not is_new and not self._has_said:
             self._has_said = True
             warnings.warn(

@@ -77,7 +77,7 @@ class FullyShardedModel(ZeroEngine):
         find_optimizers(weakref.ref(self))
 
     def begin_step(self) -> None:
-        """Drop all gradients, including those of a step that failed."""
+        """Drop all gradients, also of a step that failed."""
         self._first_gathers.hand_over()
         self.reducer.begin_step()
 

@@ -21,7 +21,7 @@ from weft.parallel.zero_sharded.units import Unit, finalize, find_units, kinds_o
 
 
 class ShardedParameters:
-    """Units, shards and unsharded tensors of a model. Shards the model in place.
+    """Units, shards and unsharded tensors of a model, whose modules are sharded by the constructor.
 
     `plain` holds parameters that every rank stores in full: scalars, and those in another format than the computation.
     `members` holds the shards of each unit.

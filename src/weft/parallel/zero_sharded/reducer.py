@@ -112,7 +112,7 @@ class ShardReducer(GradientReducer):
         return self._orders[0]
 
     def begin_step(self) -> None:
-        """Drop all gradients, including those of a step that failed."""
+        """Drop all gradients, also of a step that failed."""
         modules = self._parameters.modules
         if self._lacks_buffers:
             for module in modules:
@@ -184,7 +184,7 @@ class ShardReducer(GradientReducer):
         for replica_sum in self._sums:
             replica_sum.wait()
         for order in self._orders:
-            order.meet(Act.END)
+            order.check(Act.END)
         shards = self._parameters.shards
         for shard in shards.values():
             if shard.param.requires_grad:
@@ -225,5 +225,5 @@ class ShardReducer(GradientReducer):
         """Average an unsharded gradient in a user's own loop, before autograd adds it to `.grad`."""
         if self.phase.in_pass:
             return None
-        self.order.meet(Act.SUM, index, grad.numel())
+        self.order.check(Act.SUM, index, grad.numel())
         return all_reduce(grad.detach().clone(), over, wire=self.coders[f"plain {index}"]) / self._axes.batch.size
