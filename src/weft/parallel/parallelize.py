@@ -59,13 +59,13 @@ class Application:
 
     model: nn.Module
     mesh: Mesh
-    layout: Layout | None
-    seed: int | None
-    pinned_limit: str
-    norm_group: int
-    bf16_layers: Sequence[str]
-    fp8_recipe: str
-    example: Any
+    layout: Layout | None = None
+    seed: int | None = None
+    pinned_limit: str = MOST_OF_HOST
+    norm_group: int = 0
+    bf16_layers: Sequence[str] = ()
+    fp8_recipe: str = "rowwise"
+    example: Any = None
     encoders: EncoderChoice = field(default_factory=lambda: EncoderChoice({}))
     experts: Mapping[str, Placement] = field(default_factory=dict)
     sharded_layout: Layout | None = None
@@ -230,6 +230,15 @@ FINISH = (
 )
 
 
+def shard(run: Application) -> dict[str, Placement]:
+    """Apply the techniques that shard the model. Return the placements of changed parameters."""
+    run.encoders = choose_encoders(run.model, run.mesh, run.layout)
+    for technique in SHARD:
+        if technique.applies(run):
+            technique.apply(run)
+    return run.placements
+
+
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
@@ -270,10 +279,11 @@ def parallelize(
     for technique in PREPARE:
         if technique.applies(run):
             technique.apply(run)
-    run.encoders = choose_encoders(model, replica, layout)
-    if placements is not None:
-        run.placements = dict(placements)
-    for technique in (*(SHARD if placements is None else ()), *FINISH):
+    if placements is None:
+        shard(run)
+    else:
+        run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
+    for technique in FINISH:
         if technique.applies(run):
             technique.apply(run)
     engine = build_engine(model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later)
