@@ -132,7 +132,7 @@ class DroppingBlock(nn.Module):
 
 
 def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
-    """Register attention with dropout as an operator for compiled blocks. Call it before they are compiled."""
+    """Make attention with dropout an operator for compiled blocks. Call it before they are compiled."""
     sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
     if sites:
         opaque = Opaque(is_attention=True, recomputes=recomputes)

@@ -100,7 +100,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Complete the sums of all gradients, and of `totals`, over the ranks."""
+        """Wait for the sums of all gradients over the ranks, and sum `totals`."""
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
@@ -115,6 +115,11 @@ class ZeroEngine(ABC):
     """Methods that both ZeRO engines share. `weft.parallel.state.gradients.DataParallel` documents them.
 
     A subclass sets `reducer`, and `updates_on_host` to True if optimizers step parameters in host memory.
+
+    Args:
+        mesh: mesh of the ranks.
+        placements: placements of parameters that techniques changed, by name.
+        sharded: the data ranks shard parameters or gradients.
     """
 
     reducer: GradientReducer
