@@ -265,10 +265,10 @@ def overlap(plan: str) -> list[int]:
         engine.begin_step()
         with engine.microbatch(last=False):
             model(rows(0, mesh.rank), left=True).sum().backward()
-            assert engine.reducer._next == 0
+            assert engine.reducer._pass.next == 0
         with engine.microbatch(last=True):
             (model(rows(1, mesh.rank), left=True) + model(rows(1, mesh.rank), left=False)).sum().backward()
-            found.append(engine.reducer._next)
+            found.append(engine.reducer._pass.next)
         engine.finish()
     return found
 

@@ -82,7 +82,7 @@ def one_rank(precision: str, kind: str, *, watched: bool = False, num_steps: int
 def test_one_rank_trains_bit_for_bit_as_with_torchs_own_step(kind, precision):
     got, _ = one_rank(precision, kind)
     expected, step = one_rank(precision, kind, watched=True)
-    assert not any(one._held for one in data_parallel(step.model)._steps.values())
+    assert not any(one._held for one in data_parallel(step.model)._optimizers.steps.values())
     torch.testing.assert_close(got, expected, rtol=3e-7, atol=1e-8)
 
 

@@ -159,7 +159,7 @@ def measure(plan: str) -> tuple[int, dict[str, float]]:
     engine.finish()
     optimizer.step()
     engine.publish()
-    shards = engine.shards.values()
+    shards = engine.parameters.shards.values()
     found = {
         "parameters": sum(shard.local.nbytes for shard in shards) / num_params,
         "gradients": sum(shard.local.grad.nbytes for shard in shards) / num_params,

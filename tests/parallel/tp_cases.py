@@ -15,7 +15,7 @@ from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import WeftError
-from weft.parallel.parallelize import cut
+from weft.parallel.parallelize import Application, shard
 from weft.parallel.state.placement import WHOLE
 
 DIM, VOCAB, TOKENS, HEAD = 16, 11, 8, 4
@@ -107,7 +107,7 @@ def outcome(plan: str, build: Callable[[], nn.Module], batch: Any = None, exampl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            placements = cut(other, mesh, example=example)
+            placements = shard(Application(other, mesh, example=example))
         except WeftError as error:
             return f"refused {error}"
     torch.manual_seed(11)

@@ -182,7 +182,7 @@ def names(plan_text: str) -> list[str]:
     buckets = getattr(getattr(with_name, "reducer", None), "buckets", None)
     if buckets is not None:
         return [f"{bucket.slots[0].name} {way} outer" for bucket in buckets]
-    return [f"unit {index} shard outer" for index in range(len(with_name.units))]
+    return [f"unit {index} shard outer" for index in range(len(with_name.parameters.units))]
 
 
 def several(plan: Plan) -> torch.nn.Module:

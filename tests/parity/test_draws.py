@@ -13,7 +13,7 @@ from tests.parallel.loops import weights
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.parallelize import parallelize
 from weft.parallel.random.streams import integers_at
 from weft.train.microbatches import Microbatches

@@ -12,7 +12,7 @@ from tests.parity.dropout_cases import DroppingFamily, FlatFamily, PlainModel, c
 from tests.parity.families import FamilyCase
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.parallel.dropout import drop_by_position
+from weft.parallel.dropout.by_position import drop_by_position
 from weft.parallel.random.streams import keeps, key_of, lines_of
 
 RTOL = 1e-10

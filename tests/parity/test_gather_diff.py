@@ -21,8 +21,8 @@ from weft.comm.wire.wire_format import find_wire
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.optim.build import clip_factor, global_norm
+from weft.parallel.choose_engine import quantized_slices
 from weft.parallel.parallelize import parallelize
-from weft.parallel.quantized_weights import quantized_slices
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero_flat.model import FlatModel
 from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, several_buckets, train_case

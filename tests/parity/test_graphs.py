@@ -20,8 +20,8 @@ from weft.config.plan import Plan
 from weft.errors import ModelError, PlanError, WeftWarning
 from weft.memory.graph_recorder import send_numbers
 from weft.models.registry import build_decoder
-from weft.parallel.drop_state import FixedDraws
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
+from weft.parallel.dropout.drop_state import FixedDraws
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero_flat import step as recorded
 from weft.parallel.zero_flat.step import RecordedPasses

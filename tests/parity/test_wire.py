@@ -53,7 +53,7 @@ def lie(plan: str) -> Layout:
             for bucket in engine.reducer.buckets
         ]
     found, seen = [], set()
-    for unit in engine.units:
+    for unit in engine.parameters.units:
         names = [f"{unit.name}.{name}".lstrip(".") for name, _ in unit.module.named_parameters()]
         names = [name for name in names if name not in seen]
         seen |= {*names}

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.choice import gate_runs
 from tests.train.dropping_scripts import KINDS, Attends, Net, Noisy, start, train, train_all
-from weft.parallel.dropout_calls import calls_dropout
+from weft.parallel.dropout.dropout_calls import calls_dropout
 
 #: Noise of numpy's and Python's generators follows the microbatches of a rank, and not samples.
 BY_POSITION = [name for name in KINDS if name != "noise"]

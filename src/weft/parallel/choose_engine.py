@@ -1,16 +1,18 @@
-"""Engine for each stage of ZeRO."""
+"""Engine for each stage of ZeRO, and parts that only flat buckets have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from weft.comm.mesh import Mesh
 from weft.memory.offload import Host
+from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 from weft.parallel.state.placement import Placement
 from weft.parallel.zero_flat.model import FlatModel
+from weft.parallel.zero_flat.optimizer_states import QuantizedWeights
 from weft.parallel.zero_flat.step import RecordedPasses
 from weft.parallel.zero_sharded.model import FullyShardedModel
 
@@ -45,3 +47,17 @@ def build_engine(
 def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
     """Return the recording state of the engine's passes, or None if it communicates within them (zero=3)."""
     return engine.recorded if isinstance(engine, FlatModel) else None
+
+
+def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
+    """Yield this rank's slices of forward's weights under gather=diff4, else nothing. No collective."""
+    if isinstance(engine, FlatModel):
+        engine.arrive()
+        yield from QuantizedWeights(engine.reducer.buckets, engine.axes).stretches()
+
+
+def load_quantized_weights(engine: DataParallel, source: StateSource) -> None:
+    """Load forward's weights from a checkpoint of any plan, after its masters were loaded. All ranks call it."""
+    if isinstance(engine, FlatModel):
+        engine.arrive()
+        QuantizedWeights(engine.reducer.buckets, engine.axes).take(source)

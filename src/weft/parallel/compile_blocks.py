@@ -20,7 +20,7 @@ from weft.models.experts import MoE
 from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.context.context import register_context_operators
-from weft.parallel.dropout import FunctionalDropout, register_dropped_attention
+from weft.parallel.dropout.by_position import FunctionalDropout, register_dropped_attention
 from weft.parallel.expert import DistributedExperts
 from weft.parallel.private_torch import lean_partitioner, leave_side_effects_to_forward
 from weft.private_torch import without_modes

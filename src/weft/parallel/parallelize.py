@@ -1,26 +1,29 @@
-"""Order in which a plan is applied to a model, on one screen."""
+"""Techniques that apply a plan to a model, in order."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from weft.comm.mesh import Mesh
 from weft.config.layout import Layout
+from weft.config.plan import Plan
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory.activation_offload import offload_activations
 from weft.memory.offload import MOST_OF_HOST, Host, offload_lines, open_host
 from weft.memory.recompute import apply_recompute
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.find_layout import expect_parts_named
-from weft.parallel.batch_norm import group_norms
+from weft.models.inspect.token_flow import TokenRegions
+from weft.parallel.batch_norm.norm_groups import group_norms, norm_groups_of
 from weft.parallel.choose_engine import build_engine
 from weft.parallel.compile_blocks import compile_blocks, register_operators, warn_of_uncompiled
 from weft.parallel.context.context import apply_context, check_sequences, context_of
-from weft.parallel.dropout import drop_by_position
+from weft.parallel.dropout.by_position import drop_by_position
 from weft.parallel.expert import distribute_experts, divide_sequences, expect_experts
 from weft.parallel.layers.distributed_encoders import EncoderChoice, choose_encoders, distribute_encoders
 from weft.parallel.layers.documents import attend_in_documents, separate_by_position_ids
@@ -38,6 +41,205 @@ from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
 from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
+
+
+@dataclass(slots=True)
+class Application:
+    """One call of `parallelize`: its arguments, and results of techniques that later ones read.
+
+    Attributes:
+        mesh: mesh of this replica.
+        encoders: encoders that tp or the data ranks share.
+        experts: placements of distributed experts.
+        sharded_layout: `layout` without distributed encoders, or as derived from the full model.
+        regions: regions in which sp divides tokens, or None.
+        why_full: reason why attention needs all tokens under cp, or "".
+        placements: placements of changed parameters by name.
+        host: host memory for offloading, or None.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    layout: Layout | None = None
+    seed: int | None = None
+    pinned_limit: str = MOST_OF_HOST
+    norm_group: int = 0
+    bf16_layers: Sequence[str] = ()
+    fp8_recipe: str = "rowwise"
+    example: Any = None
+    encoders: EncoderChoice = field(default_factory=lambda: EncoderChoice({}))
+    experts: Mapping[str, Placement] = field(default_factory=dict)
+    sharded_layout: Layout | None = None
+    regions: TokenRegions | None = None
+    why_full: str = ""
+    placements: dict[str, Placement] = field(default_factory=dict)
+    host: Host | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The mesh's plan."""
+        return self.mesh.plan
+
+    @property
+    def stage_blocks(self) -> Sequence[Sequence[str]] | None:
+        """Paths of the blocks of each local pipeline stage, or None without a pipeline."""
+        pipeline = pipeline_of(self.model)
+        return pipeline.runs if pipeline else None
+
+    def add(self, placements: Mapping[str, Placement]) -> None:
+        """Add placements of parameters that a technique changed."""
+        self.placements = merge_placements(self.placements, placements)
+
+
+class Technique(NamedTuple):
+    """One change of a model. `applies` is decided by the plan, so that other plans do not run its code."""
+
+    applies: Callable[[Application], bool]
+    apply: Callable[[Application], object]
+
+
+def _always(application: Application) -> bool:
+    del application
+    return True
+
+
+def _attend_in_documents(run: Application) -> None:
+    separate_by_position_ids(run.model)
+    attend_in_documents(run.model)
+
+
+def _check_layout(run: Application) -> None:
+    """Check the layout on the full model: a single stage, or distributed experts, cannot be traced."""
+    if run.plan.graphs and run.encoders.shared:
+        rule = "ranks share the work of a spread encoder, and communicate within forward"
+        raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])
+    run.sharded_layout = run.layout
+    if run.layout is not None and run.encoders.shared:
+        run.layout = run.sharded_layout = (
+            run.layout.without_distributed if run.layout.without_distributed.pairs else None
+        )
+    if run.plan.pp > 1:
+        expect_experts(run.model, run.layout, run.plan.ep)
+    if run.plan.tp > 1:
+        if run.layout is not None:
+            expect_parts_named(run.model, run.layout, run.example)
+        shared = [run.encoders.holds] if run.encoders.shared else []
+        run.sharded_layout, run.regions = check_full_model(
+            run.model, run.mesh, run.layout, *shared, example=run.example
+        )
+
+
+def _distribute_experts(run: Application) -> None:
+    run.experts = distribute_experts(run.model, run.mesh, run.layout)
+    run.add(run.experts)
+
+
+def _check_sequences(run: Application) -> None:
+    run.why_full = check_sequences(run.model, run.mesh, run.example)
+
+
+def _shard_tensors(run: Application) -> None:
+    encoders = run.encoders
+    tensors = shard_tensors(
+        run.model, run.mesh, run.sharded_layout, run.experts, run.stage_blocks, encoders.holds, run.regions
+    )
+    # Each tp rank encodes different items, so their gradients are summed.
+    run.add(tensors | dict.fromkeys(encoders.parameters(run.model), Placement(partial=("tp",))))
+
+
+def _defer_weight_gradients(run: Application) -> None:
+    pipeline = pipeline_of(run.model)
+    if pipeline is not None:
+        pipeline.defer_weight_gradients(run.model)
+
+
+def _compile(run: Application) -> None:
+    register_operators(run.model, run.plan)
+    warn_of_uncompiled(run.model, run.mesh, stacklevel=4)
+    compile_blocks(run.model)
+
+
+def _offload(run: Application) -> None:
+    """Open host memory, and offload the plan's share of activations. Warn if that saves no device memory."""
+    plan, mesh = run.plan, run.mesh
+    run.host = open_host(plan, mesh.device, run.pinned_limit)
+    if run.host is None:
+        return
+    if share := plan.offload_share("activations"):
+        offload_activations(list(repeated_blocks(run.model).items()) or [("", run.model)], share, run.host)
+    if mesh.rank == 0 and mesh.device.type != "cuda":
+        message = f"offload={'+'.join(plan.offload)}: {offload_lines(plan, mesh.device)[-1]}"
+        warnings.warn(message, WeftWarning, stacklevel=3)
+
+
+#: Changes of layers while they are full: later techniques copy or shard what these leave.
+PREPARE = (
+    Technique(_always, lambda run: refuse_frequencies(run.model, run.mesh)),
+    Technique(_always, lambda run: watch_indices(run.model)),
+    Technique(_always, lambda run: track_row_lengths(run.model, run.plan.cp)),
+    # Compiled blocks and CUDA kernels need static item borders.
+    Technique(lambda run: run.plan.compile or run.mesh.device.type == "cuda", lambda run: attend_by_borders(run.model)),
+    # Context parallelism replaces attention, and separates documents there.
+    Technique(lambda run: run.plan.cp == 1, _attend_in_documents),
+    # Float8 layers are chosen by full sizes, and become float8 after sharding.
+    Technique(
+        lambda run: run.plan.precision == "fp8",
+        lambda run: choose_float8(
+            run.model, run.mesh.device, run.bf16_layers, run.fp8_recipe, speaks=run.mesh.rank == 0
+        ),
+    ),
+)
+
+#: Techniques that shard the model, outermost first. Skipped if the caller sharded it.
+SHARD = (
+    # Checks of the full model come before a pipeline removes parts of it.
+    Technique(_always, _check_layout),
+    Technique(lambda run: run.plan.cp > 1, _check_sequences),
+    # Stages come first, so that a rank shards only local layers.
+    Technique(lambda run: run.plan.pp > 1, lambda run: run.add(build_pipeline(run.model, run.mesh))),
+    # Tensor parallelism leaves distributed experts alone.
+    Technique(_always, _distribute_experts),
+    Technique(lambda run: run.plan.tp > 1, _shard_tensors),
+    # With tp, the sharded head computes the loss itself.
+    Technique(lambda run: run.plan.tp == 1, lambda run: fuse_replicated_head(run.model, run.mesh)),
+    # Context parallelism replaces attention whose heads tp may have sharded.
+    Technique(
+        lambda run: run.plan.cp > 1,
+        lambda run: run.add(apply_context(run.model, run.mesh, run.why_full, run.stage_blocks)),
+    ),
+    # Routers need the final division of sequences by sp and cp.
+    Technique(
+        lambda run: run.plan.sp or run.plan.cp > 1,
+        lambda run: divide_sequences(run.model, run.mesh, context_of(run.model)),
+    ),
+)
+
+#: Changes of the sharded model, before the engine replaces its parameters.
+FINISH = (
+    # Positions of random numbers follow from how tp and cp sharded the model.
+    Technique(_always, lambda run: drop_by_position(run.model, run.mesh, run.seed or 0)),
+    Technique(lambda run: run.plan.precision == "fp8", lambda run: use_float8(run.model)),
+    Technique(lambda run: run.norm_group != 0, lambda run: group_norms(run.model, run.mesh, run.norm_group)),
+    Technique(lambda run: run.plan.pp > 1, _defer_weight_gradients),
+    Technique(_always, lambda run: move(run.model, run.mesh.device)),
+    # Compiled blocks include recomputation, so recompute comes before compilation.
+    Technique(
+        _always,
+        lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"]),
+    ),
+    Technique(lambda run: run.plan.compile, _compile),
+    # Offloading saves what compiled blocks save.
+    Technique(lambda run: bool(run.plan.offload), _offload),
+)
+
+
+def shard(run: Application) -> dict[str, Placement]:
+    """Apply the techniques that shard the model. Return the placements of changed parameters."""
+    run.encoders = choose_encoders(run.model, run.mesh, run.layout)
+    for technique in SHARD:
+        if technique.applies(run):
+            technique.apply(run)
+    return run.placements
 
 
 def parallelize(
@@ -73,95 +275,26 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
-    before, params, whole, mesh = originals_of(model), OriginalParameters(model), mesh, mesh.replica
-    if mesh.rank == 0 and (said := dtype_growth_warning(before, Precision.of(mesh.plan))):
-        warnings.warn(said, WeftWarning, stacklevel=3)
-    refuse_frequencies(model, mesh)
-    _prepare(model, mesh, bf16_layers, fp8_recipe)
-    spread = choose_encoders(model, mesh, layout)
-    placed = cut(model, mesh, layout, spread, example) if placements is None else dict(placements)
-    drop_by_position(model, mesh, seed or 0)
-    use_float8(model)
-    groups = group_norms(model, mesh, norm_group) if norm_group else None
-    if (pipeline := pipeline_of(model)) is not None:
-        pipeline.defer_weight_gradients(model)
-    move(model, mesh.device)
-    apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
-    if mesh.plan.compile:
-        register_operators(model, mesh.plan)
-        warn_of_uncompiled(model, mesh, stacklevel=3)
-        compile_blocks(model)
-    if (host := open_host(mesh.plan, mesh.device, pinned_limit)) is not None:
-        _offload(model, mesh, host)
-    engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
-    distribute_encoders(model, mesh, spread)
-    attach(model, engine, before)
-    attach_local_sgd(model, engine, whole)
-    guard_model(model, engine.axes)
-    watch_local_means(model, mesh, groups_norms=groups is not None)
-    params.watch(model, mesh.plan.compile)
-    return model
-
-
-def cut(
-    model: nn.Module, mesh: Mesh, layout: Layout | None = None, spread: EncoderChoice | None = None, example: Any = None
-) -> dict[str, Placement]:
-    """Apply the techniques that shard the model, outermost first. Return the placements of changed parameters."""
-    spread = spread or choose_encoders(model, mesh, layout)
-    _refuse_graphs(mesh, spread)
-    if layout is not None and spread.shared:
-        layout = layout.without_distributed if layout.without_distributed.pairs else None
-    plan, tensor_layout = mesh.plan, layout
-    if plan.pp > 1:
-        expect_experts(model, layout, plan.ep)
-    if plan.tp > 1 and layout is not None:
-        expect_parts_named(model, layout, example)
-    regions = None
-    if plan.tp > 1:
-        # On the original model: a single stage, or distributed experts, cannot be traced.
-        tensor_layout, regions = check_full_model(
-            model, mesh, layout, *([spread.holds] if spread.shared else []), example=example
-        )
-    why_whole = check_sequences(model, mesh, example)
-    stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
-    pipeline = pipeline_of(model)
-    experts = distribute_experts(model, mesh, layout)
-    if plan.tp > 1:
-        runs = pipeline.runs if pipeline else None
-        tensors = shard_tensors(model, mesh, tensor_layout, experts, runs, spread.holds, regions)
-        # Each tp rank encodes different items, so their gradients are summed.
-        tensors |= dict.fromkeys(spread.parameters(model), Placement(partial=("tp",)))
+    before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
+    if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
+        warnings.warn(message, WeftWarning, stacklevel=3)
+    run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example)
+    for technique in PREPARE:
+        if technique.applies(run):
+            technique.apply(run)
+    if placements is None:
+        shard(run)
     else:
-        tensors = {}
-        fuse_replicated_head(model, mesh)
-    context = apply_context(model, mesh, why_whole, pipeline.runs if pipeline else None)
-    divide_sequences(model, mesh, context_of(model))
-    return merge_placements(stages, experts, tensors, context)
-
-
-def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recipe: str) -> None:
-    """Change layers before they are sharded."""
-    watch_indices(model)
-    track_row_lengths(model, mesh.plan.cp)
-    if mesh.plan.compile or mesh.device.type == "cuda":
-        attend_by_borders(model)
-    if mesh.plan.cp == 1:
-        separate_by_position_ids(model)
-        attend_in_documents(model)
-    if mesh.plan.precision == "fp8":
-        choose_float8(model, mesh.device, bf16_layers, fp8_recipe, speaks=mesh.rank == 0)
-
-
-def _refuse_graphs(mesh: Mesh, spread: EncoderChoice) -> None:
-    if mesh.plan.graphs and spread.shared:
-        rule = "ranks share the work of a spread encoder, and communicate within forward"
-        raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])
-
-
-def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:
-    """Offload the plan's share of activations to the host. Warn if that saves no device memory."""
-    if share := mesh.plan.offload_share("activations"):
-        offload_activations(list(repeated_blocks(model).items()) or [("", model)], share, host)
-    if mesh.rank == 0 and mesh.device.type != "cuda":
-        said = f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}"
-        warnings.warn(said, WeftWarning, stacklevel=3)
+        run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
+    for technique in FINISH:
+        if technique.applies(run):
+            technique.apply(run)
+    engine = build_engine(model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later)
+    # Encoders communicate in hooks that run outside of all others.
+    distribute_encoders(model, replica, run.encoders)
+    attach(model, engine, before)
+    attach_local_sgd(model, engine, mesh)
+    guard_model(model, engine.axes)
+    watch_local_means(model, replica, groups_norms=norm_groups_of(model) is not None)
+    params.watch(model, replica.plan.compile)
+    return model

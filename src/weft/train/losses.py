@@ -25,7 +25,7 @@ from weft.config.plan import Plan
 from weft.data.batches import map_tensors, tensors_in
 from weft.data.random_state import seed_generators
 from weft.errors import ModelError, PlanError, WeftWarning
-from weft.parallel.batch_norm import SampleGroups
+from weft.parallel.batch_norm.norm_groups import SampleGroups
 from weft.parallel.local_means import is_hugging_face_output, sum_of_hugging_face
 from weft.parallel.pipeline.runtime import CountedLoss
 from weft.parallel.random.streams import SampleNumbers

@@ -21,7 +21,7 @@ from weft.config.plan import Plan
 from weft.data.batches import move_batch, parts_of, tensors_in, with_parts
 from weft.data.order.stream import rows_of
 from weft.errors import ModelError, nearest_name
-from weft.parallel.drop_state import MARK, marked_samples
+from weft.parallel.dropout.drop_state import MARK, marked_samples
 from weft.parallel.random.streams import SampleNumbers
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -27,8 +27,8 @@ from weft.models.adapters import Adapted, adapted
 from weft.models.quantized_linear import BASE_FORMATS, BaseFormat
 from weft.optim.build import build_optimizer, freeze
 from weft.optim.rounded_adamw import exact_moment
+from weft.parallel.choose_engine import load_quantized_weights, quantized_slices
 from weft.parallel.local_sgd import rare_sync
-from weft.parallel.quantized_weights import load_quantized_weights, quantized_slices
 from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
 from weft.parallel.state.materialize import allow_sharded_state

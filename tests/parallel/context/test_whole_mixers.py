@@ -118,9 +118,7 @@ def test_what_cannot_be_cut_is_refused():
 
     mesh = build_mesh(Plan())
     context = FullSequenceMixers(Plan(cp=2), dataclasses.replace(mesh["cp"], size=2), (), ())
-    with pytest.raises(
-        ModelError, match=("cp=2: a sequence is divided into 2 equal chunks of at least 2 tokens, and")
-    ):
+    with pytest.raises(ModelError, match=("cp=2: a sequence is divided into 2 equal chunks of at least 2 tokens, and")):
         context.order(2)
     with pytest.raises(ModelError, match=r"the batch has no tokens to shard \(it has pixel_values\). Use cp"):
         context.cut({"pixel_values": torch.zeros(2, 3, 4, 4)})

@@ -14,7 +14,7 @@ from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.models.registry import build_decoder
 from weft.parallel.layers.deferred_gradients import DeferredWeightGrad
-from weft.parallel.parallelize import cut
+from weft.parallel.parallelize import Application, shard
 from weft.parallel.pipeline.runtime import defer_weight_gradients, deliver
 from weft.verify.memory import LiveTensors
 
@@ -150,7 +150,7 @@ def cut_gradients(plan_text, kind):
     found = []
     for splits in (False, True):
         model = build_decoder(dataclasses.replace(SPEC, family=kind), dtype=torch.float64, seed=0)
-        cut(model, mesh)
+        shard(Application(model, mesh))
         held = DeferredWeightGrad()
         if splits:
             defer_weight_gradients(model, held)

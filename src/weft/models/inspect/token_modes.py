@@ -80,7 +80,7 @@ class TokenOperations(TorchFunctionMode):
         mark = flow.of(first)
         if mark is not None:
             assert isinstance(first, torch.Tensor)
-            size = first.shape[mark.dim]
+            size = list(first.shape)[mark.dim]
             if name in _SIZES and size > mark.inner:
                 return counted_result(name, args, kwargs, result, mark.dim, size // mark.ranks, self._misuse)
             if name == "__len__" and mark.dim == 0:

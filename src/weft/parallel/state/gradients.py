@@ -57,12 +57,15 @@ class DataParallel(Protocol):
     one
     process: sharded parts are joined, and other pipeline stages are included.
 
-    `axes` holds the placements of local parts and the axes over which gradients are summed. `coders` encode the
-    communicated gradients and hold this rank's state between steps.
+    `axes` holds the placements of local parts and the axes over which gradients are summed.
     """
 
     axes: AxisMap
-    coders: Coders
+
+    @property
+    def coders(self) -> Coders:
+        """Coders of communicated gradients, with this rank's state."""
+        ...
 
     @property
     def error_feedback(self) -> ErrorFeedback:

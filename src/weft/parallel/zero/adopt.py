@@ -23,9 +23,12 @@ from weft.private_torch import foreach_mul_
 
 
 class WatchedEngine(Protocol):
-    """Engine interface that the optimizer hooks use. in_step: True while TrainStep drives."""
+    """Engine interface that the optimizer hooks use."""
 
-    in_step: bool
+    @property
+    def in_step(self) -> bool:
+        """True while TrainStep drives."""
+        ...
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if `adopt` was called with it."""

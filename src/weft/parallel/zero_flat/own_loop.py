@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,14 +17,15 @@ from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.state.placement import Axes, AxisMap
 from weft.parallel.state.precision import Precision
 from weft.parallel.zero.adopt import WatchedEngine, find_optimizers, watch_steps
+from weft.parallel.zero.engine import Phase
 from weft.parallel.zero_flat.buckets import Bucket, Slot
 from weft.parallel.zero_flat.optimizer_states import SlotAdoption
 from weft.parallel.zero_flat.reducer import Reducer
 from weft.private_torch import foreach_mul_, graph_task, version_of
 
 
-def written(slots: Sequence[Slot]) -> Iterator[Slot]:
-    """Yield slots whose parameter was written after its master.
+def update_written(slots: Sequence[Slot], wait: Callable[[], None]) -> None:
+    """Update the master of each parameter that was written to. wait: waits for pending weights.
 
     Raises:
         ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
@@ -35,7 +36,8 @@ def written(slots: Sequence[Slot]) -> Iterator[Slot]:
             what = "moved to other memory or another format" if param.requires_grad else "frozen"
             raise ModelError(f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize.")
         if version_of(param) != slot.version:
-            yield slot
+            wait()
+            take_master(slot, param.detach())
 
 
 def take_master(slot: Slot, whole: torch.Tensor) -> None:
@@ -52,13 +54,17 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
 
 
 class LoadHooks:
-    """Hooks around `load_state_dict` of a full module. take: updates the masters from the loaded tensors, by name.
+    """Hooks that update masters from the unrounded tensors of `load_state_dict` of a full module.
 
     The module stores the hooks. The hooks of a module's copy do nothing.
+
+    Args:
+        slots: parameters of the module.
+        wait: waits for pending weights.
     """
 
-    def __init__(self, take: Callable[[Mapping[str, Any]], None] | None = None):
-        self._take = take
+    def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):
+        self._slots, self._wait = slots, wait
         self._loaded: Mapping[str, Any] = {}
 
     def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -70,8 +76,12 @@ class LoadHooks:
         """Pass the loaded state to the masters."""
         del module, incompatible
         loaded, self._loaded = self._loaded, {}
-        if self._take is not None:
-            self._take(loaded)
+        if self._wait is not None:
+            self._wait()
+        for slot in self._slots:
+            tensor = loaded.get(slot.name)
+            if tensor is not None and tensor.shape == slot.shape:
+                take_master(slot, tensor)
 
     def __reduce__(self) -> tuple[type[LoadHooks], tuple[()]]:
         return LoadHooks, ()
@@ -90,10 +100,6 @@ class LoopedEngine(WatchedEngine, Protocol):
     device: torch.device
     precision: Precision
     reducer: Reducer
-
-    def leave_step(self) -> None:
-        """Record that TrainStep no longer drives."""
-        ...
 
     def show_gradients(self) -> None:
         """Set `.grad` of the optimizers' slices, and of parameters that are unsharded here."""
@@ -120,7 +126,7 @@ class OwnLoop:
 
     def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
         """Scale gradients so that a bucket's mean over its ranks equals the mean over all ranks that read samples."""
-        engine = self._held()
+        engine = self._require_engine()
         for slot in slots:
             factor = kinds[slot].over.size / engine.axes.batch.size
             if factor != 1.0:
@@ -146,7 +152,7 @@ class OwnLoop:
         A collective: waits for ranks that are still in a backward.
         """
         self._wait_for_all()
-        engine = self._held()
+        engine = self._require_engine()
         square, grads = torch.zeros((), dtype=torch.float64, device=engine.device), []
         for bucket in engine.reducer.buckets:
             found = [slot.param.grad for slot in bucket.slots if slot.param.grad is not None]
@@ -161,9 +167,10 @@ class OwnLoop:
     @torch.no_grad()
     def finalize(self) -> None:
         """Wait for ranks that are still in a backward, then collect all gradients, at the optimizer's step."""
+        engine = self._require_engine()
+        engine.reducer.phase = Phase.OWN_UPDATE
         self._wait_for_all()
         self._check_identical()
-        engine = self._held()
         for bucket in engine.reducer.buckets:
             bucket.shard = engine.reducer.take(bucket)[bucket.own]
         engine.reducer.forget()
@@ -173,7 +180,7 @@ class OwnLoop:
 
     def _wait_for_all(self) -> None:
         """Join the backward reductions of ranks that are not at the step yet, without new gradients."""
-        while self._held().axes.stage.size > 1 and self._sync(at_step=True):
+        while self._require_engine().axes.stage.size > 1 and self._sync(at_step=True):
             self._reduce_touched()
         self._touched = set()
 
@@ -186,7 +193,9 @@ class OwnLoop:
         if self._norm is None:
             return
         factor = torch.where(self._norm > 0, self._replicated_norm() / self._norm, 1.0)
-        most, least = all_reduce(torch.stack([factor, -factor]), self._held().axes.stage, op="max").abs().tolist()
+        most, least = (
+            all_reduce(torch.stack([factor, -factor]), self._require_engine().axes.stage, op="max").abs().tolist()
+        )
         self._norm = None
         if most - least > _ALIKE * most:
             raise ModelError(
@@ -197,12 +206,12 @@ class OwnLoop:
 
     def _replicated_norm(self) -> torch.Tensor:
         """Return the norm of the gradients that are equal on all ranks, float64."""
-        engine = self._held()
+        engine = self._require_engine()
         whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
         norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
         return norm.to(engine.device, torch.float64)
 
-    def _held(self) -> LoopedEngine:
+    def _require_engine(self) -> LoopedEngine:
         engine = self._engine()
         assert engine is not None
         return engine
@@ -210,8 +219,8 @@ class OwnLoop:
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._backward = None
-        engine = self._held()
-        engine.leave_step()
+        engine = self._require_engine()
+        engine.reducer.phase = Phase.OWN_BACKWARD
         engine.precision.refuse_error_feedback()
         if engine.axes.mesh.plan.graphs:
             rule = "a loop of your own launches kernels one by one"
@@ -224,7 +233,7 @@ class OwnLoop:
 
     def _sync(self, at_step: bool) -> bool:
         """Return True if a rank is still in a backward. `_touched` becomes all ranks' buckets with new gradients."""
-        engine = self._held()
+        engine = self._require_engine()
         buckets = engine.reducer.buckets
         places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)
         places[0] = 0 if at_step else 1
@@ -238,7 +247,7 @@ class OwnLoop:
 
         Earlier gradients are equal on all ranks, so their mean is unchanged.
         """
-        engine = self._held()
+        engine = self._require_engine()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]
         pairs = list(zip(buckets, flats, strict=True))
@@ -246,10 +255,10 @@ class OwnLoop:
             pending.wait()
         if flats:
             foreach_mul_(flats, [1.0 / bucket.over.over.size for bucket in buckets])
-        if any(placement.is_sharded for placement in self._held().axes.placements.values()):
+        if any(placement.is_sharded for placement in self._require_engine().axes.placements.values()):
             self._norm = self._replicated_norm()
 
 
 def _scale_outside(engine: Callable[[], LoopedEngine | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:
     found = engine()
-    return None if found is None or found.reducer.in_pass else grad * factor
+    return None if found is None or found.reducer.phase.in_pass else grad * factor

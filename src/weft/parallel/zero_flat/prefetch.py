@@ -112,9 +112,6 @@ class WeightPrefetcher:
         self._model = weakref.ref(model)
         self._slots = slots
         self._units: dict[Slot, list[Arrival]] = {}
-        #: True during a step of the optimizer: buckets that support differences then send them instead of full
-        #: weights.
-        self.is_step = False
         self._waiting: list[Bucket] = []  # in the order of their start
 
     def watch(self) -> None:
@@ -143,10 +140,13 @@ class WeightPrefetcher:
         if held and not isinstance(model, AwaitsWeights):
             replace_class(model, AwaitsWeights, arrival=Arrival(self))
 
-    def start(self, bucket: Bucket) -> None:
-        """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis."""
+    def start(self, bucket: Bucket, *, is_update: bool) -> None:
+        """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis.
+
+        is_update: an optimizer stepped. Buckets that support differences then send them instead of full weights.
+        """
         own = bucket.weights[bucket.own]
-        if bucket.differs and self.is_step:
+        if bucket.differs and is_update:
             bucket.arriving = WeightDifference(bucket)
             self._waiting.append(bucket)
             return
@@ -163,35 +163,38 @@ class WeightPrefetcher:
         """True if modules wait for their weights."""
         return bool(self._units)
 
-    def bring(self, buckets: Sequence[Bucket], follow: bool) -> None:
+    def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
         """Start the gathers that have not started yet.
 
-        follow: return before they complete, if modules wait for their weights.
+        Args:
+            buckets: all buckets.
+            follow: return before the gathers complete, if modules wait for their weights.
+            is_update: an optimizer stepped.
         """
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
-                self.start(bucket)
+                self.start(bucket, is_update=is_update)
         if not (follow and self.is_watched):
             self.wait()
 
     def wait(self) -> None:
         """Wait for all weights."""
         for bucket in self._waiting:
-            _arrive(bucket)
+            _wait_for_bucket(bucket)
         self._waiting = []
 
     def wait_for(self, slots: Sequence[Slot]) -> None:
         """Wait for the weights of some parameters."""
         if self._waiting:
             for slot in slots:
-                _arrive(_bucket(slot))
+                _wait_for_bucket(_bucket(slot))
 
     def wait_for_rest(self) -> None:
         """Wait, before a forward, for weights that no module waits for."""
         if self._waiting:
             for bucket in self._waiting:
                 if not all(self._is_awaited(slot) for slot in bucket.slots):
-                    _arrive(bucket)
+                    _wait_for_bucket(bucket)
             self._waiting = [bucket for bucket in self._waiting if bucket.arriving is not None]
 
     def _is_awaited(self, slot: Slot) -> bool:
@@ -212,7 +215,7 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _arrive(bucket: Bucket) -> None:
+def _wait_for_bucket(bucket: Bucket) -> None:
     if bucket.arriving is not None:
         bucket.arriving.wait()
         bucket.arriving = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from weft.comm.wire.wire_format import Wire
 from weft.errors import CommError
 from weft.memory.host_link import Waitable
 from weft.parallel.state.placement import AxisMap
+from weft.parallel.zero.engine import GradientReducer, Phase
 from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 from weft.private_torch import foreach_mul_, foreach_norm
 
@@ -39,13 +40,26 @@ class _PendingReduction:
     final: bool = True
 
 
-class Reducer:
+@dataclass(slots=True)
+class _Pass:
+    """Reductions of one microbatch.
+
+    launches: buckets are reduced while backward runs. missing: parameters of each bucket without a gradient. next:
+    first bucket that is not reduced.
+    """
+
+    launches: bool = False
+    missing: list[int] = field(default_factory=list)
+    next: int = 0
+
+
+class Reducer(GradientReducer):
     """Reduces the gradients of one step, bucket by bucket.
 
     stage: 2 releases a bucket's full gradient as soon as it is reduced. each: reduce after each microbatch, not only
     after the last (stage 2). note: called with each bucket that gets a gradient outside of microbatches. wire,
     outer_wire: wire formats of gradients in general, and over the outermost data axis. `coders` store their carried
-    state.
+    state. `holds`: no gradient is communicated before the microbatch ends.
     """
 
     def __init__(
@@ -59,37 +73,27 @@ class Reducer:
         outer_wire: Wire | None = None,
         each: bool = False,
     ):
+        super().__init__()
         self.buckets: list[Bucket] = []
-        self._slots = slots
-        self._axes = axes
-        self._stage = stage
-        self._each = each
+        self.holds = False
+        self._slots, self._axes, self._stage, self._each, self._note = slots, axes, stage, each, note
         self.coders = Coders(wire, outer_wire)
         self.sums = BucketSums(self.coders)
-        self._note = note
-        self._pass: str | None = None  # "inner" or "last" inside a microbatch
         self._has_seen_backward = False
-        self._launches = False
-        self._next = 0
-        self._waiting: list[int] = []
+        self._pass = _Pass()
         self._under_way: dict[int, _PendingReduction] = {}
         self._replica_sums: list[Pending] = []
         self._reduced: set[int] = set()  # indices of buckets reduced in this step
         self._late: list[int] = []
+        self._first_late = -1  # from the last sums, read after the next step has begun
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
-        self._first_late = -1  # from the last sums, read after the next step has begun
         #: Factor that gradients are still to be multiplied by, if the optimizer applies it as it reads them.
         self.factor: float | torch.Tensor = 1.0
         for index, slot in enumerate(slots):
             # A weak reference, because torch's garbage collector cannot reach these hooks: the reducer and its mesh
             # would leak.
             slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
-
-    @property
-    def in_pass(self) -> bool:
-        """True while a microbatch is running."""
-        return self._pass is not None
 
     @property
     def has_unbucketed(self) -> bool:
@@ -100,28 +104,24 @@ class Reducer:
         """Clear all gradients, and wait for communication that a failed step left pending."""
         for pending in (*(one.pending for one in self._under_way.values()), *self._replica_sums):
             pending.wait()
-        self._under_way, self._reduced, self._late, self._next, self.factor = {}, set(), [], 0, 1.0
-        self._replica_sums = []
+        self.phase = Phase.ACCUMULATE
+        self._under_way, self._replica_sums, self._reduced, self._late = {}, [], set(), []
+        self._pass.next, self.factor = 0, 1.0
         self.forget()
         self.clear(self._slots)
 
-    def begin_pass(self, last: bool, holds: bool = False) -> None:
-        """Begin a microbatch. holds: no gradient is communicated before it ends."""
-        self._pass = "last" if last else "inner"
-        self._next = 0
+    def _begin_pass(self, last: bool) -> None:
         # In the first backward, the number of deliveries per parameter is still unknown.
-        self._launches = self._has_seen_backward and (last or self._each) and not holds
-        self._waiting = [len(bucket.slots) + bucket.over.waits for bucket in self.buckets]
+        launches = self._has_seen_backward and (last or self._each) and not self.holds
+        self._pass = _Pass(launches, [len(bucket.slots) + bucket.over.waits for bucket in self.buckets])
         for slot in self._slots:
             slot.fired = 0
 
-    def end_pass(self, broken: bool) -> None:
-        """End a microbatch. broken: an exception ended it."""
-        inner, self._pass = self._pass == "inner", None
+    def _end_pass(self, last: bool, completed: bool) -> None:
         for slot in self._slots:
             slot.expected = max(slot.expected, slot.fired)
         self._has_seen_backward = True
-        if inner and self._each and not broken:
+        if self._each and not last and completed:
             self._reduce_rest(final=False)
 
     def finish(self, totals: torch.Tensor | None) -> None:
@@ -135,6 +135,7 @@ class Reducer:
                 shard_of(bucket).add_(owed, alpha=self.coders.unit)
         self.send()
         self._sum(totals)
+        self.phase = Phase.REDUCED
 
     def send(self) -> None:
         """Start the copies of sums to the host for buckets that the optimizer updates there, if not started yet."""
@@ -182,6 +183,19 @@ class Reducer:
                     bucket.host.scale(factor)
             self._norm_squared *= factor * factor
 
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the gradient sums, multiplied by the pending factor. A collective over the shard axes."""
+        for bucket in self.buckets:
+            flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
+            flat = flat if self.factor == 1.0 else flat * self.factor
+            yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that store this rank's gradients."""
+        flat = [tensor for bucket in self.buckets for tensor in (bucket.grads, bucket.shard)]
+        loose = [grad for bucket in self.buckets for _, grad in bucket.loose or ()]
+        return [*(tensor for tensor in flat if tensor is not None), *loose]
+
     def clear(self, slots: list[Slot]) -> None:
         """Clear the gradients of these parameters. At stage 2, a bucket without other gradients releases its memory."""
         for slot in slots:
@@ -221,42 +235,45 @@ class Reducer:
         slot = self._slots[index]
         bucket = slot.bucket
         assert bucket is not None
-        if self._pass is not None and bucket.index < self._next:
+        phase = self.phase
+        if bucket.index < self._pass.next and phase.in_pass:
             self._late.append(index)
             slot.fired += 1
             return
-        if bucket.collected or not self.stays(bucket, self._pass):
+        if bucket.collected or not self.stays(bucket, phase):
             self._room(bucket)
             if param.grad is not slot.grad:
                 _take(slot)
-        elif self._adds_more(slot) and param.grad is not None and param.grad.dtype != bucket.master.dtype:
+        elif (
+            param.grad is not None
+            and param.grad.dtype != bucket.master.dtype
+            and (phase is Phase.INNER_PASS or slot.expected > 1 or not self._has_seen_backward)
+        ):
             param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it; narrow dtypes lose bits
         # Otherwise it stays in autograd's tensor, and is communicated from there.
-        if self._pass is None:
+        if not phase.in_pass:
             self._note(bucket)
             return
         slot.fired += 1
-        if self._launches and slot.fired == slot.expected:
-            self._waiting[bucket.index] -= 1
-            while self._next < len(self.buckets) and self._waiting[self._next] == 0:
-                self._launch(self.buckets[self._next], self._pass == "last")
+        if self._pass.launches and slot.fired == slot.expected:
+            missing = self._pass.missing
+            missing[bucket.index] -= 1
+            while self._pass.next < len(self.buckets) and missing[self._pass.next] == 0:
+                self._launch(self.buckets[self._pass.next], phase is Phase.LAST_PASS)
 
-    def _adds_more(self, slot: Slot) -> bool:
-        """Return True if autograd may accumulate into the gradient again before it is reduced."""
-        return self._pass == "inner" or slot.expected > 1 or not self._has_seen_backward
-
-    def stays(self, bucket: Bucket, kind: str | None) -> bool:
-        """Return True if gradients of a pass ("inner" or "last") stay in autograd's tensors until they are reduced.
+    def stays(self, bucket: Bucket, phase: Phase) -> bool:
+        """Return True if gradients of a pass stay in autograd's tensors until they are reduced.
 
         Stage 2 needs memory for them until then in any case. At lower stages, the buffer of their sum already exists,
         and later microbatches would allocate a second set.
         """
-        kept = self._stage == 2 and bucket.num_shards > 1 and kind == "inner" and not self._each
-        return kind == "last" or kept
+        if phase is Phase.INNER_PASS:
+            return self._stage == 2 and bucket.num_shards > 1 and not self._each
+        return phase is Phase.LAST_PASS
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
         """Start the reduction of a bucket. final: no later microbatch follows."""
-        self._next = bucket.index + 1
+        self._pass.next = bucket.index + 1
         if bucket.num_shards == 1:
             self._launch_all_reduce(bucket, final)
             return
@@ -300,7 +317,7 @@ class Reducer:
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
         """Copy a bucket's sums to the host as soon as they are complete. Return the handle to wait for."""
-        is_final = self._pass == "last" or not self._each
+        is_final = self.phase is Phase.LAST_PASS or not self._each
         if bucket.host is None or not bucket.host.is_early or not is_final or self.coders.owed:
             return pending
         return bucket.host.send(shard_of(bucket), pending)
@@ -323,7 +340,7 @@ class Reducer:
             self._replica_sums.append(self.sums.over_replicas(bucket, shard_of(bucket)))
 
     def _reduce_rest(self, final: bool = True) -> None:
-        for bucket in self.buckets[self._next :]:
+        for bucket in self.buckets[self._pass.next :]:
             self._launch(bucket, final)
         for index in sorted(self._under_way):
             self._land(index)

@@ -23,9 +23,14 @@ from weft.memory.graph_recorder import Recorder, Recording, send_numbers
 from weft.optim.one_pass import AdamRule, Lane, SgdRule, step_lane
 from weft.optim.step_decision import StepDecision
 from weft.parallel.private_torch import num_step_hooks
+from weft.parallel.state.flat_slices import register_param_locations
+from weft.parallel.state.gradients import join_sharded
+from weft.parallel.state.placement import Axes, AxisMap
+from weft.parallel.zero.adopt import leaves_steps_out, undo_skipped_counts
+from weft.parallel.zero.engine import Phase
 from weft.parallel.zero_flat.buckets import Bucket, Slot
-from weft.parallel.zero_flat.optimizer_states import SlotAdoption
-from weft.parallel.zero_flat.reducer import Reducer
+from weft.parallel.zero_flat.optimizer_states import SlotAdoption, gather_states, load_states, located_slices
+from weft.parallel.zero_flat.reducer import Reducer, shard_of
 from weft.private_torch import version_of
 
 Rule = AdamRule | SgdRule
@@ -47,22 +52,21 @@ class PassEnd:
 class RecordedPasses:
     """Gradient state of a step, as recordings read and restore it.
 
-    recorder: recorder to use, or None to launch all kernels one by one. holds: no communication before the pass ends.
+    recorder: recorder to use, or None to launch all kernels one by one.
     """
 
     def __init__(self, slots: Sequence[Slot], reducer: Reducer):
         self.recorder: Recorder | None = None
-        self.holds = False
         self._slots, self._reducer = slots, reducer
 
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Hold the microbatch's gradient communication until it ends, and wait for all weights before it."""
-        self.holds = True
+        self._reducer.holds = True
         try:
             yield
         finally:
-            self.holds = False
+            self._reducer.holds = False
 
     def found(self, last: bool) -> Hashable:
         """Return a key of the state that a pass would find now. Passes with equal keys run the same kernels."""
@@ -72,12 +76,12 @@ class RecordedPasses:
         )
 
     def _found_of(self, bucket: Bucket, last: bool) -> Hashable:
-        collects = bucket.collected or not self._reducer.stays(bucket, "last" if last else "inner")
+        collects = bucket.collected or not self._reducer.stays(bucket, Phase.LAST_PASS if last else Phase.INNER_PASS)
         return bucket.collected, _address(bucket.grads) if collects else None
 
     def keeps(self, last: bool) -> bool:
         """Return True if results that a pass leaves in its own memory are still needed after the next pass."""
-        return not last and any(self._reducer.stays(bucket, "inner") for bucket in self._reducer.buckets)
+        return not last and any(self._reducer.stays(bucket, Phase.INNER_PASS) for bucket in self._reducer.buckets)
 
     def left(self) -> PassEnd:
         """Return the state that the current pass has left."""
@@ -126,12 +130,12 @@ class RecordedSteps:
             step.recording.replay()
         elif is_new or len(self._known) >= MOST_STEPS:
             step.launch(rules, lanes())  # without recording, which also loads the kernels
-            self._say(is_new)
+            self._warn_once(is_new)
         else:
             step.recording = recorder.record(lambda: step.launch(rules, lanes()), "the optimizer's step", apart=True)
             self._known[found] = step
 
-    def _say(self, is_new: bool) -> None:
+    def _warn_once(self, is_new: bool) -> None:
         if not is_new and not self._has_said:
             self._has_said = True
             warnings.warn(
@@ -204,7 +208,7 @@ class FlatStep:
     """The step of one adopted optimizer."""
 
     def __init__(self, adoption: SlotAdoption):
-        self._adoption = adoption
+        self.adoption = adoption
         self._bound: object = None
         self._held: list[_OwnSlices] = []
         self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version of the counts
@@ -213,17 +217,18 @@ class FlatStep:
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        return self._adoption.optimizer
+        return self.adoption.optimizer
 
     @property
-    def is_watched(self) -> bool:
-        """True if the user registered hooks on the optimizer's steps."""
-        return num_step_hooks(self._optimizer) > _OWN_HOOKS
+    def accepts_decision(self) -> bool:
+        """True if the device can decide to skip a step of this optimizer."""
+        is_watched = num_step_hooks(self._optimizer) > _OWN_HOOKS
+        return self.applies() or (not is_watched and leaves_steps_out(self._optimizer))
 
     def applies(self) -> bool:
         """Return True if this optimizer, with its current settings, can be stepped here."""
         optimizer = self._optimizer
-        if self.is_watched:
+        if num_step_hooks(optimizer) > _OWN_HOOKS:  # the user registered hooks on its steps
             return False
         if not all(bucket.master.is_floating_point() for bucket in self._buckets()):
             return False
@@ -299,12 +304,12 @@ class FlatStep:
                 entry.count += number
 
     def _buckets(self) -> list[Bucket]:
-        return list(dict.fromkeys(slot.bucket for slot in self._adoption.pieces if slot.bucket is not None))
+        return list(dict.fromkeys(slot.bucket for slot in self.adoption.pieces if slot.bucket is not None))
 
     @torch.no_grad()
     def _bind(self) -> None:
         """Move the states of all slices into flat tensors, and read their step counts."""
-        if self._bound is not self._adoption.pieces:
+        if self._bound is not self.adoption.pieces:
             self._lay_out()
         state, moved = self._optimizer.state, False
         for held in self._held:
@@ -322,14 +327,14 @@ class FlatStep:
 
     def _lay_out(self) -> None:
         groups = {id(piece): index for index, piece in self._grouped()}
-        self._bound, self._held, self._counters = self._adoption.pieces, [], []
+        self._bound, self._held, self._counters = self.adoption.pieces, [], []
         by_device: dict[torch.device, list[_Entry]] = {}
         for bucket in self._buckets():
             inside = sorted((slot for slot in bucket.slots if slot.is_in(bucket.own)), key=lambda slot: slot.start)
             entries: list[tuple[int, _Entry]] = []
             flat: dict[str, torch.Tensor] = {}
             for number, slot in enumerate(inside):
-                piece = self._adoption.pieces.get(slot)
+                piece = self.adoption.pieces.get(slot)
                 if piece is None or id(piece) not in groups:
                     continue
                 group = groups[id(piece)]
@@ -434,3 +439,79 @@ def _is_plain_sgd(group: dict[str, Any]) -> bool:
     numbers = (group["lr"], group["weight_decay"], group["momentum"])
     unusual = any(group.get(key) for key in ("dampening", "maximize", "differentiable"))
     return not unusual and all(isinstance(number, int | float) for number in numbers)
+
+
+class FlatOptimizers:
+    """The adopted optimizers of one model, and their steps.
+
+    Args:
+        axes: axes of the model's parameters.
+        device: device of collectives.
+    """
+
+    def __init__(self, axes: AxisMap, device: torch.device):
+        self._axes, self._device = axes, device
+        self.steps: dict[torch.optim.Optimizer, FlatStep] = {}
+
+    @property
+    def adoptions(self) -> list[SlotAdoption]:
+        """Adoptions in the order of the calls of `add`."""
+        return [step.adoption for step in self.steps.values()]
+
+    def add(self, adoption: SlotAdoption) -> None:
+        """Put this rank's slices into an optimizer."""
+        self._put(adoption)
+        self.steps[adoption.optimizer] = FlatStep(adoption)
+
+    def settled(self, optimizer: torch.optim.Optimizer) -> FlatStep:
+        """Return the optimizer's step, after a step that the device skipped was removed from the counts."""
+        step = self.steps[optimizer]
+        step.finalize()
+        undo_skipped_counts(optimizer)
+        return step
+
+    def local(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+        """Yield this rank's slices as the optimizers hold them."""
+        for adoption in self.adoptions:
+            yield from adoption.pieces.items()
+
+    def show_gradients(self) -> None:
+        """Set `.grad` of this rank's slices to the sums in the buckets."""
+        for slot, param in self.local():
+            bucket = slot.bucket
+            if param is not slot.param and bucket is not None:
+                param.grad = slot.piece(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
+
+    def drop_hosted_gradients(self) -> None:
+        """Drop the gradients of slices in host memory, which publishing reuses for the weights."""
+        for slot, param in self.local():
+            if slot.bucket is not None and slot.bucket.host is not None:
+                param.grad = None
+
+    def full_states(self, buckets: Sequence[Bucket]) -> list[dict[str, torch.Tensor]]:
+        """Return copies of each optimizer's full states, before a new layout. A collective."""
+        by_axes: dict[Axes, list[Bucket]] = {}
+        for bucket in buckets:
+            by_axes.setdefault(bucket.over, []).append(bucket)
+        return [
+            {
+                name: tensor.clone()
+                for axes, members in by_axes.items()
+                for name, tensor in gather_states(adoption, members, axes.shard)
+            }
+            for adoption in self.adoptions
+        ]
+
+    def move(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Put the slices of a new layout into all optimizers, with their full states from before."""
+        for adoption, saved in zip(self.adoptions, states, strict=True):
+            self._put(adoption)
+            load_states(adoption, saved)
+
+    def _put(self, adoption: SlotAdoption) -> None:
+        """Set an optimizer's slices, and register the locations of the sharded parameters."""
+        adoption.put()
+        names = adoption.needs_full()
+        full = [(slot.name, param) for slot, param in adoption.pieces.items() if slot.name in names]
+        join_sharded(adoption.optimizer, full, self._axes, self._device)
+        register_param_locations(adoption.optimizer, located_slices(adoption, self._axes))

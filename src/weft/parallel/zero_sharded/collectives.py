@@ -67,7 +67,7 @@ class UnitGather(GatherBase):
         async_op: bool = False,
     ) -> None:
         """Fill `output_tensor`. It is complete on return (on CUDA: in the order of the current stream)."""
-        self._order.meet(Act.GATHER, self._unit, input_tensor.numel())
+        self._order.check(Act.GATHER, self._unit, input_tensor.numel())
         try:
             if self._near is not None and group is self._near.group:
                 all_gather(input_tensor, self._near, out=output_tensor)  # second shards, already rounded
@@ -164,7 +164,7 @@ class UnitReduce(ReduceBase):
                 f"fully_shard reduces the gradients of a unit by {op}, and Weft can only sum them. Use "
                 "torch 2.11 or later."
             )
-        self._order.meet(Act.REDUCE, self._unit, input_tensor.numel())
+        self._order.check(Act.REDUCE, self._unit, input_tensor.numel())
         try:
             if input_tensor.dtype == output_tensor.dtype:
                 reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)

@@ -77,7 +77,7 @@ class ForwardLimits:
         if module is self._root:
             self._is_inside = False
             for order in self._orders if output is not None else ():
-                order.meet(Act.END)
+                order.check(Act.END)
         before = self._before.pop(id(module), None)
         if before is None or output is None:  # None: forward raised
             return

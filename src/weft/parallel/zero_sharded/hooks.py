@@ -56,7 +56,7 @@ class Act(IntEnum):
     SUM = 2
     END = 3
 
-    def told(self, unit: str) -> str:
+    def describe(self, unit: str) -> str:
         """Describe the operation for an error message."""
         if self is Act.END:
             return "ends the step"
@@ -81,7 +81,7 @@ class Order:
         self._place = 0  # position in the record, while this rank follows it
         self._follows = False
 
-    def meet(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
+    def check(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
         """Check the next operation against the record or the other ranks. No collective while it follows the record.
 
         Raises:
@@ -109,7 +109,7 @@ class Order:
             return error
         act, unit, _ = self._record[self._place - 1]
         return CommError(
-            f"rank {self._rank} {act.told(self._units[unit])} as in the step before, and another rank does not "
+            f"rank {self._rank} {act.describe(self._units[unit])} as in the step before, and another rank does not "
             f"({error}) {_REMEDY}"
         )
 
@@ -133,13 +133,13 @@ class Order:
         self._done = self._record[: self._place]
         self._follows = False
         act, unit, _ = self._record[self._place]
-        before = act.told(self._units[unit])
+        before = act.describe(self._units[unit])
         try:
             self._compare(entry)
         except CommError as error:
             if isinstance(error, _Disagreement):
                 raise
-            now = entry[0].told(self._units[entry[1]])
+            now = entry[0].describe(self._units[entry[1]])
             size = f" in {entry[2]} elements" if now == before else ""
             raise CommError(
                 f"rank {self._rank} {now}{size}, and in the step before it was {before!r} here; other ranks did not "
@@ -157,7 +157,7 @@ class Order:
         ranks = self._axis.ranks
         other = next(index for index, row in enumerate(rows) if row != rows[0])
         (act, unit, size), (other_act, other_unit, other_size) = rows[0], rows[other]
-        ours, theirs = act.told(self._units[unit]), other_act.told(self._units[other_unit])
+        ours, theirs = act.describe(self._units[unit]), other_act.describe(self._units[other_unit])
         if (act, unit) == (other_act, other_unit):
             raise _Disagreement(
                 f"rank {ranks[0]} {ours} in {size} elements and rank {ranks[other]} in {other_size}: the ranks used "
@@ -288,7 +288,7 @@ class ReplicaSum:
             for param in self._params:
                 param.grad = None
             self._kept = None
-        self._order.meet(Act.SUM, self._unit, sums.numel())
+        self._order.check(Act.SUM, self._unit, sums.numel())
         # A second reduction of a unit in a step is added immediately, so the first sum must be complete by then.
         again = self._pending is not None
         self.wait()
@@ -339,6 +339,27 @@ class Calls:
                 set_zeros(calls == 1, recurse=False)
 
         module.register_forward_pre_hook(uncompiled(count))
+
+
+def watch_calls(
+    modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
+) -> None:
+    """Count the calls of all units, and call `begin_root` before each forward of the root.
+
+    Args:
+        modules: the units, by their index; the root last.
+        begin_root: forward pre-hook of the root.
+        recompute: blocks are recomputed in backward.
+    """
+    calls = Calls()
+    units = [module for module in modules if isinstance(module, nn.Module)]
+    root = units[-1]
+    for module in units:
+        calls.watch(module, is_root=module is root)
+    if recompute and not repeated_blocks(root):
+        for module in units[:-1]:
+            hide_hooks(module)
+    root.register_forward_pre_hook(uncompiled(begin_root))
 
 
 def return_no_views(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from weft.comm.store import StoreChannel
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.memory.offload import HostCopies
 from weft.models.adapters import adapted
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel, is_attached, originals
 from weft.train.loop.checkpointer import Checkpointer, Save

@@ -21,7 +21,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
 from weft.errors import WeftWarning
 from weft.parallel.context.context import sequence_in_use, shard_sequence
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import SampleNumbers

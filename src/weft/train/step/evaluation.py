@@ -16,7 +16,7 @@ from weft.config.plan import Plan
 from weft.data.random_state import kept_generators, seed_generators
 from weft.models.adapters import AdaptedLinear, without_adapter
 from weft.parallel.context.context import sequence_in_use, shard_sequence
-from weft.parallel.drop_state import marked_samples
+from weft.parallel.dropout.drop_state import marked_samples
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import key_of
 from weft.parallel.state.gradients import data_parallel

@@ -17,10 +17,10 @@ from weft.comm.mesh import Mesh
 from weft.data.batches import check_batch, map_tensors, mark_reused_buffer, parts_of, tensors_in
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory.graph_recorder import CudaRecorder, Recorder, Recording, send_numbers
-from weft.parallel.batch_norm import norm_groups_of
+from weft.parallel.batch_norm.norm_groups import norm_groups_of
 from weft.parallel.choose_engine import recorded_passes
-from weft.parallel.drop_state import Drops, FixedDraws
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
+from weft.parallel.dropout.drop_state import Drops, FixedDraws
 from weft.parallel.expert import ExpertBalance, balanced_routers
 from weft.parallel.pipeline.runtime import CountedLoss, Inside
 from weft.parallel.random.streams import SampleNumbers

@@ -21,9 +21,9 @@ from weft.monitor.step_times import Meter
 from weft.optim.build import clip_factor
 from weft.optim.loss_scale import LossScale
 from weft.optim.step_decision import StepDecision
-from weft.parallel.batch_norm import norm_groups_of
+from weft.parallel.batch_norm.norm_groups import norm_groups_of
 from weft.parallel.context.context import sequence_in_use, shard_sequence
-from weft.parallel.dropout import drops_of
+from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.local_means import TrainMode, trust_loss
 from weft.parallel.local_sgd import RareSync, rare_sync

@@ -16,8 +16,8 @@ from weft.comm.mesh import Mesh
 from weft.memory.opaque import Opaque
 from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.context.context import context_of
-from weft.parallel.drop_state import Drops, DropSite
-from weft.parallel.dropout_calls import (
+from weft.parallel.dropout.drop_state import Drops, DropSite
+from weft.parallel.dropout.dropout_calls import (
     CHANNEL_DROPOUTS,
     ByPosition,
     attend_dropping,
@@ -132,7 +132,7 @@ class DroppingBlock(nn.Module):
 
 
 def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
-    """Register attention with dropout as an operator for compiled blocks. Call it before they are compiled."""
+    """Make attention with dropout an operator for compiled blocks. Call it before they are compiled."""
     sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
     if sites:
         opaque = Opaque(is_attention=True, recomputes=recomputes)

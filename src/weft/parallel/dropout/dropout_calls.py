@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.parallel.context.attention import dropped_attention
 from weft.parallel.context.kernels import AttentionDrop
-from weft.parallel.drop_state import DropSite
+from weft.parallel.dropout.drop_state import DropSite
 from weft.parallel.private_torch import without_override
 from weft.parallel.random.streams import lines_of
 

@@ -12,6 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +41,21 @@ def marked_samples(batch: Any) -> SampleNumbers | None:
     return next((found for one in tensors_in(batch) if (found := getattr(one, MARK, None)) is not None), None)
 
 
+@dataclass
+class _Forward:
+    """State of the current forward.
+
+    is_driven: a train step chose key and samples. samples: samples of the microbatch, or None if a rank's samples
+    follow the previous rank's. draws: number of tensors that each module drew. is_replay: backward replays a forward.
+    """
+
+    is_driven: bool = False
+    key: int = 0
+    samples: SampleNumbers | None = None
+    draws: dict[str, int] = field(default_factory=dict)
+    is_replay: bool = False
+
+
 class Drops:
     """State of one model's random numbers on one rank: the step's key and the microbatch's samples.
 
@@ -58,29 +74,22 @@ class Drops:
         self.told_samples: Tensor | None = None
         self.is_told = True
         self._data = mesh.data
-        self._num_contexts = mesh["cp"].size
+        self._cp, self._plan = mesh["cp"], mesh.plan
         self.device = mesh.device
-        self._is_compiled = mesh.plan.compile
         self._context = context
         self._seed = seed
         self.num_keys = 0  #: number of keys drawn here
-        self._is_driven = False
-        self._key = 0
-        self._samples: SampleNumbers | None = None  # None: a rank's samples follow the previous rank's
-        self._in_one_sentence: int | None = None  # the key in compiled blocks
+        self._forward = _Forward()
+        self._compiled_key: int | None = None  # the key in compiled blocks
         self._fixed: FixedDraws | None = None
         self._kept: contextlib.ExitStack | None = None  # the loop's generator states, during its forward
-        self._cp_rank = mesh["cp"].rank
         #: True if noise of samples can depend on their numbers. Recorded or compiled code draws it from torch's
         #: generators.
-        self.may_place_noise = mesh["cp"].size == 1 and not mesh.plan.compile and not mesh.plan.graphs
+        self.may_place_noise = self._cp.size == 1 and not mesh.plan.compile and not mesh.plan.graphs
         self.places_noise = False  #: True if it does now: not in a step with given seeds.
-        self._has_graphs = mesh.plan.graphs
         self._model: weakref.ref[nn.Module] | None = None
         self._paths: dict[int, str] = {}  # by id of the module, filled at the first draw
-        self._draws: dict[str, int] = {}  # number of tensors that each module drew in this forward
         self._draw_sites: dict[str, DropSite] = {}
-        self._is_replay = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
         return self  # a copy of the model runs on the same ranks
@@ -91,7 +100,7 @@ class Drops:
     @property
     def key(self) -> int:
         """Key of this step's numbers, equal on all ranks."""
-        return self._key
+        return self._forward.key
 
     def next_key(self) -> int:
         """Return a key from the seed and a counter, for steps and forwards without a number."""
@@ -110,9 +119,8 @@ class Drops:
             replayed: number of tensors that each module had drawn when the replayed forward began, or None for a
                 forward.
         """
-        before = self._is_driven, self._key, self._samples, self._draws, self._is_replay
-        self._is_driven, self._key, self._samples = True, key, samples
-        self._draws, self._is_replay = dict(replayed or {}), replayed is not None
+        before = self._forward
+        self._forward = _Forward(True, key, samples, dict(replayed or {}), replayed is not None)
         self._pass_to_compiled()
         if replayed is None:
             self.restart()
@@ -122,7 +130,7 @@ class Drops:
             with drawing_by(self):
                 yield
         finally:
-            self._is_driven, self._key, self._samples, self._draws, self._is_replay = before
+            self._forward = before
 
     @property
     def reads_tensors(self) -> bool:
@@ -150,7 +158,7 @@ class Drops:
 
     def travelling(self) -> AbstractContextManager[None]:
         """Return the context that a later replay of the current computation must run in."""
-        return _Replay(self, self._key, self._samples, dict(self._draws))
+        return _Replay(self, self._forward.key, self._forward.samples, dict(self._forward.draws))
 
     def name_modules(self, model: nn.Module) -> None:
         """Use the paths of the model's modules for keys of draws in forward."""
@@ -166,19 +174,20 @@ class Drops:
         Raises:
             ModelError: if positions do not follow from the shape, or draws cannot be counted.
         """
-        if self._has_graphs:
+        if self._plan.graphs:
             raise ModelError("graphs=on: the model draws with weft.randn_like or a similar function. Use graphs=off.")
-        if graph_task() != -1 and not self._is_replay:
+        if graph_task() != -1 and not self._forward.is_replay:
             raise ModelError(
                 "weft.randn_like: it is called in a forward that backward replays, where draws cannot be counted. Use "
                 "recompute=full in the plan instead of torch.utils.checkpoint, and compile=off."
             )
         path = self._path_of(modules)
-        count = self._draws[path] = self._draws.get(path, 0) + 1
+        draws = self._forward.draws
+        count = draws[path] = draws.get(path, 0) + 1
         site = self._draw_sites.get(path)
         if site is None:
             site = self._draw_sites[path] = DropSite(self, path)
-        key = torch.full((), key_of(self._key, path, "draw", count), dtype=torch.int64, device=like.device)
+        key = torch.full((), key_of(self._forward.key, path, "draw", count), dtype=torch.int64, device=like.device)
         return key, site.draw_positions(like)
 
     def _path_of(self, modules: Iterable[nn.Module]) -> str:
@@ -201,7 +210,7 @@ class Drops:
         Raises:
             ModelError: if rows do not belong to samples.
         """
-        samples = self._samples
+        samples = self._forward.samples
         if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
             raise ModelError(
                 f"weft.randn_like: a tensor of {count} rows in a microbatch of {len(samples.numbers)} samples, so its "
@@ -222,7 +231,7 @@ class Drops:
             ModelError: with the field of the plan.
         """
         in_context = self._context is not None and self._context.in_use and not is_whole
-        field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._num_contexts}" if in_context else ""
+        field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._cp.size}" if in_context else ""
         if field and like.ndim != 3:
             raise ModelError(
                 f"{field}: weft.randn_like draws a tensor of shape {tuple(like.shape)} where each rank has a part, and "
@@ -240,15 +249,16 @@ class Drops:
 
         torch's generators are seeded from it too, until `after_forward`.
         """
-        if self._is_driven or not model.training:
+        if self._forward.is_driven or not model.training:
             return
-        self._key, self._samples, self.places_noise = self.next_key(), marked_samples(inputs), True
+        forward, self.places_noise = self._forward, True
+        forward.key, forward.samples = self.next_key(), marked_samples(inputs)
         self._pass_to_compiled()
         self.restart()
         if self._kept is None and not torch.compiler.is_compiling():
             self._kept = contextlib.ExitStack()
             self._kept.enter_context(kept_generators(self.device))
-            seed_generators(self.seed_at(self._key, self._samples, model))
+            seed_generators(self.seed_at(self._forward.key, self._forward.samples, model))
 
     def after_forward(self) -> None:
         """Restore torch's generators after a forward that `before_forward` began."""
@@ -268,23 +278,23 @@ class Drops:
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
         first = min(numbers, default=-1 - self._data.rank)
-        return key_of(key, type(model).__qualname__, first, self._cp_rank) % 2**63
+        return key_of(key, type(model).__qualname__, first, self._cp.rank) % 2**63
 
     def _pass_to_compiled(self) -> None:
         """Pass keys and samples to compiled blocks as tensors: numbers would be constants of their graphs."""
-        if not self._is_compiled or self._fixed is not None or not self.sites:
+        if not self._plan.compile or self._fixed is not None or not self.sites:
             return
-        samples = self._samples
+        samples = self._forward.samples
         self.is_told = samples is None or not (samples.is_empty or samples.rows)
         if samples is not None and self.is_told:
             self.told_samples = samples.places(len(samples.numbers), self.device)
         else:
             self.told_samples = None
-        if self._in_one_sentence != self._key:
-            keys = self.keys_of(self._key, _CALLS)
+        if self._compiled_key != self._forward.key:
+            keys = self.keys_of(self._forward.key, _CALLS)
             for site, row in zip(self.sites, torch.tensor(keys, device=self.device).unbind(), strict=True):
                 site.keys = row  # a new tensor: replays of earlier forwards read the old one
-            self._in_one_sentence = self._key
+            self._compiled_key = self._forward.key
 
     def keys_of(self, key: int, calls: int) -> list[list[int]]:
         """Return the keys of each site's first calls, derived from the step's key."""
@@ -293,20 +303,22 @@ class Drops:
     @property
     def num_calls(self) -> int:
         """Most calls that a site has made in one forward, or the limit for compiled blocks."""
-        return _CALLS if self._is_compiled else max((site.most_calls for site in self.sites), default=0)
+        return _CALLS if self._plan.compile else max((site.most_calls for site in self.sites), default=0)
 
     def samples(self, count: int, device: torch.device) -> Tensor:
         """Return a number for each row of a tensor, derived from its sample in the global batch."""
         if self.reads_tensors and self.told_samples is not None:
             return rows_of_samples(self.told_samples, count)
-        if self._samples is None:
+        samples = self._forward.samples
+        if samples is None:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
         # Created for each call: a replay must run the same operations as the forward.
-        return self._samples.places(count, device)
+        return samples.places(count, device)
 
     def has_samples(self, count: int) -> bool:
         """Return True if the microbatch has this many samples and noise depends on their numbers."""
-        known = self._samples is not None and len(self._samples.numbers) == count
+        samples = self._forward.samples
+        known = samples is not None and len(samples.numbers) == count
         return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
@@ -324,7 +336,7 @@ class Drops:
         if not sequences or count % sequences or (count == sequences and not is_cut):
             return self.samples(count, device)
         here = self.tokens(count // sequences, is_cut, is_whole, device)
-        cuts = (self.part.axis.size if is_cut else 1) * (self._num_contexts if in_context else 1)
+        cuts = (self.part.axis.size if is_cut else 1) * (self._cp.size if in_context else 1)
         return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
 
     def _num_sequences(self) -> int:
@@ -333,7 +345,8 @@ class Drops:
             return self.part.sequences
         if self.reads_tensors and self.told_samples is not None:
             return len(self.told_samples)
-        return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
+        samples = self._forward.samples
+        return len(samples.numbers) if samples is not None and not samples.rows else 0
 
     def sees_full_sequence(self, path: str) -> bool:
         """Return True if a module has all tokens despite cp."""

@@ -20,7 +20,7 @@ from weft.config import partitioning as shares
 from weft.errors import ModelError
 from weft.models.initialize import BATCH_NORMS
 from weft.models.inspect.blocks import repeated_blocks, replace_class
-from weft.parallel.batch_norm_calls import affine, batch_norm_call, is_plain_forward, refuse_own_statistics
+from weft.parallel.batch_norm.batch_norm_calls import affine, batch_norm_call, is_plain_forward, refuse_own_statistics
 from weft.parallel.random.streams import SampleNumbers
 from weft.private_torch import Function, uncompiled
 

@@ -1,0 +1,1 @@
+"""Statistics of batch norms over groups of samples."""

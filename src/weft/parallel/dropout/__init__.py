@@ -1,0 +1,1 @@
+"""Dropout and other random numbers of forward, by position."""
