@@ -107,7 +107,11 @@ def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]
 
 
 def seconds_of(option: str, text: str) -> float:
-    """Return the duration of an option. Raise ConfigError for any other text."""
+    """Return the duration of an option in seconds.
+
+    Raises:
+        ConfigError: for any other text.
+    """
     from weft.units import parse_seconds
 
     try:

@@ -280,6 +280,8 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
+    """Settings of checkpoints."""
+
     dir: StoreOrFolder | None = Field(default=None, examples=["s3://bucket/prefix"])
     """Where checkpoints go, each run's below its name: a folder that all machines share, or a URL of an object store,
     such as s3://bucket/prefix or gs://bucket/prefix. Absent: `checkpoints` in the run's folder."""

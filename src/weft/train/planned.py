@@ -294,7 +294,11 @@ _TOLD = "no estimate; run `weft calibrate` once (2 min)"
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write `measured.json` and return the report.
 
-    Each entry of `ranks` has `typical` seconds by part, and `memory` bytes.
+    Args:
+        folder: the run's folder.
+        task: the run's task.
+        mesh: mesh of the plan.
+        ranks: for each rank, `typical` seconds by part and `memory` bytes.
     """
     parts = measured_parts(_mean([one["typical"] for one in ranks]))
     if not parts:

@@ -76,7 +76,13 @@ class LaunchSpec:
         return self.config.launch.replicas_apart and self.world is None
 
     def preparation(self, config: RunConfig, num_ranks: int, num_local: int) -> Preparation:
-        """Return the preparation of a run with `num_ranks` ranks in this world, `num_local` of them on this machine."""
+        """Return the preparation of a run.
+
+        Args:
+            config: the run's config.
+            num_ranks: ranks of this world.
+            num_local: ranks on this machine.
+        """
         from weft.cli.launch.start import Preparation
 
         if self.world is None:
@@ -104,7 +110,7 @@ class LaunchSpec:
         return cls(config, command, world=own, parent=parent, prepared=prepared)
 
     def report_prepared(self) -> None:
-        """Report to the parent that the run is checked and its data is ready. Call it once."""
+        """Send the parent the notice that the run is checked and its data is ready. Call it once."""
         if self.prepared is not None:
             os.write(self.prepared, b"1")
             os.close(self.prepared)

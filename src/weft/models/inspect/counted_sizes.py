@@ -142,7 +142,12 @@ def counted_result(
 
 
 def sizes_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SupportsInt] | None:
-    """Return the sizes that a reshape was called with, or None for a call that names none."""
+    """Return the sizes that a reshape was called with, or None for a call without sizes.
+
+    Args:
+        name: name of the function.
+        args, kwargs: its arguments.
+    """
     rest = [*args[RESHAPES[name] :], *(kwargs[key] for key in ("size", "shape", "sizes") if key in kwargs)]
     found: list[Any] = []
     for one in rest:

@@ -39,8 +39,12 @@ _MIXERS = "_weft_mixers"  # modules of a user's own model that need all tokens
 def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
     """Check a full model before it is sharded, and return the reason why its attention needs all tokens.
 
-    Returns "" if attention itself can be sharded. Pass the result to `apply_context`. example: arguments of a forward
-    of a user's own model, or None to generate them.
+    Returns "" if attention itself can be sharded. Pass the result to `apply_context`.
+
+    Args:
+        model: full model.
+        mesh: mesh of the plan.
+        example: arguments of a forward of a user's own model, or None to generate them.
 
     Raises:
         ModelError: if attention can neither be replaced nor get all tokens.

@@ -79,7 +79,13 @@ def asked_fault(rank: int, plan: Plan) -> Fault | None:
 
 
 class FaultHook(Hook):
-    """Injects the fault at its step."""
+    """Injects the fault at its step.
+
+    Args:
+        fault: the fault to inject.
+        task: the run's task.
+        folder: the run's folder.
+    """
 
     def __init__(self, fault: Fault, task: Task, folder: RunFolder):
         self.fault, self.folder, self.engine = fault, folder, None
@@ -88,7 +94,7 @@ class FaultHook(Hook):
             setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
-        """Store the engine, once it is built."""
+        """Record the engine, once it is built."""
         self.engine = engine
         if self.fault.kind == "loader":
             iterate: Callable[..., Any] = engine.batches.iterate

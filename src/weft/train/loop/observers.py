@@ -173,7 +173,7 @@ class RequestWatch(threading.Thread):
         return [self._heard.popleft() for _ in range(len(self._heard))]
 
     def look(self) -> None:
-        """Poll once."""
+        """Read the requests once."""
         found, engine = self._box.new(), self._engine()
         self._heard.extend(found)
         if found and engine is not None:
@@ -186,7 +186,7 @@ class RequestWatch(threading.Thread):
             self.join(5.0)
 
     def run(self) -> None:
-        """Poll until `close` is called."""
+        """Read requests until `close` is called."""
         while not self._end.wait(_LOOK_S):
             self.look()
 
@@ -216,7 +216,14 @@ class NullRecorder(Hook):
 
 
 class RunRecorder(NullRecorder):
-    """Writes events to the run folder and passes them to the display."""
+    """Writes events to the run folder and passes them to the display.
+
+    Args:
+        folder: the run's folder.
+        task: the run's task.
+        display: the terminal's display.
+        start: fields of the start event.
+    """
 
     def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
         self._folder, self._task = folder, task

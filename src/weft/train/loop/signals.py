@@ -22,7 +22,7 @@ def heeded_signals() -> list[signal.Signals]:
 
 @contextmanager
 def stop_on_signal(engine: Engine) -> Iterator[None]:
-    """Handle stop signals in a block by asking the loop to save and stop after the current step, on all ranks.
+    """Turn stop signals of a block into a request to save and stop after the current step, on all ranks.
 
     The engine is held by a weak reference: model and groups must be freed before the ranks disconnect.
     """

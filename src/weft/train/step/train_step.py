@@ -209,8 +209,8 @@ class TrainStep:
     ):
         self.model = model
         self.optimizer = optimizer
-        self.mesh, self._data = mesh.replica, mesh.reader
-        mesh = self.mesh
+        mesh, self._data = mesh.replica, mesh.reader
+        self.mesh = mesh
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm or 0.0
@@ -238,8 +238,7 @@ class TrainStep:
         self._experts, self._norms = ExpertBalance(model, mesh), norm_groups_of(model)
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
-        self._train_mode = TrainMode(model)
-        self._looks_for_copies = mesh.data.size > 1
+        self._train_mode, self._looks_for_copies = TrainMode(model), mesh.data.size > 1
         self._replicas = ReplicaWatch(self._data_parallel, mesh)
         self._update_ratio = UpdateRatio(self._data_parallel, mesh.device)
         may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late

@@ -52,7 +52,11 @@ def keep_base(folder: RunFolder, source: Path) -> None:
 
 
 def data_of(folder: RunFolder) -> PreparedData:
-    """Return the run's tokenised data. Raise DataError if its description is damaged."""
+    """Return the run's tokenized data.
+
+    Raises:
+        DataError: if its description is damaged.
+    """
     try:
         return PreparedData.from_json(folder.text("data.json"))
     except DataError as error:
@@ -67,7 +71,11 @@ def keep_files(
 ) -> Mapping[str, str]:
     """Copy the tokenizer if the folder lacks it, and return the contents of the other files.
 
-    spec: None if a transformers config describes the model.
+    Args:
+        folder: the run's folder.
+        spec: None if a transformers config describes the model.
+        data: tokenized data.
+        notes: notes on the data.
     """
     if not tokenizer_of(folder).exists():
         _copy_tree(data.tokenizer_dir, tokenizer_of(folder))
@@ -77,7 +85,11 @@ def keep_files(
 
 
 def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
-    """Raise DataError if the tokens differ from those that the run started with. The error names the difference."""
+    """Check that the tokens are those that the run started with.
+
+    Raises:
+        DataError: if they differ, with the difference.
+    """
     changes = data.changes_from(data_of(folder))
     if changes:
         raise DataError(
