@@ -80,9 +80,10 @@ class TokenOperations(TorchFunctionMode):
         mark = flow.of(first)
         if mark is not None:
             assert isinstance(first, torch.Tensor)
-            size = list(first.shape)[mark.dim]
+            dim = int(mark.dim)
+            size = first.shape[dim]
             if name in _SIZES and size > mark.inner:
-                return counted_result(name, args, kwargs, result, mark.dim, size // mark.ranks, self._misuse)
+                return counted_result(name, args, kwargs, result, dim, size // mark.ranks, self._misuse)
             if name == "__len__" and mark.dim == 0:
                 self._misuse("reads {} by len()")
             elif name in RESHAPES and isinstance(result, torch.Tensor):
