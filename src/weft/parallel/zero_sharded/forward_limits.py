@@ -27,15 +27,19 @@ _Written = tuple[torch.Tensor, int, int]
 class ForwardLimits:
     """Refuses gradients through units in every forward, and writes to parameters in the first forward in training.
 
+    Under a pipeline, forward of a stage ends with an exception of the runtime, after which torch calls no hooks.
+    Gradients in forward are not refused there.
+
     Until the first step, ranks also compare the ends of their forwards: the first step tries some samples, and a rank
     that calls more units than the others would wait for them.
 
     Args:
         units: the units, by their names; the root last.
         orders: orders of the ranks' operations on units.
+        is_stage: the model is a pipeline stage.
     """
 
-    def __init__(self, units: Sequence[tuple[str, FSDPModule]], orders: Sequence[Order]):
+    def __init__(self, units: Sequence[tuple[str, FSDPModule]], orders: Sequence[Order], *, is_stage: bool = False):
         _, root = units[-1]
         assert isinstance(root, nn.Module)
         self._root = root
@@ -45,7 +49,8 @@ class ForwardLimits:
         self._before: dict[int, dict[str, _Written]] = {}
         for name, module in units:
             assert isinstance(module, nn.Module)
-            before_backward_of(module, self._refusing(name or type(root).__name__))
+            if not is_stage:
+                before_backward_of(module, self._refusing(name or type(root).__name__))
             module.register_forward_pre_hook(uncompiled(self._enter))
             module.register_forward_hook(uncompiled(self._leave), prepend=True, always_call=True)
 

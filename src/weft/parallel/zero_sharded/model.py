@@ -76,7 +76,7 @@ class FullyShardedModel(ZeroEngine):
         self.reducer = ShardReducer(parameters, mesh, self.axes, self.precision)
         self.error_feedback = self.reducer.error_feedback
         units = [(str(unit), unit.module) for unit in parameters.units if isinstance(unit.module, FSDPModule)]
-        self._limits = ForwardLimits(units, self.reducer.orders)
+        self._limits = ForwardLimits(units, self.reducer.orders, is_stage=mesh.plan.pp > 1)
         self._first_gathers = FirstGathers(parameters.modules, parameters.members, self.reducer.order, self.device)
         find_optimizers(weakref.ref(self))
 
