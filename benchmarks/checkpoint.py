@@ -44,7 +44,7 @@ from weft.comm.store import StoreChannel
 from weft.config.plan import Plan
 from weft.memory.offload import HostCopies
 from weft.parallel.parallelize import parallelize
-from weft.train.model_state import pieces, resume
+from weft.train.model_state import resume, state_slices
 from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.rank_pool import RankPool
@@ -124,9 +124,9 @@ class Ours:
             nonlocal stall
             began = time.perf_counter()
             if self.waits:
-                save_slices(self.root, number, pieces(self.model, self.optimizer), {}, rank_group(self.mesh))
+                save_slices(self.root, number, state_slices(self.model, self.optimizer), {}, rank_group(self.mesh))
                 return
-            found = pieces(self.model, self.optimizer, self.copies)
+            found = state_slices(self.model, self.optimizer, self.copies)
             thread = Thread(target=save_slices, args=(self.root, number, found, {}, self.store_channel))
             thread.start()
             stall = time.perf_counter() - began
@@ -137,7 +137,7 @@ class Ours:
 
     def beside(self, number: int) -> dict[str, float]:
         """Steps while a save goes on."""
-        found = pieces(self.model, self.optimizer, self.copies)
+        found = state_slices(self.model, self.optimizer, self.copies)
         thread = Thread(target=save_slices, args=(self.root, number, found, {}, self.store_channel))
         thread.start()
         return train_until(self.step, lambda: not thread.is_alive())

@@ -61,9 +61,9 @@ def dense_mask(
 ) -> torch.Tensor:
     """(T, S): which keys, in order of the ranks' parts, this rank's queries see."""
     keys = torch.cat(
-        [SequenceOrder(order.mode, order.cp, rank, order.seq_len).places(device) for rank in range(order.cp)]
+        [SequenceOrder(order.mode, order.cp, rank, order.seq_len).positions(device) for rank in range(order.cp)]
     )
-    queries = order.places(device)
+    queries = order.positions(device)
     seen = queries[:, None] >= keys[None]
     if window:
         seen &= queries[:, None] - keys[None] < window

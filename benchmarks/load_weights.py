@@ -38,7 +38,7 @@ def load(plan_text: str, folder: str) -> tuple[float, ...]:
     parallelize(model, mesh, filled_later=True)
     data_parallel(model).load_weights(source)
     seconds = _since(clocks)
-    flats = [one.flat for one in data_parallel(model).stretches()]
+    flats = [one.flat for one in data_parallel(model).model_slices()]
     own = {flat.untyped_storage().data_ptr() for flat in flats}
     beside = [param for param in model.parameters() if type(param.data) is Tensor and _place(param) not in own]
     share = sum(one.nbytes for one in (*flats, *beside))

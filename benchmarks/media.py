@@ -79,7 +79,7 @@ class Plain(Dataset[Any]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        with Image.open(io.BytesIO(self.source.encoded(index).whole())) as opened:
+        with Image.open(io.BytesIO(self.source.encoded(index).read_all())) as opened:
             picture = opened.convert("RGB")
         return self.seen(picture), self.source.label(index)
 
@@ -193,7 +193,7 @@ class PlainSound(Dataset[Any]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        wave, own = soundfile.read(io.BytesIO(self.source.encoded(index).whole()), dtype="float32")
+        wave, own = soundfile.read(io.BytesIO(self.source.encoded(index).read_all()), dtype="float32")
         wave = soxr.resample(wave, own, HEARD_RATE)
         if self.extractor is not None:
             found = self.extractor(wave, sampling_rate=HEARD_RATE, padding="do_not_pad", return_tensors="pt")
@@ -236,7 +236,7 @@ def seconds_a_core(source: MediaRecords, count: int = 48) -> dict[str, float]:
     sounds = Sounds(source, AudioTransform(HEARD_RATE, SOUND_S), LogMel(), 0)
     found = {}
     for name, act in (
-        ("decoded", lambda index: soundfile.read(io.BytesIO(source.encoded(index).whole()), dtype="float32")),
+        ("decoded", lambda index: soundfile.read(io.BytesIO(source.encoded(index).read_all()), dtype="float32")),
         ("heard, with bands", lambda index: sounds.decoded(0, index)),
     ):
         began = time.process_time()

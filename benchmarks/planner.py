@@ -66,7 +66,7 @@ def rates(model: str, cluster: str) -> None:
     """Enumeration, estimation and the whole search of one question, in this process."""
     question = Question.of(model, cluster, built_only=False)
     found = answer(question)  # warm: tables are read, and the space's width is known
-    space = Space.whole(question.job, question.cluster)
+    space = Space.full(question.job, question.cluster)
     while space.left_out != found.left_out:
         space = space.narrower()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft.cli.doctor import cores as doctor_cores
-from weft.comm.gpu_settings import Topology, choose_cores, read_cores, said
+from weft.comm.gpu_settings import Topology, choose_cores, format_cores, read_cores
 from weft.env import RankEnv
 from weft.train import torch_engine as near_gpu
 
@@ -36,7 +36,7 @@ def machine(root: Path, nodes: dict[int, str], gpus: list[int], threads: int = 1
     for core in every:
         siblings = f"{core % threads},{core % threads + threads}"
         write(sys_ / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list", siblings)
-    write(sys_ / "devices/system/cpu/online", said(frozenset(every)))
+    write(sys_ / "devices/system/cpu/online", format_cores(frozenset(every)))
     write(proc / "self/cgroup", "0::/job/step")
     (sys_ / "fs/cgroup/job/step").mkdir(parents=True)
     if given:
@@ -50,13 +50,13 @@ TWO_NODES = {0: "0-7,16-23", 1: "8-15,24-31"}
 def test_ranks_share_the_physical_cores_of_their_node(tmp_path):
     there = machine(tmp_path, TWO_NODES, [0, 0, 1, 0])
     chosen = [choose_cores(there, ALL, GPUS, rank) for rank in range(4)]
-    assert [said(choice.cores) for choice in chosen] == ["0-1,16-17", "2-4,18-20", "8-15,24-31", "5-7,21-23"]
+    assert [format_cores(choice.cores) for choice in chosen] == ["0-1,16-17", "2-4,18-20", "8-15,24-31", "5-7,21-23"]
     assert chosen[2].text == "bound to cores 8-15,24-31 of NUMA node 1, where GPU 0000:86:00.0 hangs"
 
 
 def test_more_ranks_than_cores_share_them_all(tmp_path):
     there = machine(tmp_path, {0: "0,16", 1: "1-15,17-31"}, [0, 0])
-    assert {said(choose_cores(there, ALL, GPUS[:2], rank).cores) for rank in range(2)} == {"0,16"}
+    assert {format_cores(choose_cores(there, ALL, GPUS[:2], rank).cores) for rank in range(2)} == {"0,16"}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_was_chosen_or_is_not_known_stays(nodes, gpus, given, allowed, text
 def test_a_container_that_is_given_some_cores_is_bound_within_them(tmp_path):
     there = machine(tmp_path, TWO_NODES, [0, 1], given="4-11")
     allowed = frozenset(range(4, 12))
-    assert [said(choose_cores(there, allowed, GPUS[:2], rank).cores) for rank in range(2)] == ["4-7", "8-11"]
+    assert [format_cores(choose_cores(there, allowed, GPUS[:2], rank).cores) for rank in range(2)] == ["4-7", "8-11"]
 
 
 def test_a_control_group_of_one_rank_was_chosen_for_it(tmp_path):
@@ -89,7 +89,7 @@ def test_a_control_group_of_one_rank_was_chosen_for_it(tmp_path):
     choice = choose_cores(there, frozenset(range(4, 8)), GPUS[:2], 0, apart=True)
     assert (choice.cores, choice.text) == (None, "on cores 4-7 as they were set, not bound by Weft")
     assert (
-        said(choose_cores(machine(tmp_path / "all", TWO_NODES, [0, 1]), ALL, GPUS[:2], 0, apart=True).cores)
+        format_cores(choose_cores(machine(tmp_path / "all", TWO_NODES, [0, 1]), ALL, GPUS[:2], 0, apart=True).cores)
         == "0-7,16-23"
     )
 
@@ -98,7 +98,7 @@ def test_the_older_files_of_control_groups_are_read_too(tmp_path):
     there = machine(tmp_path, TWO_NODES, [0])
     write(there.proc / "self/cgroup", "5:cpu,cpuacct:/other\n4:cpuset:/job/step")
     write(there.sys / "fs/cgroup/cpuset/job/cpuset.effective_cpus", "0-3")
-    assert there.given() == frozenset(range(4))
+    assert there.allowed_cores() == frozenset(range(4))
 
 
 BOUND = """

@@ -11,14 +11,14 @@ from torch import nn
 
 from weft.checkpoint.read import Part
 from weft.checkpoint.safetensors_files import torch_formats
-from weft.train.model_state import pieces, resume
+from weft.train.model_state import resume, state_slices
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, dict]:
     """Copies by group and name, from the pieces that ranks write. All ranks call it; without `keep` it is empty."""
-    mine = [(one.path, one.part, one.start, one.data.cpu().clone()) for one in pieces(model, optimizer)]
+    mine = [(one.path, one.part, one.start, one.data.cpu().clone()) for one in state_slices(model, optimizer)]
     ranks = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = [mine] * dist.get_world_size()

@@ -33,7 +33,7 @@ def _split(text: str, units: Mapping[str, float], kind: str, example: str) -> tu
     return Fraction(match.group(1).replace("_", "")), factor
 
 
-def _whole(number: int, kind: str) -> int:
+def _parse_int(number: int, kind: str) -> int:
     if isinstance(number, bool) or number < 0:
         raise ValueError(f"{number} is not {kind}. Write a whole number of at least 0")
     return number
@@ -46,7 +46,7 @@ def parse_bytes(text: str | int) -> int:
         ValueError: for any other value.
     """
     if isinstance(text, int):
-        return _whole(text, "a size")
+        return _parse_int(text, "a size")
     number, unit = _split(text, _BYTE_UNITS, "a size", "12GiB")
     return round(number * int(unit))
 
@@ -58,7 +58,7 @@ def parse_count(text: str | int) -> int:
         ValueError: for any other value.
     """
     if isinstance(text, int):
-        return _whole(text, "a count")
+        return _parse_int(text, "a count")
     if _SCIENTIFIC.fullmatch(text):
         return round(Fraction(text.strip()))
     number, unit = _split(text, _COUNT_UNITS, "a count", "4M")

@@ -45,7 +45,7 @@ def test_only_a_plain_name_of_the_step_is_written_to(tmp_path, name):
     name = name.format(elsewhere=elsewhere) if isinstance(name, str) else name
     together = RankGroup(1, 2, lambda act: name, lambda record: [])
     with pytest.raises(CheckpointError, match=r"^checkpoint of step 3: the folder name .* is not a plain name"):
-        save_slices(tmp_path / "root", 3, [SavedSlice.whole("model/w", torch.ones(2))], {}, together)
+        save_slices(tmp_path / "root", 3, [SavedSlice.full("model/w", torch.ones(2))], {}, together)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -54,6 +54,6 @@ def test_the_names_that_targets_give_are_taken(tmp_path, name):
     (tmp_path / name).mkdir()
     answers = iter([name, {"name": STEP}])
     together = RankGroup(1, 2, lambda act: next(answers), lambda record: [])
-    found = save_slices(tmp_path, 3, [SavedSlice.whole("model/w", torch.ones(2), rank=1)], {}, together)
+    found = save_slices(tmp_path, 3, [SavedSlice.full("model/w", torch.ones(2), rank=1)], {}, together)
     assert found == Path(tmp_path / STEP)
     assert (tmp_path / name / "model-00001.safetensors").is_file()

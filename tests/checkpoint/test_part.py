@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from weft.checkpoint.read import OwnershipMap, Part, assign_evenly, meet
+from weft.checkpoint.read import OwnershipMap, Part, assign_evenly, intersect_boxes
 
 
 def random_part(chance: random.Random) -> Part:
@@ -103,7 +103,7 @@ def test_a_part_that_nobody_divides_is_one_piece():
     deal = OwnershipMap.to_one(3, 12)
     assert list(deal.runs(0, 12, 12)) == [(3, 0, 12)]
     assert next(iter(Part((3, 4)).views(0, 12))).box == ((0, 3), (0, 4))
-    assert meet((), ()) == ()
+    assert intersect_boxes((), ()) == ()
 
 
 def test_the_work_of_replicas_is_even():

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from weft.cli.app import show_error
-from weft.cli.console import say
+from weft.cli.console import print_line
 from weft.cli.launch import fork_server as fork_client
 from weft.cli.launch.failure import Failure, write_failure
 from weft.cli.launch.launch import launch_ranks
@@ -63,7 +63,7 @@ def launcher(
             if by == "forks":
                 fork_client._PROGRAM = tuple(command[:-1])
                 starter = over.enter_context(closing(fork_client.ForkServer(logs, {}, ["json"], starter)))
-            launch_ranks(starter, ranks, logs, settings=settings, lock=lock, notice=say, **graces)
+            launch_ranks(starter, ranks, logs, settings=settings, lock=lock, notice=print_line, **graces)
     except WeftError as error:
         show_error(error)
         code = error.exit_code

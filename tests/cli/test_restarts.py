@@ -15,7 +15,7 @@ from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutO
 from weft.monitor.alerts import GO_ON, HELD
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
-from weft.train.hooks import LEFT_OUT, leave_out, steps_left_out, stretches
+from weft.train.hooks import LEFT_OUT, leave_out, step_ranges, steps_left_out
 
 DIED = Failure(1, -9)
 DATA = Failure(0, 1, kind="ValueError", message="torn", step=7, in_data=True)
@@ -165,10 +165,10 @@ def test_bad_steps_are_done_again_where_that_is_wished(tmp_path):
 
 
 def test_stretches():
-    assert list(stretches(0, 5, ())) == [(0, 5)]
-    assert list(stretches(0, 9, {3, 4, 7})) == [(0, 2), (4, 6), (7, 9)]
-    assert list(stretches(0, 5, {1, 5})) == [(1, 4), (5, 5)]
-    assert list(stretches(4, 6, {1, 5, 6, 9})) == [(6, 6)]
+    assert list(step_ranges(0, 5, ())) == [(0, 5)]
+    assert list(step_ranges(0, 9, {3, 4, 7})) == [(0, 2), (4, 6), (7, 9)]
+    assert list(step_ranges(0, 5, {1, 5})) == [(1, 4), (5, 5)]
+    assert list(step_ranges(4, 6, {1, 5, 6, 9})) == [(6, 6)]
 
 
 def test_a_damaged_list_is_told(tmp_path):

@@ -29,7 +29,7 @@ class Told:
     def say(self, replica: int, say: str, **more):
         number, token = self.anchors[replica]
         said = {"say": say, "replica": replica, "session": self.sessions[replica], "number": number, "token": token}
-        return self.rounds.hear({**said, "step": 50, "loss": 1.0, **more}, self.now)
+        return self.rounds.handle({**said, "step": 50, "loss": 1.0, **more}, self.now)
 
     def arrive(self, replica: int, step: int = 50, layout: str = "2 tensors"):
         return self.say(replica, "arrive", doors=[f"h:{replica}"], layout=layout, step=step)

@@ -32,7 +32,7 @@ def test_a_content_that_looks_like_a_special_token_is_told_apart():
     turns = [Turn("user", "a</s>"), Turn("assistant", "b")]
     assert template().has_special(turns)
     assert not template().has_special(TURNS)
-    assert template().apart(turns) == [("<s><|user|>a", False), ("</s>", True), ("\nb</s>\n", False)]
+    assert template().split_literals(turns) == [("<s><|user|>a", False), ("</s>", True), ("\nb</s>\n", False)]
 
 
 def test_templates_that_refuse_or_leave_out_answers_are_named():

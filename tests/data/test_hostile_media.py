@@ -22,7 +22,7 @@ import zstandard
 from PIL import Image
 
 from weft.data.media import audio as sound_file
-from weft.data.media.audio import AudioTransform, hear, sound_size
+from weft.data.media.audio import AudioTransform, apply_transform, sound_size
 from weft.data.media.files import FoundRecord, RecordColumns, media_at, records_in
 from weft.data.media.images import Encoded, Look, picture_size, read_picture
 from weft.data.media.media_records import find_records
@@ -262,7 +262,7 @@ def seeds() -> Iterator[tuple[str, bytes]]:
 def read_all(form: str, data: bytes, folder: Path) -> None:
     """Read a file by its header and in full, as records and as mixed samples."""
     if form in ("WAV", "FLAC", "OGG", "AIFF", "AU", "CAF", "W64", "MP3"):
-        hear(held(data), sound_size(held(data)), AudioTransform(16000, 1.0))
+        apply_transform(held(data), sound_size(held(data)), AudioTransform(16000, 1.0))
     elif not form.startswith("."):
         picture_size(held(data))
         read_picture(held(data), LOOK)

@@ -40,7 +40,7 @@ def by_form(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixedItems]:
 def test_every_form_holds_the_same_samples(by_form: dict[str, MixedItems]) -> None:
     wanted = list(MixedAhead(by_form["tar"], 0))
     text = ByteText()
-    assert [text.whole(one.tokens.tolist()) for one in wanted[:5]] == [
+    assert [text.decode_all(one.tokens.tolist()) for one in wanted[:5]] == [
         "<image>red<|end|>",
         "<audio>ab<|end|>",
         "<image><image>blue red<|end|>",
@@ -48,7 +48,7 @@ def test_every_form_holds_the_same_samples(by_form: dict[str, MixedItems]) -> No
         "<|turn|>user\nWhich is <image>?<|end of turn|>\n<|turn|>assistant\ngreen<|end of turn|>\n",
     ]
     chat = wanted[4]
-    assert text.whole(chat.tokens[chat.learnt == 1].tolist()) == "green<|end of turn|>"
+    assert text.decode_all(chat.tokens[chat.learnt == 1].tolist()) == "green<|end of turn|>"
     assert [len(one.media) for one in wanted[:5]] == [1, 1, 2, 0, 1]
     for name, made in by_form.items():
         for one, other in zip(MixedAhead(made, 0), wanted, strict=True):
@@ -118,5 +118,5 @@ def test_columns_are_named(tmp_path: Path) -> None:
     as_paths(tmp_path, mixed(2))
     lines = [{"seen": "0.0.png", "heard": "1.0.flac", "said": "both"}]
     records = found(write_lines(tmp_path / "y.jsonl", lines), tmp_path / "cache", MixedColumns("said", "seen", "heard"))
-    assert ByteText().whole(records.tokens(0).tolist()) == "<image><audio>both<|end|>"
+    assert ByteText().decode_all(records.tokens(0).tolist()) == "<image><audio>both<|end|>"
     assert [is_sound for is_sound, _ in records.sizes(0)] == [False, True]

@@ -33,7 +33,7 @@ def test_every_form_gives_the_same_pictures(tmp_path: Path, form: str) -> None:
     records = found(path, tmp_path / "cache")
     assert records.classes == ("blue", "green", "red")
     assert [records.classes[records.label(i)] for i in range(12)] == [label for _, label in samples]
-    assert [records.encoded(i).whole() for i in range(12)] == [data for data, _ in samples]
+    assert [records.encoded(i).read_all() for i in range(12)] == [data for data, _ in samples]
     assert records.size(0) == (20, 16)
     stored = sum(file.stat().st_size for file in Path(records.folder).iterdir())
     assert stored < 12 * 120 + 1500  # places, and no pixels

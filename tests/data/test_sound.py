@@ -14,7 +14,7 @@ import torch
 
 from tests.data.record_pictures import add, write_lines
 from tests.data.recordings import FORMS, encoded, sound_folder, spoken, tones
-from weft.data.media.audio import AudioTransform, hear, sound_size, vorbis_size
+from weft.data.media.audio import AudioTransform, apply_transform, sound_size, vorbis_size
 from weft.data.media.audio_features import LogMel, folder_features, log_mel, mel_energy, mel_filters
 from weft.data.media.audio_source import Sounds
 from weft.data.media.decode_workers import DecodedAhead
@@ -36,7 +36,7 @@ def test_every_form_gives_the_same_recordings(tmp_path: Path, form: str) -> None
     (tmp_path / "data").mkdir()
     records = found(FORMS[form](tmp_path / "data", samples, "label"), tmp_path / "cache")
     assert [records.classes[records.label(i)] for i in range(12)] == [word for _, word in samples]
-    assert [records.encoded(i).whole() for i in range(12)] == [data for data, _ in samples]
+    assert [records.encoded(i).read_all() for i in range(12)] == [data for data, _ in samples]
     infos = [soundfile.info(io.BytesIO(data)) for data, _ in samples]
     assert [records.size(i) for i in range(12)] == [(one.frames, one.samplerate, one.channels) for one in infos]
     stored = sum(file.stat().st_size for file in Path(records.folder).iterdir())
@@ -54,7 +54,7 @@ def test_a_folder_of_classes_is_found_and_again_when_it_changes(tmp_path: Path) 
     records = found(root, tmp_path / "cache")
     assert (records.classes, len(records)) == (("ab", "cd", "da"), 18)
     assert records.file(7) == f"{root}, cd/1.flac"
-    assert records.encoded(7).whole() == (root / "cd" / "1.flac").read_bytes()
+    assert records.encoded(7).read_all() == (root / "cd" / "1.flac").read_bytes()
     assert records.size(7)[1:] == (8000, 1)
     assert found(root, tmp_path / "cache").digest == records.digest
     (root / "cd" / "1.flac").write_bytes(encoded(tones("cd", 5), 16_000, "OGG"))  # the suffix says nothing
@@ -88,7 +88,7 @@ def test_one_channel_at_one_rate_is_heard(tmp_path: Path) -> None:
 
     def heard(data: bytes, hearing: AudioTransform = plain, key: tuple[int, ...] = ()) -> np.ndarray:
         one = Encoded("x", held=data)
-        return hear(one, sound_size(one), hearing, key)
+        return apply_transform(one, sound_size(one), hearing, key)
 
     assert np.allclose(heard(encoded(pair, subtype="FLOAT")), 0.25 * wave, atol=1e-7)
     low = np.sin(2 * np.pi * 440 * np.arange(8000) / 8000).astype(np.float32)
@@ -200,7 +200,7 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
         file.truncate(44 + 2 * frames)  # a file with a hole, which takes no room
     one = Encoded.of_file(path)
     assert sound_size(one) == (frames, 8000, 1)
-    assert hear(one, sound_size(one), AudioTransform(16_000, 4.0)).shape == (64_000,)
+    assert apply_transform(one, sound_size(one), AudioTransform(16_000, 4.0)).shape == (64_000,)
     (tmp_path / "data").mkdir()
     samples = spoken(3)
     for index, (data, _) in enumerate(samples):
@@ -212,7 +212,7 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
         Sounds(records, AudioTransform(16_000, 1.0), LogMel(), 0).decoded(0, 1)
     nan = Encoded("nan.wav", held=encoded(np.array([0.5, np.nan, 0.5], np.float32), subtype="FLOAT"))
     with pytest.raises(DataError, match=r"^nan\.wav: it has samples that are not finite\. Repair it"):
-        hear(nan, (3, 16_000, 1), AudioTransform(16_000, 1.0))
+        apply_transform(nan, (3, 16_000, 1), AudioTransform(16_000, 1.0))
 
 
 def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch)
             sound_size(one)
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
     with pytest.raises(MissingExtra, match=r'soxr is not installed: .* pip install -e "\.\[media\]"'):
-        hear(one, sound_size(one), AudioTransform(16_000, 1.0))
+        apply_transform(one, sound_size(one), AudioTransform(16_000, 1.0))
 
 
 def test_an_ogg_is_measured_without_its_codec(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from weft.data.text import tokenize as tokenise_module
 from weft.data.text.schema import Schema, detect_schema
 from weft.data.text.source import find_files
-from weft.data.text.tokenize import ReadLimits, SourceManifest, piece_bytes, tokenise_source
+from weft.data.text.tokenize import ReadLimits, SourceManifest, chunk_bytes, tokenise_source
 from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.data.token_files import SplitReader
 from weft.errors import DataError
@@ -100,9 +100,9 @@ def test_pieces_of_many_files_are_whole(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text("x" * 50_000)
     files = find_files(str(tmp_path), "f")
-    assert piece_bytes(files, 0.5) == 2**20
-    assert piece_bytes(files, 0.0) == 2**20
-    assert piece_bytes(files, 0.02) == 20 * 50_000 * 0.02 / 8
+    assert chunk_bytes(files, 0.5) == 2**20
+    assert chunk_bytes(files, 0.0) == 2**20
+    assert chunk_bytes(files, 0.02) == 20 * 50_000 * 0.02 / 8
 
 
 def test_the_split_does_not_depend_on_order(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -61,7 +61,7 @@ def measured_convolutions(setting: Setting) -> Figures:
     for how in ("guessed", "measured"):
         config = RunConfig.model_validate({"kernels": {"convolutions": how}})
         chosen = GpuKernels(config, plan, setting.device)
-        chosen.follow(model)
+        chosen.choose_convolutions(model)
         chosen.before([Pictures().batch(0)])
         found[how] = steps_of(Pictures(), "precision=fp32", setting.device)
         chosen.close()

@@ -41,7 +41,7 @@ def test_the_first_rank_folds_what_all_reported_and_names_the_slowest():
         for step in (1, 2):
             put(one, step, 0.2 if rank != 2 else 0.3, data_s=0.01 * rank)
     for one in [*ranks[1:], ranks[0]]:
-        one.tell()
+        one.send_report()
     (event,) = told
     figures = event["figures"]
     assert figures["busy_s"] == [0.2, 0.2, 0.3, "rank 0", "rank 2"]
@@ -59,10 +59,10 @@ def test_a_rank_that_reports_no_more_is_silent_after_three_intervals():
     ranks, told, _ = collectors(3, clock=lambda: now[0])
     for one in [*ranks[1:], ranks[0]]:
         put(one, 1, 0.1)
-        one.tell()
+        one.send_report()
     for _ in range(4):
         now[0] += 10.0
-        ranks[2].tell(), ranks[0].tell()
+        ranks[2].send_report(), ranks[0].send_report()
     silent = [event["figures"]["rank.silent"] for event in told]
     assert silent == [0, 0, 0, 1, 1]
     assert told[-1]["silent"] == [1]
@@ -73,7 +73,7 @@ def test_a_full_queue_drops_and_counts_and_never_waits():
     ranks, told, _ = collectors(1)
     for step in range(3000):
         put(ranks[0], step + 1, 0.1)
-    ranks[0].tell()
+    ranks[0].send_report()
     assert told[0]["figures"]["dropped_figures"][2] == 3000 - 2048
 
 
@@ -81,10 +81,10 @@ def test_totals_become_what_a_step_gained():
     sent = {"sent_bytes{tp}": 1000.0}
     ranks, told, _ = collectors(1, totals=lambda: sent)
     put(ranks[0], 1, 0.1)
-    ranks[0].tell()
+    ranks[0].send_report()
     sent["sent_bytes{tp}"] = 5000.0
     put(ranks[0], 5, 0.1)
-    ranks[0].tell()
+    ranks[0].send_report()
     assert "sent_bytes{tp}" not in told[0]["figures"]
     assert told[1]["figures"]["sent_bytes{tp}"][1] == 1000.0
 
@@ -95,7 +95,7 @@ def test_what_fails_is_left_out_and_training_hears_nothing_of_it():
 
     ranks, told, _ = collectors(1, of_rank=[broken, lambda: {"process.cpu": 1.0}])
     for _ in range(2):
-        ranks[0].tell()
+        ranks[0].send_report()
     assert told[1]["figures"]["process.cpu"][1] == 1.0
 
     class Gone(LocalReports):
@@ -103,7 +103,7 @@ def test_what_fails_is_left_out_and_training_hears_nothing_of_it():
             raise ConnectionError("the store is gone")
 
     one = Collector(0, "here", Gone(), 10.0, publish=told.append)
-    one.tell()
+    one.send_report()
     assert one.trouble == "ConnectionError: the store is gone"
 
 
@@ -111,7 +111,7 @@ def test_torn_reports_are_passed_over():
     ranks, told, board = collectors(2)
     board.texts[1] = '{"number": 1, "val'
     put(ranks[0], 1, 0.1)
-    ranks[0].tell()
+    ranks[0].send_report()
     assert told[0]["figures"]["busy_s"][3:] == ["rank 0", "rank 0"]
 
 

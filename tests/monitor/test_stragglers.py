@@ -130,7 +130,7 @@ def test_a_collector_tells_its_pace_between_its_reports_and_names_who_is_slow():
             for step in range(turn * 4 + 1, turn * 4 + 5):
                 own = {"compute": 0.5 if rank else 0.4, "data": 0.01}
                 ranks[rank].put(StepFigures(step, {"total": 0.6}, busy_s=0.5, own=own))
-            ranks[rank].tell(pace_only=True)
+            ranks[rank].send_report(pace_only=True)
     assert told == []  # figures come every minute
     (event,) = slow
     assert (event["rank"], event["part"], event["state"]) == (1, "compute", "fired")

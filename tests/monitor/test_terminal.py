@@ -8,7 +8,7 @@ import time
 import pytest
 
 from weft.monitor import terminal as terminal_module
-from weft.monitor.terminal import busy, tell, wrapped
+from weft.monitor.terminal import busy, print_wrapped, wrapped
 
 LINE = "time    1500 steps in 4.7 s on 2 ranks: compute 50%, host 28%, communication over dp_replicate 9%"
 
@@ -33,7 +33,7 @@ def test_no_word_is_ever_broken(width):
 
 def test_a_file_gets_lines_as_they_are():
     stream = io.StringIO()
-    tell(stream, [LINE, "next"])
+    print_wrapped(stream, [LINE, "next"])
     assert stream.getvalue() == f"{LINE}\nnext\n"
 
 

@@ -84,7 +84,7 @@ def trained(plan_text: str, follow: bool, model: nn.Module | None = None) -> tup
             metrics = step(batch)
         waiting.append(under_way(step))
         said.append(f"{metrics.loss} {metrics.grad_norm} {metrics.skipped}")
-    step.arrive()
+    step.wait_for_weights()
     return said, {name: param.detach().clone() for name, param in step.model.named_parameters()}, waiting
 
 
@@ -109,13 +109,13 @@ def test_weights_that_follow_are_the_same_to_the_bit(ranks2):
 READERS: dict[str, Callable[[TrainStep], object]] = {
     "weights": lambda step: dict(data_parallel(step.model).weights()),
     "held": lambda step: data_parallel(step.model).local_weights(),
-    "stretches": lambda step: {one.name: one.flat for one in data_parallel(step.model).stretches()},
+    "stretches": lambda step: {one.name: one.flat for one in data_parallel(step.model).model_slices()},
     "state_dict": lambda step: step.model.state_dict(),
     "parameters": lambda step: dict(step.model.named_parameters()),
     "of a block": lambda step: dict(step.model.blocks[1].named_parameters()),
     "load": lambda step: loaded(step),
     "copy": lambda step: dict(copy.deepcopy(step.model).named_parameters()),
-    "arrive": lambda step: step.arrive() or dict(step.model.named_parameters()),
+    "arrive": lambda step: step.wait_for_weights() or dict(step.model.named_parameters()),
     "evaluation": lambda step: mean_loss(
         step.model, [own_batch(step, 99)], step.mesh, token_cross_entropy, model_forward
     ),

@@ -76,11 +76,11 @@ def test_pieces_join_to_the_whole(shape, turned, start, length):
     slot.of(flat).copy_(data)
     owners = 0
     for part in (slice(index * length, (index + 1) * length) for index in range(num_parts)):
-        piece = slot.piece(flat[part], part)
+        piece = slot.view_in(flat[part], part)
         assert (piece is not None) == slot.is_in(part)
         if piece is not None:
             owners += 1
-            assert torch.equal(piece, slot.cut(data, part))
+            assert torch.equal(piece, slot.elements_in(data, part))
             assert not piece.isnan().any()
             piece.fill_(7.0)
     assert bool((slot.of(flat) == 7.0).all())

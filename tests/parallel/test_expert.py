@@ -24,7 +24,7 @@ from weft.models.registry import build_decoder
 from weft.parallel.expert import _by_expert, distribute_experts
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.model_state import pieces, resume
+from weft.train.model_state import resume, state_slices
 from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import DecoderCase, local_microbatches, train_case
@@ -90,7 +90,7 @@ def train(plan_text: str, case: DecoderCase, first: int, last: int, load: str = 
         resume(model, step.optimizer, load_checkpoint(Path(load), lazily=True))
     losses = [step(local_microbatches(case.batch(index), plan, mesh.data.rank)).loss for index in range(first, last)]
     if save:
-        save_slices(Path(save), last, pieces(model, step.optimizer), {}, rank_group(mesh))
+        save_slices(Path(save), last, state_slices(model, step.optimizer), {}, rank_group(mesh))
     weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
     return losses, weights, [router.bias_ppm.tolist() for router in routers(model)]
 

@@ -13,7 +13,7 @@ from weft.config.plan import Plan
 from weft.errors import LayoutError
 from weft.models.attention import bordered_attention
 from weft.parallel.layers.distributed_encoders import assign_items, choose_encoders
-from weft.parallel.layers.encoder_items import attend_by_borders, find_items, parse_calls, told
+from weft.parallel.layers.encoder_items import attend_by_borders, encode_calls, find_items, parse_calls
 from weft.parallel.parallelize import parallelize
 
 GRIDS = torch.tensor([[1, 2, 2], [2, 2, 4]])
@@ -57,7 +57,7 @@ def test_the_most_costly_goes_to_who_has_least():
 def test_another_rank_can_make_the_call():
     inner = find_items("tower", (torch.ones(20, 6),), {"grid_thw": GRIDS})
     outer = find_items("tower", (), {"pixel_values": torch.ones(20, 6), "image_grid_thw": GRIDS, "return_dict": True})
-    found = parse_calls(told("tower", "get_image_features", outer, inner, 0), torch.device("cpu"))
+    found = parse_calls(encode_calls("tower", "get_image_features", outer, inner, 0), torch.device("cpu"))
     args, kwargs = found.outer.arguments({})
     assert (found.method, args, kwargs["return_dict"]) == ("get_image_features", (), True)
     assert kwargs["pixel_values"].shape == (4, 6)
@@ -65,7 +65,7 @@ def test_another_rank_can_make_the_call():
     assert kwargs["image_grid_thw"].tolist() == [[1, 2, 2]]
     assert found.inner.rows == (4,)
     with pytest.raises(LayoutError, match="called with a dtype"):
-        told("tower", "", find_items("tower", (torch.zeros(1, 2, 2), torch.float32), {}), inner, 0)
+        encode_calls("tower", "", find_items("tower", (torch.zeros(1, 2, 2), torch.float32), {}), inner, 0)
 
 
 class Normed(nn.Module):
@@ -95,7 +95,7 @@ def test_what_cannot_be_spread_is_said(make, layout, plan, said):
 def test_the_style_is_written_and_read():
     layout = Layout.parse("model.visual=spread:data lm_head=vocab")
     assert Layout.parse(layout.format()) == layout
-    assert layout.spread(["model.visual", "lm_head"]) == {"model.visual": True}
+    assert layout.divided_modules(["model.visual", "lm_head"]) == {"model.visual": True}
     assert layout.without_distributed.format() == "lm_head=vocab"
     with pytest.raises(LayoutError, match="spread:all"):
         Layout.parse("model.visual=spread:all")

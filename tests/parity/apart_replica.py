@@ -40,13 +40,13 @@ def main(address: str, replica: int, text: str, folder: Path, fault: str) -> Non
         mesh, replica, address, "127.0.0.1", TIMEOUT_S, KEY, lambda act: act(), lambda own: [own], lines.append
     )
     sync = attach_elastic_diloco(model, data_parallel(model), mesh, plan, party)
-    meet = party.meet
+    meet = party.wait_for_round
 
     def arrive(layout: str):
         (folder / f"arrives-{replica}-{sync.step}").touch()
         return meet(layout)
 
-    party.meet = arrive
+    party.wait_for_round = arrive
     if fault == "dies in exchange":
         sync.__class__ = Faulty
     step = TrainStep(

@@ -132,7 +132,7 @@ def measure(plan_text, case):
     sent = {row[:2]: row[2].num_bytes - before.get(row[:2], 0) for row in ledger.rows()}
     engine = data_parallel(model)
     states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    frozen = [one for one in engine.stretches() if one.name not in names]
+    frozen = [one for one in engine.model_slices() if one.name not in names]
     return {
         "states": sum(value.nbytes for value in states),
         "masters": sum(value.nbytes for value in engine.local_weights().values()),

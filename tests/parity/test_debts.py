@@ -17,7 +17,7 @@ from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.model_state import pieces, resume
+from weft.train.model_state import resume, state_slices
 from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import DecoderCase, local_microbatches, several_buckets
@@ -101,7 +101,7 @@ def steps_by_hand(plan_text: str, saves: list[str]) -> tuple[list[dict[str, torc
         metrics = step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
         clips.append(min(1.0, 0.05 / (metrics.grad_norm + 1e-6)))
         found.append({name: grad.clone() * num_tokens(index) for name, grad in engine.gradients()})
-        save_slices(Path(folder), index + 1, pieces(model, step.optimizer), {}, rank_group(mesh))
+        save_slices(Path(folder), index + 1, state_slices(model, step.optimizer), {}, rank_group(mesh))
     return found, clips
 
 
@@ -145,7 +145,7 @@ def go_on(plan_text: str, load: str, save: str) -> tuple[dict[str, torch.Tensor]
     model, step, told, _ = start(plan, mesh, load)
     metrics = step(local_microbatches(CASE.batch(1), plan, mesh.data.rank))
     grads = {name: grad.clone() * num_tokens(1) for name, grad in data_parallel(model).gradients()}
-    save_slices(Path(save), 2, pieces(model, step.optimizer), {}, rank_group(mesh))
+    save_slices(Path(save), 2, state_slices(model, step.optimizer), {}, rank_group(mesh))
     return grads, min(1.0, 0.05 / (metrics.grad_norm + 1e-6)), told
 
 
@@ -249,7 +249,7 @@ def stop_and_go_on(plan_text: str, folder: str) -> list[bool]:
     for index, part in enumerate(parts):
         step(part)
         if index == 1:
-            save_slices(Path(folder), 2, pieces(model, step.optimizer), {}, rank_group(mesh))
+            save_slices(Path(folder), 2, state_slices(model, step.optimizer), {}, rank_group(mesh))
     straight = {name: grad.clone() for name, grad in data_parallel(model).gradients()}
     resumed, step, _, _ = start(plan, mesh, f"{folder}/step_00000002")
     for part in parts[2:]:
@@ -281,7 +281,9 @@ def count_exact(plan_text: str) -> list[float]:
     coders.exact_steps = 2
     for index in range(3):
         step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
-        debts = [tensor for stretch in data_parallel(model).error_feedback.stretches() for tensor in [stretch.flat]]
+        debts = [
+            tensor for stretch in data_parallel(model).error_feedback.residual_slices() for tensor in [stretch.flat]
+        ]
         found.append(float(sum(debt.abs().sum() for debt in debts)))
     return found
 

@@ -219,7 +219,7 @@ def rest_still(plan_text: str) -> tuple[list[float], int, int]:
     before = _gathered(script.ledger)
     for index in range(12):
         script.train(3 + index, 4 + index)
-        masters = {one.name: one.flat for one in engine.stretches()}
+        masters = {one.name: one.flat for one in engine.model_slices()}
         far.append(max(float((one.flat - masters[one.name]).abs().max()) for one in quantized_slices(engine)))
     own = sum(one.numel() for one in engine.local_weights().values())
     return far, (_gathered(script.ledger) - before) // 12, own

@@ -196,7 +196,7 @@ def train(plan_text: str, case: DecoderCase) -> Trained:
         result.weights = {name: one.clone() for name, one in data_parallel(model).weights()}
     back = dict(data_parallel(model).weights())
     assert all(torch.equal(back[name], own[name]) for name in own)
-    held = [one.name for one in sync.held()]
+    held = [one.name for one in sync.master_slices()]
     order = [[held[place] for place in run.places] for run in sync._runs]
     places = sync._places if isinstance(sync, StreamedSync) else {}
     fragments = [[name for name, at in places.items() if at == k] for k in range(plan.sync_fragments)]
@@ -393,7 +393,7 @@ def owe(plan_text: str, load: str = "", save: str = "") -> dict[str, torch.Tenso
         script.train(0, 3)
     if save:
         script.run.save(save, step=3, model=script.model, optimizer=script.step)
-    return {one.name: one.flat.clone() for one in rare_sync(script.model).owed()}
+    return {one.name: one.flat.clone() for one in rare_sync(script.model).residual_slices()}
 
 
 @pytest.mark.parametrize("compress", ["compress=top:0.05", "compress=int8", ""])

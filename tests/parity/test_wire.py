@@ -22,7 +22,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.states import local_wire_state
 from weft.parallel.zero_flat.model import FlatModel
-from weft.train.model_state import pieces, resume
+from weft.train.model_state import resume, state_slices
 from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.oracles import WireOracle
@@ -150,7 +150,7 @@ def go_on(plan_text: str, first: int, last: int, load: str = "", save: str = "")
         step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
     carried = {name: tensor.clone() for name, tensor in local_wire_state(data_parallel(model))}
     if save:
-        save_slices(Path(save), last, pieces(model, step.optimizer), {}, rank_group(mesh))
+        save_slices(Path(save), last, state_slices(model, step.optimizer), {}, rank_group(mesh))
     weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
     return weights, carried, told
 

@@ -95,8 +95,8 @@ class FakeEngine:
         return RankGroup()
 
     def save(self, *, aside=False):
-        yield SavedSlice.whole("model/line", RawArray.of(self.weights))
-        yield SavedSlice.whole("optimizer/line/momentum", RawArray.of(self.momentum))
+        yield SavedSlice.full("model/line", RawArray.of(self.weights))
+        yield SavedSlice.full("optimizer/line/momentum", RawArray.of(self.momentum))
 
     def state(self):
         return {"fake": True}

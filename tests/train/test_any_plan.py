@@ -29,7 +29,7 @@ from weft.errors import CheckpointError
 from weft.optim.build import build_optimizer
 from weft.optim.rounded_adamw import exact_moment
 from weft.parallel.parallelize import parallelize
-from weft.train.model_state import pieces, resume
+from weft.train.model_state import resume, state_slices
 from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.matrix import layout_of, legal
@@ -86,7 +86,7 @@ def train(
         first = checkpoint.step
     losses = [step(local_microbatches(case.batch(n), plan, mesh.data.rank)).loss for n in range(first, last)]
     if save:
-        save_slices(Path(save), last, pieces(model, step.optimizer), {"plan": str(plan)}, rank_group(mesh))
+        save_slices(Path(save), last, state_slices(model, step.optimizer), {"plan": str(plan)}, rank_group(mesh))
     groups = capture(model, step.optimizer, keep=mesh.rank == 0)
     if mesh.rank:
         return None
@@ -242,7 +242,7 @@ def bytes_read(plan_text: str, load: str) -> tuple[int, int]:
     from weft.parallel.state.gradients import data_parallel
 
     engine = data_parallel(model)
-    held = [*engine.stretches(), *engine.state_slices(step.optimizer)]
+    held = [*engine.model_slices(), *engine.state_slices(step.optimizer)]
     return checkpoint.num_bytes_read, sum(one.flat.nbytes for one in held)
 
 

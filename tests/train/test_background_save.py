@@ -27,7 +27,7 @@ from weft.train.hooks import Progress
 from weft.train.loop import checkpointer as save_thread
 from weft.train.loop import run_checkpoints
 from weft.train.loop.checkpointer import steps_in
-from weft.train.model_state import pieces
+from weft.train.model_state import state_slices
 from weft.train.step.train_step import TrainStep
 
 ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9")
@@ -182,7 +182,7 @@ def behind_training(folder: str, fault: str) -> dict:
     for _ in range(3):
         step(torch.ones(2, 32))
     expected = {name: one.clone() for name, one in capture(model, optimizer)["model"].items()}
-    found = list(pieces(model, optimizer, HostCopies(mesh.device)))
+    found = list(state_slices(model, optimizer, HostCopies(mesh.device)))
     talk = StoreChannel(mesh.rank, 2)
     together = RankGroup(mesh.rank, 2, talk.on_first, talk.gather)
     ended: list[object] = []

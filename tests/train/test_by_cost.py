@@ -191,7 +191,7 @@ def test_a_run_of_steps_by_cost_ends_with_its_epochs_and_goes_on(root):
     whole = prepared(root, "classify", *words, "train.epochs=1.5", "run.name=cost-whole")
     task = find_task(whole.config())
     task.open(whole)
-    steps, places = whole.config().train.steps, task.places()
+    steps, places = whole.config().train.steps, task.step_borders()
     assert places.first(steps) >= 1.5 * task.samples_per_epoch() > places.first(steps - 1)
     assert run_rank(whole).step == steps
     for some in (steps // 2, steps):
@@ -262,7 +262,7 @@ def test_runs_are_as_long_as_the_bound_lets_them(lengths, bound, most_tokens):
             found.append(range(start, stop - 1))
             start = stop - 1
     found.append(range(start, len(lengths)))
-    assert _Runs(longest_first, cost_of, most_tokens).cut(bound) == found
+    assert _Runs(longest_first, cost_of, most_tokens).split_at_cost(bound) == found
 
 
 def test_a_pipeline_and_a_small_bound_are_refused(root):

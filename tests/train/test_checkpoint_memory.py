@@ -15,7 +15,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.model_state import pieces, resume
+from weft.train.model_state import resume, state_slices
 from weft.train.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 
@@ -43,7 +43,7 @@ def peaks(plan_text: str, folder: str, size: int, save: bool) -> tuple[int, int,
     if save:
         step(torch.ones(2, size))
         before = forget_peak()
-        save_slices(Path(folder), 1, pieces(model, optimizer), {}, rank_group(mesh))
+        save_slices(Path(folder), 1, state_slices(model, optimizer), {}, rank_group(mesh))
         states = 0
     else:
         before = forget_peak()

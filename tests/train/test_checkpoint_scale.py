@@ -33,7 +33,7 @@ from weft.checkpoint.save import SavedSlice, save_slices
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
-from weft.train.model_state import pieces
+from weft.train.model_state import state_slices
 from weft.train.step.train_step import TrainStep
 
 
@@ -47,7 +47,7 @@ def saved(plan: str, world: int, rank: int) -> list:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         step = TrainStep(model, optimizer, lambda out, batch: (out.square().sum(), batch.numel()), mesh)
         step(torch.arange(8))
-        return list(pieces(model, optimizer))
+        return list(state_slices(model, optimizer))
     finally:
         dist.destroy_process_group()
 

@@ -110,7 +110,7 @@ def test_descriptions_hold_what_the_operations_make(stored, data):
             size = made[0].shape[dim]
             low = data.draw(st.integers(0, size - 1))
             high = data.draw(st.integers(low + 1, size))
-            joined = [one.cut(dim, low, high) for one in joined]
+            joined = [one.row_range(dim, low, high) for one in joined]
             made = [one.narrow(dim, low, high - low) for one in made]
         else:
             other = data.draw(st.integers(0, made[0].dim() - 1))

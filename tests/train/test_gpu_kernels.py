@@ -127,7 +127,7 @@ def test_a_package_that_is_not_installed_is_named(gpu):
 
 def measured(model, plan=BF16, **settings):
     chosen = GpuKernels(config(**settings), plan, GPU)
-    chosen.follow(model)
+    chosen.choose_convolutions(model)
     return chosen
 
 

@@ -184,7 +184,7 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
 def test_what_makes_tensors_useless_is_found_while_it_is_written(group, value, told, tmp_path):
     groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
     groups[group]["x"] = torch.tensor([0.0, value])
-    pieces = [SavedSlice.whole(f"{group}/{name}", t) for group, found in groups.items() for name, t in found.items()]
+    pieces = [SavedSlice.full(f"{group}/{name}", t) for group, found in groups.items() for name, t in found.items()]
     with nullcontext() if not told else pytest.raises(UnfitError, match=re.escape(told)):
         save_slices(tmp_path, 1, pieces, {}, RankGroup(), look=keeping.refuse_unfit)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *([] if told else ["step_00000001"])]

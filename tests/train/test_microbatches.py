@@ -216,11 +216,11 @@ def test_rows_follow_their_samples_however_they_are_cut():
     device = torch.device("cpu")
     whole = SampleNumbers(range(3), rows=((2, 0, 4),))
     rest = SampleNumbers(range(2, 3), rows=((4,),))
-    assert whole.places(6, device).tolist() == [0, 2**32, *rest.places(4, device).tolist()]
-    assert whole.places(3, device).tolist() == [0, 1, 2]
+    assert whole.row_numbers(6, device).tolist() == [0, 2**32, *rest.row_numbers(4, device).tolist()]
+    assert whole.row_numbers(3, device).tolist() == [0, 1, 2]
     # As many rows of each sample, such as tokens; and patches that a layer joined in pairs.
-    assert whole.places(12, device).tolist() == [n + 2**32 * row for n in range(3) for row in range(4)]
+    assert whole.row_numbers(12, device).tolist() == [n + 2**32 * row for n in range(3) for row in range(4)]
     joined = SampleNumbers((5, 7), rows=((4, 8),))
-    assert joined.places(6, device).tolist() == [5 + 2**32 * row for row in range(2)] + [
+    assert joined.row_numbers(6, device).tolist() == [5 + 2**32 * row for row in range(2)] + [
         7 + 2**32 * row for row in range(4)
     ]

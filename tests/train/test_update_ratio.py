@@ -117,7 +117,7 @@ def test_a_sample_gives_about_the_same(monkeypatch):
     monkeypatch.setattr(update_ratio, "MOST_ELEMENTS", 1)
     assert ratios("precision=fp64", DecoderCase(spec), steps=range(2))[0] == pytest.approx(whole, rel=0.03)
     engine = data_parallel(parallelize(DecoderCase(spec).model(), build_mesh(Plan.parse("precision=fp64"))))
-    ((weights, seen),) = update_ratio.UpdateRatio(engine, torch.device("cpu"))._places()
+    ((weights, seen),) = update_ratio.UpdateRatio(engine, torch.device("cpu"))._sampled_views()
     every = sum(one.numel() for one, _ in engine.counted_weights())
     assert weights.numel() == sum(view.numel() for view in seen) < 0.05 * every
     assert float(weights.sum()) == pytest.approx(every)

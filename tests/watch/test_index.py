@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.watch.made_run import MadeRun
 from weft.errors import ConfigError
 from weft.monitor.dashboard.history import BoundedSeries, RankHeat, StepColumns, bucket_edges, thinned
-from weft.monitor.dashboard.routes import beside, config_of, curves, heat, marks, run_line
+from weft.monitor.dashboard.routes import config_of, curves, heat, marks, planned_and_measured, run_line
 from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 
 MADE = MadeRun(
@@ -26,7 +26,7 @@ MADE = MadeRun(
 def everything(run: RunIndex):
     line = {key: value for key, value in run_line(run).items() if key != "version"}
     curve = {key: value for key, value in curves(run, -1, 2**62, 50).items() if key != "version"}
-    return line, curve, heat(run), marks(run), beside(run), config_of(run)
+    return line, curve, heat(run), marks(run), planned_and_measured(run), config_of(run)
 
 
 def test_a_log_that_grows_under_the_reader_is_read_like_one_that_is_whole(tmp_path):

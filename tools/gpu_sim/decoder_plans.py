@@ -153,7 +153,7 @@ def _some_steps(plan: Plan, device: PaperDevice, subject: PaperModel, noted: lis
     if noted is not None and device.clock.notes is not None:
         noted.append(device.clock.notes)
         device.clock.notes = None
-    step.arrive()  # weights that the next forward would wait for
+    step.wait_for_weights()  # weights that the next forward would wait for
     device.wait_unawaited()
     over_s = ledger.seconds_between(before, after)
     return replace(report, races=dict(device.races.found), over_s=over_s, outlived=device.outlived())

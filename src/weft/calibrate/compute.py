@@ -345,7 +345,7 @@ def loss_b(place: TensorPlacement, t: int, v: int) -> Call:
     return _backward(F.cross_entropy(logits.float(), labels, reduction="sum"), logits)
 
 
-def cut_loss(place: TensorPlacement, t: int, v: int) -> Call:
+def sharded_loss(place: TensorPlacement, t: int, v: int) -> Call:
     """Return a call of the vocabulary-parallel loss without its products: hidden states have width 1."""
     x, weight = place.normal(1, t, 1, trained=True), place.normal(v, 1, trained=True)
     labels, line = place.labels(t, v).view(1, t), SharedLayer(Axis("tp", 1, 0, (0,)))
@@ -445,7 +445,7 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
             block_b,
         )
     },
-    **{name.__name__: (name, lambda t, d: 2 * t * d) for name in (add, add_to, copy, loss_f, loss_b, cut_loss)},
+    **{name.__name__: (name, lambda t, d: 2 * t * d) for name in (add, add_to, copy, loss_f, loss_b, sharded_loss)},
     "embedding": (embedding, lambda t, d, v: v * d + t * d),
     "adamw": (adamw, lambda params: 4 * params),
     "clip": (clip, lambda params: params),

@@ -26,7 +26,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.object_store import Location, located
 from weft.checkpoint.read import Part
-from weft.checkpoint.read_tensors import SliceReader, TensorGroup, whole
+from weft.checkpoint.read_tensors import SliceReader, TensorGroup, read_bytes
 from weft.checkpoint.safetensors_files import (
     RawArray,
     header_problems,
@@ -150,7 +150,7 @@ class Checkpoint:
         """Return the full array "group/name", without torch."""
         group, _, name = path.partition("/")
         entry = self.entries(group)[name]
-        data = whole(entry, lambda part, out: self.read(group, name, part, 0, out))
+        data = read_bytes(entry, lambda part, out: self.read(group, name, part, 0, out))
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:

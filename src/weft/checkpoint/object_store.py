@@ -260,7 +260,7 @@ class StoreTarget:
         found = (name for name in names if folders.step_in_name(name) is not None and f"{name}{_ASIDE}" not in names)
         return sorted(folders.step_folder(self._root / name) for name in found)
 
-    def hold(self, held: contextlib.ExitStack) -> None:
+    def lock(self, held: contextlib.ExitStack) -> None:
         pass
 
     def prepare(self, held: contextlib.ExitStack) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.checkpoint import strict_json
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
-from weft.checkpoint.read import Box, BoxView, Part, meet
+from weft.checkpoint.read import Box, BoxView, Part, intersect_boxes
 from weft.checkpoint.read_tensors import SliceReader
 from weft.checkpoint.safetensors_files import RangedTensors, torch_formats
 from weft.errors import CheckpointError
@@ -221,7 +221,7 @@ class Joined:
         shape = parts[0].shape
         return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
-    def cut(self, dim: int, low: int, high: int) -> Joined:
+    def row_range(self, dim: int, low: int, high: int) -> Joined:
         """Return a range of rows of a dim.
 
         Args:
@@ -233,7 +233,7 @@ class Joined:
         wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
         pieces = list[_TensorSlice]()
         for piece in self.pieces:
-            common = meet(piece.box(), wanted)
+            common = intersect_boxes(piece.box(), wanted)
             if common is None:
                 continue
             moved = [common[each][0] - piece.corner[each] for each in piece.dims]
@@ -368,7 +368,7 @@ class JoinedTensors:
             boxes = [(piece, piece.box()) for piece in joined.pieces]
             for view in part.views(start, start + len(target)):
                 for piece, box in boxes:
-                    common = meet(view.box, box)
+                    common = intersect_boxes(view.box, box)
                     if common is not None:
                         self._copy(target, view, piece, common)
         except (CheckpointError, OSError) as error:
@@ -509,7 +509,7 @@ def _split_part(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence
         raise _NotDescribed
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     cuts = zip(targets, sizes, ends, strict=True)
-    return {target: [whole.cut(dim, end - size, end)] for target, size, end in cuts}
+    return {target: [whole.row_range(dim, end - size, end)] for target, size, end in cuts}
 
 
 def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

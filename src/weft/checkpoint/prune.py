@@ -47,7 +47,7 @@ def prune_checkpoints(
         return []
     try:
         with contextlib.ExitStack() as held:
-            target.hold(held)
+            target.lock(held)
             doomed, dead = _doomed(target, keep, {best_step, *spared}, whole)
             if delete:
                 target.remove([folder.path for folder in (*doomed, *dead)])
@@ -113,7 +113,7 @@ def _each_aside(target: Target, found: list[StepFolder], act: Callable[[Location
         return []
     try:
         with contextlib.ExitStack() as held:
-            target.hold(held)
+            target.lock(held)
             moved = [act(folder.path) for folder in found]
     except OSError as error:
         raise CheckpointError(f"{target.setting}: checkpoints could not be set aside ({error.strerror}).") from error

@@ -218,7 +218,7 @@ def assign_evenly(ranks: Sequence[int], length: int, times: int, *, start: int =
     return OwnershipMap(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
 
 
-def meet(one: Box, other: Box) -> Box | None:
+def intersect_boxes(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes, or None if it is empty."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(low >= high for low, high in found) else found

@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, Slice, TensorEntry, shard_name
 from weft.checkpoint.object_store import Location
-from weft.checkpoint.read import Box, BoxView, OwnershipMap, Part, meet
+from weft.checkpoint.read import Box, BoxView, OwnershipMap, Part, intersect_boxes
 from weft.checkpoint.safetensors_files import RangedTensors, RawArray, open_tensors, tensor_of
 from weft.checkpoint.targets import target_at
 from weft.errors import CheckpointError
@@ -110,7 +110,7 @@ class _Source:
         """Copy a range of the part, if the requested part is the stored one."""
         for rank, low, high in self._ownership.runs(start, end, self._numel):
             first, last = max(low, start), min(high, end)
-            file, offset = self._place(rank, high - low)
+            file, offset = self._locate(rank, high - low)
             self._fill(target[first - start : last - start], file, offset + (first - low) * self._width)
 
     def copy_view(self, target: np.ndarray, want: BoxView) -> None:
@@ -120,14 +120,14 @@ class _Source:
             return
         for rank, low, high in self._ownership.runs(*span, self._numel):
             start = max(low, span[0])
-            file, offset = self._place(rank, high - low)
+            file, offset = self._locate(rank, high - low)
             for have in self._part.views(start, min(high, span[1])):
-                box = meet(have.box, want.box)
+                box = intersect_boxes(have.box, want.box)
                 if box is not None:
                     there = offset + (start - low + have.at(box)) * self._width
                     self._copy_box(target[want.at(box) :], want.strides, file, there, have.strides, box)
 
-    def _place(self, rank: int, numel: int) -> tuple[RangedTensors, int]:
+    def _locate(self, rank: int, numel: int) -> tuple[RangedTensors, int]:
         name = self._entry.file or shard_name(self._group, rank)
         file = self._reader.file(name)
         stored = file.tensors.get(self._name)
@@ -188,7 +188,7 @@ class _Source:
         out[...] = window.reshape(out.shape)
 
 
-def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
+def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
     """Return all bytes of a tensor, row-major."""
     data = bytearray(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype])
     if data:
@@ -212,7 +212,7 @@ class TensorGroup(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         if entry.slices:
-            data = whole(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
+            data = read_bytes(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
             return tensor_of(RawArray(entry.dtype, entry.shape, data))
         if entry.file not in self._handles:
             self._handles[entry.file] = open_tensors(self._folder / entry.file)

@@ -83,7 +83,7 @@ def save_checkpoint(
     # Keep a reference to every tensor: a mapping that creates tensors on access could reuse the address of another.
     tensors = {group: dict(members) for group, members in tensors.items()}
     check_step(step)
-    entries = {group: _place(group, members, max_file_bytes) for group, members in tensors.items()}
+    entries = {group: _assign_files(group, members, max_file_bytes) for group, members in tensors.items()}
     state_text = strict_json.encode(dict(state), "state")
     with disk_errors_as_checkpoint_errors(root, step), contextlib.ExitStack() as held:
         prepare(root, held)
@@ -126,7 +126,7 @@ def prepare(root: Location, held: contextlib.ExitStack) -> None:
     _finish_replacements(target, root)
 
 
-def _place(group: str, members: Mapping[str, Tensor | RawArray], max_file_bytes: int) -> dict[str, TensorEntry]:
+def _assign_files(group: str, members: Mapping[str, Tensor | RawArray], max_file_bytes: int) -> dict[str, TensorEntry]:
     """Choose a file for each tensor of a group, and find the names that share one tensor."""
     if not GROUP_NAME.fullmatch(group):
         raise CheckpointError(f"tensors: {group!r} cannot name a group. Use lower-case letters, digits and '_'.")
@@ -305,7 +305,7 @@ class SavedSlice:
     data: Tensor | RawArray
 
     @classmethod
-    def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedSlice:
+    def full(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedSlice:
         """Return the slice for a tensor that only one rank has.
 
         Args:

@@ -65,7 +65,7 @@ class Target(Protocol):
         """List all folders with names of checkpoints, complete or not, oldest step first."""
         ...
 
-    def hold(self, held: contextlib.ExitStack) -> None:
+    def lock(self, held: contextlib.ExitStack) -> None:
         """Lock out other writers until `held` closes, if the target has locks."""
 
     def prepare(self, held: contextlib.ExitStack) -> None:
@@ -169,14 +169,14 @@ class FolderTarget:
     def step_folders(self) -> list[StepFolder]:
         return folders.step_folders(self._root)
 
-    def hold(self, held: contextlib.ExitStack) -> None:
+    def lock(self, held: contextlib.ExitStack) -> None:
         held.enter_context(folders.writer_lock(self._root))
 
     def prepare(self, held: contextlib.ExitStack) -> None:
         if not self._root.exists():
             self._root.mkdir(parents=True)
             folders.sync_folder(self._root.parent)
-        self.hold(held)
+        self.lock(held)
         folders.remove_debris(self._root)
 
     def clear_debris(self) -> None:

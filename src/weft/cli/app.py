@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from weft.cli.console import complain, paint, say
+from weft.cli.console import complain, paint, print_line
 from weft.errors import ConfigError, WeftError, did_you_mean
 
 
@@ -127,7 +127,7 @@ def run(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     if code == 130:
-        say("interrupted.")
+        print_line("interrupted.")
     return code if isinstance(code, int) else 0
 
 
@@ -175,7 +175,7 @@ def _current_form(args: list[str]) -> list[str]:
     if new is None:
         return args
     now = [*new.split(), *rest]
-    say(f"weft {old} goes in the next release. Use: weft {shlex.join(now)}")
+    print_line(f"weft {old} goes in the next release. Use: weft {shlex.join(now)}")
     return now
 
 
@@ -197,7 +197,7 @@ def show_error(error: WeftError) -> None:
     from weft.cli.launch.launch import RankFailed, Stopped  # not imported for commands without ranks
 
     if isinstance(error, Stopped):
-        say(str(error))
+        print_line(str(error))
     elif isinstance(error, ConfigError):
         for problem in error.problems:
             complain(str(problem))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft import env
-from weft.cli.console import progress_report, say, table
+from weft.cli.console import print_line, progress_report, table
 from weft.errors import ConfigError, Problem
 from weft.units import counted, format_bytes, format_seconds
 
@@ -76,8 +76,10 @@ def calibrate(
     print("\n".join(_lines(found)))
     for dtype in dtypes.split(","):
         if dtype not in found.formats(max(found.ranks)):
-            say(f"the budget ran out before {dtype} was measured with {max(found.ranks)} ranks. Use e.g. --budget 5m.")
-    say(
+            print_line(
+                f"the budget ran out before {dtype} was measured with {max(found.ranks)} ranks. Use e.g. --budget 5m."
+            )
+    print_line(
         f"{path}: {len(found.samples)} measurements in {found.took_s:.0f} s. To plan with it, run: weft plan MODEL here"
     )
 
@@ -96,7 +98,7 @@ def _measure_links(seconds: float, out: Path | None) -> None:
         found.save(path)
     if is_first:
         print("\n".join(_link_lines(found)))
-        say(
+        print_line(
             f"{path} on each host: {len(found.samples)} measurements in {found.took_s:.0f} s. launch.route=auto "
             + ("reads it." if out is None else f"reads it with: weft train ... launch.links={path}")
         )

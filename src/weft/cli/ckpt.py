@@ -16,7 +16,7 @@ from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath, located
 from weft.checkpoint.targets import target_at
-from weft.cli.console import say, seconds_of, table
+from weft.cli.console import print_line, seconds_of, table
 from weft.errors import CheckpointError, ConfigError, nearest_name
 from weft.train.folder import RunFolder
 from weft.units import counted, format_bytes
@@ -328,7 +328,7 @@ def export(
     opened = load_checkpoint(one_of(run if step is None else f"{run}@{step}"), verify=True)
     trained = None if own_names or like is not None or group != "model" else _trained(run)
     files = export_weights(opened, folder, group=group, dtype=dtype, like=like, run=trained, merged=merge)
-    say(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
+    print_line(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
 
 
 def _trained(run: str) -> RunFolder | None:
@@ -363,9 +363,9 @@ def prune(
     found = f"{counted(len(gone), 'checkpoint')}, {format_bytes(sum(sizes.get(path, 0) for path in gone))}"
     _print([f"{'deleted' if yes else 'would delete'} {path}" for path in gone])
     if yes or not gone:
-        say(f"deleted {found}.")
+        print_line(f"deleted {found}.")
     else:
-        say(f"dry run: add --yes to delete {found}.")
+        print_line(f"dry run: add --yes to delete {found}.")
 
 
 @app.command("import")
@@ -400,9 +400,9 @@ def import_them(
     root = place if is_root else place / "checkpoints"
     found = bring_in(folder_of("SOURCE", source), root, step=step, model_key=model, limit_s=limit_s)
     counts = f"{counted(found.num_weights, 'weight')} and {counted(found.num_states, 'optimizer state')}"
-    say(f"imported {counts} of {found.kind}, step {found.step}, into {found.path}.")
+    print_line(f"imported {counts} of {found.kind}, step {found.step}, into {found.path}.")
     if found.left_out:
-        say(f"skipped, because Weft's checkpoints cannot store it: {_listed(found.left_out)}.")
+        print_line(f"skipped, because Weft's checkpoints cannot store it: {_listed(found.left_out)}.")
 
 
 @app.command()
@@ -422,9 +422,9 @@ def convert(
     files, left_out = convert_pickles(
         folder_of("SOURCE", source), folder_of("FOLDER", out), dtype=dtype, limit_s=seconds_of("--limit", limit)
     )
-    say(f"the weights of {source} are in {out}: {', '.join(file.name for file in files)}.")
+    print_line(f"the weights of {source} are in {out}: {', '.join(file.name for file in files)}.")
     if left_out:
-        say(f"skipped, because it is no weight: {_listed(left_out)}.")
+        print_line(f"skipped, because it is no weight: {_listed(left_out)}.")
 
 
 def _listed(names: Sequence[str]) -> str:

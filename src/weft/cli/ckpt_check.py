@@ -54,7 +54,7 @@ class CheckedCheckpoint:
     damages: tuple[DamagedFile, ...] = ()
 
     @property
-    def word(self) -> str:
+    def verdict(self) -> str:
         """The verdict in short form."""
         return "unfinished" if not self.finished else "damaged" if self.damages else "whole"
 
@@ -68,19 +68,19 @@ class Inspection:
     @property
     def newest_complete(self) -> CheckedCheckpoint | None:
         """The checkpoint from which a run would resume."""
-        return next((one for one in reversed(self.verdicts) if one.word == "whole"), None)
+        return next((one for one in reversed(self.verdicts) if one.verdict == "whole"), None)
 
     @property
     def exit_code(self) -> int:
         """0 if all finished checkpoints are valid; 1 if some are damaged, or none is valid."""
-        return int(any(one.word == "damaged" for one in self.verdicts) or self.newest_complete is None)
+        return int(any(one.verdict == "damaged" for one in self.verdicts) or self.newest_complete is None)
 
     def lines(self) -> list[str]:
         """Return lines for users."""
         told = []
         for one in self.verdicts:
-            why = ": it has no COMMIT file, so its save never completed" if one.word == "unfinished" else ""
-            told.append(f"{one.path.name}  {one.word}{why}")
+            why = ": it has no COMMIT file, so its save never completed" if one.verdict == "unfinished" else ""
+            told.append(f"{one.path.name}  {one.verdict}{why}")
             told += [f"  {line}" for damage in one.damages for line in damage.lines()]
         newest = self.newest_complete
         told.append(
@@ -95,7 +95,7 @@ class Inspection:
             {
                 "step": one.step,
                 "path": str(one.path),
-                "state": one.word,
+                "state": one.verdict,
                 "damages": [{"problem": d.problem, "file": d.file, "tensors": list(d.tensors)} for d in one.damages],
             }
             for one in self.verdicts

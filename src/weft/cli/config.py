@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.console import say, split_words
+from weft.cli.console import print_line, split_words
 from weft.config.config_rules import config_problems
 from weft.config.files import format_config, run_name
 from weft.errors import ConfigError
@@ -43,9 +43,11 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
     if imported.typos:
         count = len(imported.typos)
         keys = "1 key is" if count == 1 else f"{count} keys are"
-        say(f"warning: {keys} unknown to DeepSpeed and ignored: {', '.join(line.key for line in imported.typos)}.")
+        print_line(
+            f"warning: {keys} unknown to DeepSpeed and ignored: {', '.join(line.key for line in imported.typos)}."
+        )
     if out is not None:
-        say(f"wrote {out}.")
+        print_line(f"wrote {out}.")
 
 
 def refusals(imported: Imported) -> list[str]:

@@ -30,7 +30,7 @@ def paint(text: str, style: str, stream: TextIO) -> str:
     return f"\033[{_STYLES[style]}m{text}\033[0m" if use_colour(stream) else text
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print one line of the command on stderr."""
     print(f"{paint('weft:', 'weft', sys.stderr)} {_incompatible_setting('weft: ', text)}", file=sys.stderr, flush=True)
 

@@ -13,7 +13,7 @@ import typer
 from weft import units
 from weft.cli.console import progress_report
 from weft.monitor.plots import GridSample, check_grid, draw_grid
-from weft.monitor.terminal import tell
+from weft.monitor.terminal import print_wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,14 +96,14 @@ def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None
 
     with progress_report(sys.stderr) as report:
         source = task.media(split, report)
-    tell(sys.stdout, task.data_lines(), indent=2)
+    print_wrapped(sys.stdout, task.data_lines(), indent=2)
     made = task.made(source, split)
     for place in which:
         epoch, index = task.shown(place, split)
         typer.echo(f"\n--- sample {place}, epoch {epoch}: {task.described(index, split)}")
-        tell(sys.stdout, described(made.in_epoch(epoch, index)), indent=2)
+        print_wrapped(sys.stdout, described(made.in_epoch(epoch, index)), indent=2)
     if sheet is not None:
-        draw_grid(sheet, [task.sheet_entry(place, split) for place in which])
+        draw_grid(sheet, [task.grid_entry(place, split) for place in which])
         typer.echo(f"drawn in {sheet}")
 
 
@@ -168,7 +168,7 @@ def _prepare(task: DecoderTask) -> PreparedData:
     section = task.config.data
     told = section if section.check == "off" else section.model_copy(update={"check": "warn"})
     prepared = check_trainable(prepared, told, task.config.train.seq_len)
-    tell(sys.stdout, prepared.summary, indent=2)
+    print_wrapped(sys.stdout, prepared.summary, indent=2)
     return prepared
 
 

@@ -23,7 +23,7 @@ from weft import env
 from weft.cli.console import paint
 from weft.cli.launch.launch import usable_cores
 from weft.errors import install_extra
-from weft.monitor.terminal import tell
+from weft.monitor.terminal import print_wrapped
 from weft.units import format_bytes
 
 #: fail: training cannot work here. warn: it works completely or in part, but a change is recommended.
@@ -539,7 +539,7 @@ def doctor(
     elif markdown:
         print(f"```\n{text(lines, plain=True)}\n```")
     else:
-        tell(sys.stdout, [text(lines)], indent=_TEXT_COLUMN)
+        print_wrapped(sys.stdout, [text(lines)], indent=_TEXT_COLUMN)
     if not is_healthy:
         raise typer.Exit(1)
 

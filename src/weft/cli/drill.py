@@ -20,7 +20,7 @@ import typer
 
 from weft import env
 from weft.checkpoint.load import list_checkpoints
-from weft.cli.console import say, table
+from weft.cli.console import print_line, table
 from weft.cli.launch.launch import count_ranks, usable_cores, visible_gpus
 from weft.config.files import load_config
 from weft.errors import ConfigError, LaunchError, did_you_mean
@@ -351,7 +351,7 @@ def drill(
     kinds = chosen(faults, num_ranks)
     if config.train.epochs is not None:
         raise ConfigError("train.epochs: a drill counts steps. Use a config without train.epochs.")
-    place = _place(keep)
+    place = _drill_folder(keep)
     given = [
         *words, f"run.dir={place}", f"train.steps={steps}", f"checkpoint.every={every}", "checkpoint.keep=3",
         "train.max_bad_steps=0", "train.on_bad=restart", "launch.restarts=3", "launch.restart_pause=1s",
@@ -371,7 +371,7 @@ def drill(
             with (place / ROWS_NAME).open("a") as out:  # a drill takes long, so write each result
                 out.write(json.dumps({**row.as_json(), "seed": seed}) + "\n")
             told = "survived" if row.survived else row.error or row.state
-            say(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
+            print_line(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
     finally:
         if keep is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -403,7 +403,7 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
 
 
-def _place(keep: Path | None) -> Path:
+def _drill_folder(keep: Path | None) -> Path:
     if keep is None:
         return Path(tempfile.mkdtemp(prefix="weft-drill-"))
     if keep.exists():
@@ -414,7 +414,7 @@ def _place(keep: Path | None) -> Path:
 
 def _undisturbed(words: list[str], place: Path, limit_s: float) -> RunFolder:
     """Run the config without faults for comparison. Raise LaunchError if it fails."""
-    say(f"the undisturbed run, then {len(KINDS)} kinds of fault at most; the runs are in {place}")
+    print_line(f"the undisturbed run, then {len(KINDS)} kinds of fault at most; the runs are in {place}")
     command = [sys.executable, "-m", "weft", "train", *words, "run.name=undisturbed"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=env.child_env())

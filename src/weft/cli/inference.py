@@ -14,7 +14,7 @@ import typer
 
 from weft import env
 from weft.cli.ckpt import ONE_HELP, one_of
-from weft.cli.console import say, table
+from weft.cli.console import print_line, table
 from weft.errors import ConfigError, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def generate(
     ] = False,
 ) -> None:
     """Answer a question with a model that was trained on conversations, or continue a text with any other."""
-    _refuse_together(raw=raw, system=system, messages=messages, chat=chat, prompt=prompt)
+    _refuse_conflicts(raw=raw, system=system, messages=messages, chat=chat, prompt=prompt)
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
     if not (run / "config.json").is_file() or (run / "config.toml").is_file():
         refuse_no_run(run)
@@ -85,7 +85,7 @@ def generate(
         print(text + model.continue_text(text, section, seed, stops))
 
 
-def _refuse_together(*, raw: bool, system: str, messages: Path | None, chat: bool, prompt: str | None) -> None:
+def _refuse_conflicts(*, raw: bool, system: str, messages: Path | None, chat: bool, prompt: str | None) -> None:
     if raw and (system or messages or chat):
         raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
     if messages is not None and (chat or prompt is not None):
@@ -193,13 +193,13 @@ def evaluate(
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".weft-eval-") as work:
         model = _written(opened, folder, Path(work) / "model", dtype)
         found = _figures(model, known, names, batch_size, settings)
-    file = _kept(folder.path / "evals" / f"step_{opened.step:08d}.json", found)
+    file = _store_results(folder.path / "evals" / f"step_{opened.step:08d}.json", found)
     if as_json:
         print(json.dumps({"step": opened.step, "tasks": found}, indent=1))
         return
     for line in _table(found):
         print(line)
-    say(f"step {opened.step} of {folder.path}: also in {file}.")
+    print_line(f"step {opened.step} of {folder.path}: also in {file}.")
 
 
 def _known_tasks(folder: Path | None) -> Any:
@@ -278,7 +278,7 @@ def _figures(
     }
 
 
-def _kept(file: Path, found: dict[str, dict[str, Any]]) -> Path:
+def _store_results(file: Path, found: dict[str, dict[str, Any]]) -> Path:
     """Store results together with those for other tasks at the same step."""
     file.parent.mkdir(exist_ok=True)
     before = json.loads(file.read_text()) if file.is_file() else {}

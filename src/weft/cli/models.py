@@ -24,13 +24,13 @@ def layout(
     The model is built on the meta device and needs no memory. Use an edited file with layout="FILE" in a config,
     `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
-    from weft.cli.console import say
+    from weft.cli.console import print_line
     from weft.config.model_spec import size_hides
     from weft.models.inspect.find_layout import explain_layout
     from weft.parallel.tensor.read_layout import check_layout
 
     if note := size_hides(model):
-        say(note)
+        print_line(note)
     built, example = build_model(model)
     found = explain_layout(built, example)
     width = max(len(pattern) for pattern, _ in found.layout.pairs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft import env
-from weft.cli.console import say
+from weft.cli.console import print_line
 from weft.cli.plan_view import Findings, print_findings, print_json
 from weft.errors import ConfigError, PlanError, Problem, WeftError
 from weft.planner.measured.laws import learn, lesson_words
@@ -157,8 +157,8 @@ def learn_from(run: Path, path: Path | None) -> None:
     profile = learn(run, load_profile(path))
     told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or ("no factor to learn")
     profile.save(path)
-    say(f"{run} measured over planned: {told}")
-    say(f"{path}: from now on {lesson_words(profile) or 'as it was measured'}")
+    print_line(f"{run} measured over planned: {told}")
+    print_line(f"{path}: from now on {lesson_words(profile) or 'as it was measured'}")
 
 
 # `weft plan`: the best plans for a model on a cluster, with reasons. Does not import torch.
@@ -298,14 +298,14 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
 
     Only tracing needs torch.
     """
-    from weft.cli.console import say
+    from weft.cli.console import print_line
     from weft.config.model_spec import size_hides
     from weft.config.toml_values import MODEL_CODE
     from weft.config.traced_model import TracedModel
     from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
 
     if note := size_hides(model):
-        say(note)
+        print_line(note)
     if model.endswith(".toml") and (task := _task_of(model)) is not None:
         return task.describe()
     found: str | TracedModel | PlannedModel = model
@@ -327,7 +327,7 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
         rule = "only what is traced is saved, and this model is read from a config"
         raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
     traced.save(save)
-    say(f"wrote {save}.")
+    print_line(f"wrote {save}.")
     return found
 
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.console import say
+from weft.cli.console import print_line
 from weft.errors import ConfigError
 from weft.planner.report import tables as report
 from weft.planner.report.explanation import explain, fit_words
@@ -364,7 +364,7 @@ def write_config(best: Candidate, path: Path) -> None:
     _write(path, text.encode())
     for line in text.splitlines():
         if line.startswith("# fill in: "):
-            say(line.removeprefix("# "))
+            print_line(line.removeprefix("# "))
 
 
 def _picture(drawing: Drawing, path: Path) -> bytes:
@@ -414,4 +414,4 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{path}: it cannot be written ({error.strerror}). Use another path.") from error
-    say(f"wrote {path}.")
+    print_line(f"wrote {path}.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.ckpt_check import changed_values, flat
-from weft.cli.console import say, table
+from weft.cli.console import print_line, table
 from weft.errors import ConfigError, LaunchError, PlanError, nearest_name
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _request(run: Path, action: str, done: str, why: str, *, factor: float = 0.5
         raise ConfigError(f"{run}: no command trains in this folder. Start it: weft runs resume {run}.")
     for one in training:
         ask(one.path, RunRequest(action, why, "a person", since, factor))
-        say(f"{one.path}: {done}.")
+        print_line(f"{one.path}: {done}.")
 
 
 @app.command()
@@ -306,12 +306,12 @@ def resume(
             raise ConfigError(f"{word}: this is no setting. Write key=value, such as optimizer.lr=1e-4.")
     config = with_settings(folder.config(), words)
     training = [one for one in folder.with_replicas() if _trains(one)]
-    paused = [one for one in training if PauseFiles(one.path).is_held]
+    paused = [one for one in training if PauseFiles(one.path).is_paused]
     if training and not paused:
         raise ConfigError(f"{run}: this run is not paused, it trains. Run `weft runs pause {run}` to pause it.")
     for one in paused:
-        PauseFiles(one.path).say(words)
-        say(f"{one.path}: resumes{' with ' + ' '.join(words) if words else ''}")
+        PauseFiles(one.path).write_answer(words)
+        print_line(f"{one.path}: resumes{' with ' + ' '.join(words) if words else ''}")
     if not training:
         from weft.cli.launch.spec import LaunchSpec
         from weft.cli.train import execute
@@ -334,14 +334,15 @@ def send(run: Run) -> None:
         raise ConfigError(f"{run}: its config has no sink that keeps a past. Add a table [[sink]] to its config.toml.")
     values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
     pumps = [
-        Pump(one.name or one.kind, make_sink, SinkJob(one, folder.path, config.run.name, values), say) for one in wanted
+        Pump(one.name or one.kind, make_sink, SinkJob(one, folder.path, config.run.name, values), print_line)
+        for one in wanted
     ]
     for pump in pumps:
         pump.start()
         pump.finish()
     for pump in pumps:
         pump.join()
-    say(f"{run}: all is sent")
+    print_line(f"{run}: all is sent")
 
 
 def _trains(folder: RunFolder) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft import env
-from weft.cli.console import say, split_words
+from weft.cli.console import print_line, split_words
 from weft.cli.launch.fork_server import rank_starter
 from weft.cli.launch.launch import count_ranks, process_age_s, usable_cores, visible_gpus
 from weft.cli.launch.rank import RankInputs, train_rank
@@ -83,7 +83,7 @@ def execute(spec: LaunchSpec) -> None:
     launch = spec.config.launch.model_copy(update={"ranks": "all"})
     plan = Plan.parse(spec.config.plan, num_ranks).format()
     config = spec.config.model_copy(update={"plan": plan, "launch": launch})
-    if code := Replicas(config, gpus, cores, spec.command, say).run():
+    if code := Replicas(config, gpus, cores, spec.command, print_line).run():
         raise typer.Exit(code)
 
 
@@ -114,15 +114,15 @@ def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
             folder = starter.prepare(spec.preparation(settled, ranks, ranks))
             if not monitored:  # after preparing the folder, so that a refused run leaves nothing
                 spec.report_prepared()
-                until_over.enter_context(monitor_process(folder.path, settled, say))
+                until_over.enter_context(monitor_process(folder.path, settled, print_line))
                 monitored.append(folder.path)
             began, key = time.monotonic() - process_age_s(), secrets.token_hex(32)
             inputs = RankInputs(folder.texts, began, spec.command, home, asdict(world) if world else None, key)
             settings = json.dumps(asdict(inputs)).encode()
-            launch_ranks(starter, ranks, folder.logs, cores=cores, settings=settings, lock=lock, notice=say)
+            launch_ranks(starter, ranks, folder.logs, cores=cores, settings=settings, lock=lock, notice=print_line)
 
         copied = copies.newest_step if copies is not None else lambda: None
-        Restarts(config, own, num_ranks, say, copied=copied).keep(attempt)
+        Restarts(config, own, num_ranks, print_line, copied=copied).keep(attempt)
 
 
 def _rendezvous(spec: LaunchSpec) -> AbstractContextManager[None]:
@@ -131,7 +131,7 @@ def _rendezvous(spec: LaunchSpec) -> AbstractContextManager[None]:
         return nullcontext()
     from weft.cli.launch.replicas import rendezvous_server
 
-    return rendezvous_server(spec.config, spec.world, say)
+    return rendezvous_server(spec.config, spec.world, print_line)
 
 
 def _run_rank(spec: LaunchSpec) -> None:
@@ -170,16 +170,16 @@ def _prepare_on_first_rank(spec: LaunchSpec, message: RankZeroMessage | None, he
     try:
         held.enter_context(run_lock(run_folder(spec.config).path, spec.config.run.mode))
         config = config_for_world_size(spec.config, spec.rank.world_size)
-        folder = spec.preparation(config, spec.rank.world_size, spec.rank.local_world_size).here()
+        folder = spec.preparation(config, spec.rank.world_size, spec.rank.local_world_size).prepare_locally()
         held.enter_context(_rendezvous(spec))
-        held.enter_context(monitor_process(folder.path, folder.config(), say))
+        held.enter_context(monitor_process(folder.path, folder.config(), print_line))
         result = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:
         result = {"exit_code": exit_code_of(error)}
         raise
     finally:
         if message is not None:
-            message.say(json.dumps(result).encode())
+            message.send(json.dumps(result).encode())
             if "exit_code" in result:
                 message.wait_until_received()
     return folder
@@ -191,7 +191,7 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
 
-    result = _checked_message(message.hear(), spec.config)
+    result = _checked_message(message.receive(), spec.config)
     if "exit_code" in result:
         raise typer.Exit(result["exit_code"])
     # Fill this machine's token cache, unless it shares one with rank 0.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.console import say
+from weft.cli.console import print_line
 from weft.config.plan import Plan
 from weft.errors import ConfigError, PlanError
 
@@ -71,7 +71,7 @@ def verify(
     from weft.verify.subject import Settings, find_subject
 
     if note := size_hides(model):
-        say(note)
+        print_line(note)
     batch = global_batch or (4 * all_ranks if all_ranks else 8)
     settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
     subject = find_subject(model, settings)
@@ -125,7 +125,7 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
         print(json.dumps(verdict.to_json()))
     else:
         for note in verifier.notes:
-            say(note)
+            print_line(note)
         print("\n".join(describe(verdict)))
     return 0 if verdict.passed else 1
 
@@ -148,12 +148,12 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
     number, count = choice.part
     layouts = len({layout_of(plan) for plan in every})
     of = f"; part {number} of {count}" if count > 1 else ""
-    say(f"{len(every)} legal plans of {num_ranks} ranks, {layouts} layouts{of}")
+    print_line(f"{len(every)} legal plans of {num_ranks} ranks, {layouts} layouts{of}")
     start = time.perf_counter()
     verdicts: list[Verdict] = []
     with Verifier(subject, num_ranks) as verifier:
         for note in verifier.notes:
-            say(note)
+            print_line(note)
         for plan in sweep.part(number, count) if count > 1 else sweep.plans():
             verdict = verifier.verify(plan)
             verdicts.append(verdict)

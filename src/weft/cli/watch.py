@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.console import say
+from weft.cli.console import print_line
 from weft.cli.runs import PriceOption, Run
 from weft.errors import ConfigError, LaunchError
 
@@ -105,7 +105,7 @@ def watch(
         return
     from weft.monitor.dashboard.server import Serving, serve
 
-    serve(root, Serving(host, port, tuple(name or ()), token_file, tls_cert, tls_key, cost, _resume), say)
+    serve(root, Serving(host, port, tuple(name or ()), token_file, tls_cert, tls_key, cost, _resume), print_line)
 
 
 def _resume(folder: Path) -> None:
@@ -113,6 +113,6 @@ def _resume(folder: Path) -> None:
     from weft.monitor.alerts import PauseFiles
 
     pause = PauseFiles(folder)
-    if not pause.is_held:
+    if not pause.is_paused:
         raise LaunchError(f"No command waits in {folder} any more. Start it there: weft runs resume {folder}.")
-    pause.say([])
+    pause.write_answer([])

@@ -179,7 +179,7 @@ class Topology:
         """Return the logical cores that share a physical core with `core`, including `core`."""
         return self._cores(self.sys / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list") or Cores({core})
 
-    def given(self) -> Cores:
+    def allowed_cores(self) -> Cores:
         """Return the cores that the machine or its container allows. Empty if the system does not report them.
 
         These are the cores of the nearest control group that limits cores, or all online cores.
@@ -226,7 +226,7 @@ def read_cores(text: str) -> Cores:
     return Cores(found)
 
 
-def said(cores: Cores) -> str:
+def format_cores(cores: Cores) -> str:
     """Return cores in the system's list format, such as "0-3,8"."""
     ordered = sorted(cores)
     starts = [core for core in ordered if core - 1 not in cores]
@@ -258,11 +258,11 @@ def choose_cores(
         apart: True if each rank may have a separate control group, as under srun. A narrower core set was then chosen
             for it.
     """
-    nodes, given = topology.nodes(), topology.online() if apart else topology.given()
+    nodes, given = topology.nodes(), topology.online() if apart else topology.allowed_cores()
     if len(nodes) < 2:
         return CoreChoice(None, "not bound to cores: the machine has one NUMA node")
     if allowed < given:
-        return CoreChoice(None, f"on cores {said(allowed)} as they were set, not bound by Weft")
+        return CoreChoice(None, f"on cores {format_cores(allowed)} as they were set, not bound by Weft")
     beside = [topology.node_of(gpu) for gpu in gpus]
     node = beside[local_rank]
     if node is None or not (near := nodes.get(node, Cores()) & allowed):
@@ -272,7 +272,9 @@ def choose_cores(
         return CoreChoice(None, f"not bound to cores: GPU {gpus[local_rank]}: {where}")
     sharing = [rank for rank, other in enumerate(beside) if other == node]
     cores = _share(topology, near, sharing.index(local_rank), len(sharing))
-    return CoreChoice(cores, f"bound to cores {said(cores)} of NUMA node {node}, where GPU {gpus[local_rank]} hangs")
+    return CoreChoice(
+        cores, f"bound to cores {format_cores(cores)} of NUMA node {node}, where GPU {gpus[local_rank]} hangs"
+    )
 
 
 def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from weft import env
 from weft.comm.gpu_settings import multiply_as_planned
 from weft.comm.heartbeat import Heartbeat
-from weft.comm.missing_ranks import could_not_meet, note_arrival, noticed, wait_for_host
+from weft.comm.missing_ranks import connection_error, note_arrival, noticed, wait_for_host
 from weft.comm.rank_positions import ENDS, EXPERT_AXES, Reader, joined, members_of, strides
 from weft.config.plan import AXES, Plan
 from weft.errors import CommError, LaunchError, PlanError, WeftError
@@ -162,7 +162,7 @@ class Mesh:
             self._axes[(name,)] = self._build((name,))
         #: This rank among all that read different samples: its index on `data`, unless other worlds read some of them
         #: too.
-        self.reader = Reader.among(rank, self.ranks_over(("dp_replicate", "dp_shard")))
+        self.reader = Reader.for_rank(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """Return the axis of that name, or several joined.
@@ -415,7 +415,7 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
 def _rendezvous_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> WeftError:
     # If `weft train` started the ranks, one of them has failed, and the launcher shows its error.
     kind = CommError if place.starter == "weft" else LaunchError
-    return kind(could_not_meet(place, store, error, limit_s))
+    return kind(connection_error(place, store, error, limit_s))
 
 
 def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:

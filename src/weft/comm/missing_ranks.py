@@ -87,7 +87,7 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
         timer.cancel()
 
 
-def could_not_meet(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> str:
+def connection_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> str:
     """Return an error sentence for ranks that could not connect.
 
     Args:

@@ -21,7 +21,7 @@ class Reader:
     size: int
 
     @classmethod
-    def among(cls, rank: int, ranks: tuple[int, ...]) -> Reader:
+    def for_rank(cls, rank: int, ranks: tuple[int, ...]) -> Reader:
         """Return the reader of a rank among the given ranks.
 
         Args:

@@ -355,7 +355,7 @@ class ReplicaGroup:
         """Return True if another replica has a newer anchor."""
         return bool(self._on_first(self._report_where))
 
-    def meet(self, layout: str) -> Call | dict[str, Any]:
+    def wait_for_round(self, layout: str) -> Call | dict[str, Any]:
         """Wait for a round, without a time limit if another replica's anchor is newer.
 
         If there is no round, this returns the server's answer: "alone" if the server is unreachable, "over", or "leave"

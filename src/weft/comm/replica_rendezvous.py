@@ -75,7 +75,7 @@ class RendezvousRounds:
         self._round: _Round | None = None
         self._outcomes: dict[int, str] = {}
 
-    def hear(self, said: dict[str, Any], now: float) -> dict[str, Any]:
+    def handle(self, said: dict[str, Any], now: float) -> dict[str, Any]:
         """Apply one replica's message and return the answer.
 
         Args:
@@ -95,7 +95,7 @@ class RendezvousRounds:
         self._finalize(now)
         match said["say"]:
             case "arrive":
-                return self._arrive(number, said, now)
+                return self._handle_arrival(number, said, now)
             case "done":
                 return self._done(number, said, now)
             case "end":
@@ -133,7 +133,7 @@ class RendezvousRounds:
         if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
             self._close("abort")
 
-    def _arrive(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
+    def _handle_arrival(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
         one, under_way = self._replicas[number], self._round
         if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
             return under_way.told
@@ -294,7 +294,7 @@ class RendezvousServer:
                 call.sendall(_WRONG_KEY)
                 return
             with self._lock:
-                answer = self._rounds.hear(json.loads(text), time.monotonic())
+                answer = self._rounds.handle(json.loads(text), time.monotonic())
             call.sendall(_with_proof(json.dumps(answer).encode(), self._key, once, b"answers"))
 
 

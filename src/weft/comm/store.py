@@ -88,12 +88,12 @@ class StoreChannel:
             said = {"value": act()}
         except BaseException as error:
             told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
-            self._say(turn, {"error": told})
+            self._post(turn, {"error": told})
             raise
-        self._say(turn, said)
+        self._post(turn, said)
         return said["value"]
 
-    def _say(self, key: str, said: dict[str, Any]) -> None:
+    def _post(self, key: str, said: dict[str, Any]) -> None:
         with self._errors_if_lost() as store:
             _put(store, self._key, key, json.dumps(said).encode())
             self._spent.append(key)
@@ -172,14 +172,14 @@ class RankZeroMessage:
         # A launcher that restarts its ranks may keep the store.
         self._key = f"weft/word/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
-    def say(self, word: bytes) -> None:
+    def send(self, word: bytes) -> None:
         """Send rank 0's message without waiting."""
         try:
             self._store.set(self._key, word)  # pyright: ignore[reportArgumentType]  # accepts bytes; the stub declares str
         except (dist.DistError, RuntimeError) as error:
             raise self._lost(error) from error
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """Wait on another rank for rank 0's message, without a time limit, and return it."""
         pause = _ASK_S[0]
         try:

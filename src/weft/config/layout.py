@@ -113,7 +113,7 @@ class Layout:
         name, _, parts = text.partition(":")
         return Style(name, tuple(int(part) for part in parts.split("+")) if parts and name != "spread" else ())
 
-    def spread(self, paths: Iterable[str]) -> dict[str, bool]:
+    def divided_modules(self, paths: Iterable[str]) -> dict[str, bool]:
         """Return the modules whose items are divided, and of each whether over data ranks too."""
         found = {path: self.match(path) for path in paths}
         return {path: style == "spread:data" for path, style in found.items() if style and style.startswith("spread")}

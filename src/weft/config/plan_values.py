@@ -23,7 +23,7 @@ from weft.config.wire_formats import (
     MOST_SHARE,
     SYNCS,
     has_number,
-    num_kept_of,
+    num_values_sent,
     rank_of,
     sync_of,
 )
@@ -209,7 +209,7 @@ class Compression(OneOf):
                 name,
                 f"{name}={shown(value)}: its rank is a whole number from 1 to {LARGEST_RANK}. Use {name}={LOW_RANK}:4.",
             )
-        if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and num_kept_of(value) is None:
+        if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and num_values_sent(value) is None:
             raise refused(
                 name,
                 f"{name}={shown(value)}: the share of values that are sent is above 0 and at most {MOST_SHARE}. Use "

@@ -67,7 +67,7 @@ def wire_spec(name: str) -> WireSpec:
     """Return the wire of that name, or of one of GATHERS; of `powersgd:4` the one of that rank, of `top:0.02` of it."""
     if name not in _KNOWN and (rank := rank_of(name)) is not None:
         register(_low_rank(rank))
-    if name not in _KNOWN and num_kept_of(name) is not None:
+    if name not in _KNOWN and num_values_sent(name) is not None:
         register(_largest(name))
     if name in _OF_WEIGHTS:
         return _OF_WEIGHTS[name]
@@ -101,7 +101,7 @@ def _low_rank(rank: int) -> WireSpec:
 LARGEST_VALUES, MOST_SHARE, _NEIGHBOURS = "top", 0.25, 4096
 
 
-def num_kept_of(name: str) -> int | None:
+def num_values_sent(name: str) -> int | None:
     """Return how many of 4096 values `top:0.02` sends, 82, or None for another format."""
     found = re.fullmatch(rf"{LARGEST_VALUES}:(0\.[0-9]{{1,6}})", name, re.ASCII)
     share = float(found[1]) if found else 0.0
@@ -109,7 +109,7 @@ def num_kept_of(name: str) -> int | None:
 
 
 def _largest(name: str) -> WireSpec:
-    kept = num_kept_of(name) or 1
+    kept = num_values_sent(name) or 1
     return WireSpec(
         name,
         "weft.comm.wire.codes:Largest",
@@ -152,7 +152,7 @@ def sync_of(text: str) -> tuple[str, int, int]:
 
 def has_number(name: str) -> bool:
     """Return whether it is the name of a wire with a number, such as `powersgd:4` or `top:0.02`."""
-    return rank_of(name) is not None or num_kept_of(name) is not None
+    return rank_of(name) is not None or num_values_sent(name) is not None
 
 
 class _Names(Sequence[str]):

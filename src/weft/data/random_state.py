@@ -11,7 +11,7 @@ import torch
 
 
 @contextlib.contextmanager
-def kept_generators(device: torch.device | None = None) -> Iterator[None]:
+def preserve_generators(device: torch.device | None = None) -> Iterator[None]:
     """Restore the states of the global generators at exit.
 
     Args:

@@ -41,7 +41,9 @@ def read_batch(reading: Reading, world_size: int | None) -> int | None:
     world_size: number of all ranks, or None. The three batch sizes together determine the number of data-parallel
     ranks.
     """
-    batch = _Batch(reading.whole(TOTAL), reading.whole(MICRO), reading.whole(PASSES), _data_ranks(reading, world_size))
+    batch = _Batch(
+        reading.read_int(TOTAL), reading.read_int(MICRO), reading.read_int(PASSES), _data_ranks(reading, world_size)
+    )
     broken = any(problem.field in (TOTAL, MICRO, PASSES) for problem in reading.problems)
     if broken:
         return batch.ranks
@@ -250,7 +252,7 @@ def read_axes(reading: Reading) -> None:
         if key == "pipeline.stages" and reading.is_auto(key):
             reading.nothing(key, "PipelineModule sets it in code; set plan.pp")
             continue
-        size = reading.whole(key, low=0)
+        size = reading.read_int(key, low=0)
         if size is not None and size > 1:
             reading.set_plan_field(key, **{axis: size})
         elif size is not None:
@@ -260,7 +262,7 @@ def read_axes(reading: Reading) -> None:
 
 def _read_experts(reading: Reading) -> None:
     enabled_key, size_key = "expert_parallel.enabled", "expert_parallel.autoep_size"
-    enabled, size = reading.switch(enabled_key), reading.whole(size_key)
+    enabled, size = reading.switch(enabled_key), reading.read_int(size_key)
     if enabled and size is not None:
         reading.follows(enabled_key, size_key)
     elif enabled is not None:
@@ -278,7 +280,7 @@ def read_zero(reading: Reading, dp: int | None) -> None:
         old = reading.switch(_ZERO)
         stage = None if old is None else int(old)
     else:
-        stage = reading.whole(stage_key, low=0, high=3)
+        stage = reading.read_int(stage_key, low=0, high=3)
     shards = _shard_group(reading, stage, dp)
     ranks: object = "*" if dp is None else dp
     if not stage:
@@ -303,7 +305,7 @@ def read_zero(reading: Reading, dp: int | None) -> None:
 def _read_second_shards(reading: Reading, stage: int | None, dp: int | None) -> None:
     """Read the group of ranks in which stage 3 keeps a secondary copy of gathered weights."""
     key = f"{_ZERO}.zero_hpz_partition_size"
-    size = reading.whole(key, low=0)
+    size = reading.read_int(key, low=0)
     if size is None:
         return
     if size < 2:
@@ -339,7 +341,7 @@ def _shard_group(reading: Reading, stage: int | None, dp: int | None) -> int | N
     if reading.values.get(key) == -1:
         reading.nothing(key, "switched off")
         return None
-    size = reading.whole(key)
+    size = reading.read_int(key)
     if size is None:
         return None
     if stage != 3:
@@ -396,7 +398,7 @@ def read_recompute(reading: Reading) -> None:
     ):
         counted = key.endswith(("number_checkpoints", "interval"))
         off = reading.values.get(key) is False
-        wanted = False if off else (reading.whole(key, low=0) if counted else reading.switch(key))
+        wanted = False if off else (reading.read_int(key, low=0) if counted else reading.switch(key))
         if wanted is None:
             continue
         if not wanted:

@@ -177,7 +177,7 @@ class Reading:
                 self.nothing(key, "a comment")
             else:
                 hint = meant(dotted(path), name) or " It is left out."
-                self._say(key, TYPO, f"no such key in DeepSpeed.{hint}")
+                self._note(key, TYPO, f"no such key in DeepSpeed.{hint}")
 
     def _sort_table(self, path: tuple[str, ...], table: Mapping[str, object]) -> None:
         if table:
@@ -191,25 +191,25 @@ class Reading:
         elif group.outcome == "not built" and (is_off or value in (False, None, "none", "", *group.off)):
             self.nothing(key, "switched off")
         else:
-            self._say(key, _KINDS[group.outcome], group.text)
+            self._note(key, _KINDS[group.outcome], group.text)
 
     # Methods that report outcomes
 
     def became(self, key: str, text: str, *fields: str) -> None:
-        self._say(key, BECAME, text, fields)
+        self._note(key, BECAME, text, fields)
 
     def follows(self, key: str, text: str) -> None:
-        self._say(key, FOLLOWS, text)
+        self._note(key, FOLLOWS, text)
 
     def nothing(self, key: str, text: str) -> None:
-        self._say(key, NOTHING, text)
+        self._note(key, NOTHING, text)
 
     def missing(self, key: str, text: str, *fields: str) -> None:
         """Report a feature that DeepSpeed has and Weft does not, even if something similar was set."""
-        self._say(key, NOT_BUILT, text, fields)
+        self._note(key, NOT_BUILT, text, fields)
 
     def removed(self, key: str, text: str) -> None:
-        self._say(key, REMOVED, text)
+        self._note(key, REMOVED, text)
 
     def set(self, key: str, setting: str, value: object) -> None:
         """Report a key that became a setting of the config."""
@@ -228,7 +228,7 @@ class Reading:
         message = f"{key}={self._value(key)}: {rule}. {remedy}{end}"
         self.problems.append(Problem(key, message, self.source.origin(key)))
 
-    def _say(self, key: str, kind: str, text: str, fields: Sequence[str] = ()) -> None:
+    def _note(self, key: str, kind: str, text: str, fields: Sequence[str] = ()) -> None:
         self.lines[key] = Outcome(key, self._value(key), kind, text, tuple(fields))
 
     def _value(self, key: str) -> str:
@@ -249,9 +249,9 @@ class Reading:
         self.open.append(target)
         self.follows(key, f"{target} ({default_text(target)} unless you set it)")
 
-    def whole(self, key: str, low: int = 1, high: int = MOST) -> int | None:
+    def read_int(self, key: str, low: int = 1, high: int = MOST) -> int | None:
         """Return an integer from low to high. 8.0, 5e8 and quoted numbers are accepted, as in DeepSpeed's files."""
-        value = _number_in_quotes(self._given(key))
+        value = _number_in_quotes(self._raw_value(key))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
@@ -262,7 +262,7 @@ class Reading:
 
     def number(self, key: str, *, above_zero: bool = False, below: float = math.inf) -> float | None:
         """Return a number from 0 (or above 0) and below a limit. Quoted numbers are accepted."""
-        value = _number_in_quotes(self._given(key))
+        value = _number_in_quotes(self._raw_value(key))
         if value is None or is_number(value, above_zero=above_zero, below=below):
             return None if value is None else float(cast(float, value))
         low = "above 0" if above_zero else "from 0"
@@ -272,7 +272,7 @@ class Reading:
 
     def switch(self, key: str) -> bool | None:
         """Return a boolean. Like DeepSpeed, accept it also as text."""
-        value = self._given(key)
+        value = self._raw_value(key)
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
         if value is None or isinstance(value, bool):
@@ -282,7 +282,7 @@ class Reading:
 
     def choice(self, key: str, known: Sequence[str]) -> str | None:
         """Return one of `known`, in its spelling. The case of letters is ignored."""
-        value = self._given(key)
+        value = self._raw_value(key)
         if value is None:
             return None
         names = {name.lower(): name for name in known}
@@ -292,7 +292,7 @@ class Reading:
         self.wrong(key, f"DeepSpeed knows {', '.join(known[:12])}", hint or f"Use {known[0]}")
         return None
 
-    def _given(self, key: str) -> object:
+    def _raw_value(self, key: str) -> object:
         value = self.values.get(key)
         if value == AUTO:
             self.leave_open(key)

@@ -81,7 +81,7 @@ def _read_printing(reading: Reading) -> None:
     if reading.values.get(key) in ("inf", math.inf, 0):
         reading.nothing(key, f"DeepSpeed never prints with this value; log.every stays {default_text('log.every')}")
         return
-    steps = reading.whole(key)
+    steps = reading.read_int(key)
     if steps is not None:
         reading.set(key, "log.every", steps)
 
@@ -212,7 +212,7 @@ def _read_shape(reading: Reading, named: str, schedule: _Schedule) -> None:
     else:
         reading.became("scheduler.type", text, "schedule.kind")
         warmup, default = f"{_SCHEDULER}.warmup_num_steps", 1000
-    steps = reading.whole(warmup, low=0)
+    steps = reading.read_int(warmup, low=0)
     if steps is not None:
         reading.set(warmup, "schedule.warmup_steps", steps)
     elif warmup not in reading.values:
@@ -225,7 +225,7 @@ def _read_shape(reading: Reading, named: str, schedule: _Schedule) -> None:
 def _read_end(reading: Reading, schedule: _Schedule) -> None:
     key = f"{_SCHEDULER}.total_num_steps"
     if "total_num_steps" in schedule.params:
-        total = reading.whole(key)
+        total = reading.read_int(key)
         if total is not None:
             reading.set(key, "train.steps", total)
     if schedule.kind == "constant":

@@ -67,7 +67,7 @@ class Activations:
             if next(part.parameters(), None) is not None or next(part.buffers(), None) is not None:
                 part.register_forward_pre_hook(_Part(self))
 
-    def follow(self, block: nn.Module, staying: int) -> None:
+    def prefetch(self, block: nn.Module, staying: int) -> None:
         """Fetch offloaded blocks when the backward of a block that stays on the device begins.
 
         They take the memory of the later blocks, whose backward is complete. `staying` is the number of blocks up to
@@ -234,7 +234,7 @@ class _Saved:
         self._device = tensor.device
         self._version = version_of(tensor)
         self._tensor: torch.Tensor | None = tensor
-        self._copy: Copy = self._host.link.down(tensor, self._there(), last)
+        self._copy: Copy = self._host.link.down(tensor, self._offloaded(), last)
         self._is_down = True
         one.owner.sent_bytes += tensor.nbytes
 
@@ -255,7 +255,7 @@ class _Saved:
         if self._tensor is None:
             self._tensor = torch.empty_like(self._like, device=self._device)
             # Its copy to the host may still be running: the new copy waits for it, and the device continues.
-            self._copy = self._host.link.up(self._there(), self._tensor, self._copy)
+            self._copy = self._host.link.up(self._offloaded(), self._tensor, self._copy)
             self._is_down = False
 
     def value(self) -> torch.Tensor:
@@ -265,7 +265,7 @@ class _Saved:
             self._copy.wait()
         return self._tensor
 
-    def _there(self) -> torch.Tensor:
+    def _offloaded(self) -> torch.Tensor:
         flat = self._buffer[: self._like.nbytes].view(self._like.dtype)
         return flat.as_strided(self._like.shape, self._like.stride())
 
@@ -359,5 +359,5 @@ def offload_activations(
     for name, block in blocks[:count]:
         activations.watch(name, block)
     for staying, (_, block) in enumerate(blocks[count:], start=1):
-        activations.follow(block, staying)
+        activations.prefetch(block, staying)
     return activations

@@ -327,7 +327,7 @@ class HostPart:
         sent = self._sent = self._host.link.down(grad, self.grad, after)
         return _Started(sent)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait until the host may read `grad` and write to `master`."""
         if self._sent is not None:
             self._sent.wait_host()
@@ -337,7 +337,7 @@ class HostPart:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradient on the host."""
-        self.arrive()
+        self.wait()
         self.grad.mul_(factor)
 
     def forget(self) -> None:
@@ -352,7 +352,7 @@ class HostPart:
 
         Rounding overwrites `grad`. The device must wait for the returned copy before it sends the next gradient.
         """
-        self.arrive()
+        self.wait()
         source = self.master
         if weights.dtype != source.dtype:
             source = self._buffers[1][: weights.nbytes].view(weights.dtype)
@@ -362,7 +362,7 @@ class HostPart:
 
     def release(self) -> None:
         """Give the memory back to the pool. `master` and `grad` must not be used afterwards."""
-        self.arrive()
+        self.wait()
         for buffer in self._buffers:
             self._host.pool.give_back(buffer)
 

@@ -117,12 +117,12 @@ class Opaque:
         library: Any = torch  # from_numpy is untyped
         return library.from_numpy(record)
 
-    def kept(self, number: Tensor) -> _Record:
+    def record_of(self, number: Tensor) -> _Record:
         """Return the record of a forward from the tensor that `keep` returned."""
         return self._records[int(number)]
 
     @property
-    def num_kept(self) -> int:
+    def num_records(self) -> int:
         """Number of forwards whose backward may still run."""
         return len(self._records)
 
@@ -213,7 +213,7 @@ def _autograd(known: weakref.ref[Opaque]) -> Callable[..., Any]:
 
 def _backward(opaque: Opaque, number: Tensor, grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     del inputs  # only their shapes matter, for the fake kernel
-    record = opaque.kept(number)
+    record = opaque.record_of(number)
     wanted = [x for x in record.inputs if x.requires_grad]
     with above_autograd():
         found: Sequence[Any] = torch.autograd.grad(record.output, wanted, grad, allow_unused=True)

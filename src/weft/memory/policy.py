@@ -28,7 +28,7 @@ from weft.comm.autograd import is_product
 from weft.comm.transports.link import unobserved
 from weft.errors import ModelError
 from weft.memory.block_state import BlockState
-from weft.memory.private_torch import GROUPED_MM, StoredValue, recompute_word, written_arguments
+from weft.memory.private_torch import GROUPED_MM, StoredValue, recompute_marker, written_arguments
 from weft.models.inspect import hugging_face
 from weft.models.inspect.kernel_recorder import is_worth_saving
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
@@ -112,7 +112,7 @@ class SelectiveChoice:
                 continue
             for key, entry in entries.items():
                 changed = any(self._was_changed(one, 0) for one in _stored(entry))
-                entries[key] = recompute_word() if changed else tree_map_only(StoredValue, _as_saved, entry)
+                entries[key] = recompute_marker() if changed else tree_map_only(StoredValue, _as_saved, entry)
 
     def _stored_in_order(self, op: Any, entries: list[Any]) -> Iterator[Any]:
         """Yield entries for torch 2.11, which consumes them in order whenever the policy names one at replay."""
@@ -151,7 +151,7 @@ class _Keep(torch.autograd.Function):
         return anchor.detach()
 
 
-class _Kept:
+class _StoredEntry:
     """Substitute for an entry in torch's storage of selective checkpoints. torch calls its `get_val`."""
 
     def __init__(self, entry: StoredValue):
@@ -166,7 +166,7 @@ class _Kept:
 
 
 def _as_saved(entry: StoredValue) -> Any:
-    return _Kept(entry) if isinstance(entry.val, torch.Tensor) else entry
+    return _StoredEntry(entry) if isinstance(entry.val, torch.Tensor) else entry
 
 
 # Execution of one block under a policy: some tensors of forward are kept for backward, others computed again.

@@ -19,7 +19,7 @@ __all__ = [
     "StoredValue",
     "above_autograd",
     "compiled_call",
-    "recompute_word",
+    "recompute_marker",
     "set_compiled_call",
     "written_arguments",
 ]
@@ -32,7 +32,7 @@ GROUPED_MM = torch.ops.aten._grouped_mm
 StoredValue = _VersionWrapper
 
 
-def recompute_word() -> Any:
+def recompute_marker() -> Any:
     """Return the marker that makes a selective checkpoint of torch >= 2.12 recompute a value."""
     return checkpoint._RECOMPUTE  # pyright: ignore[reportAttributeAccessIssue] - torch 2.11 lacks it
 

@@ -66,7 +66,7 @@ class Adapted:
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
         return cls(kind, said["layers"], said.get("base_format", "stored"), said.get("packed", {}))
 
-    def said(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON value."""
         kind = self.kind
         said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
@@ -98,7 +98,7 @@ def adapted(model: nn.Module) -> Adapted | None:
 # A linear layer with an adapter and a frozen weight.
 
 
-class Alone:
+class SingleProcess:
     """Communication that an adapter needs among the ranks that share its layer. Here one process has the full layer."""
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Alone:
         return total_F
 
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 
 
 class AdaptedLinear(nn.Module):
@@ -140,7 +140,7 @@ class AdaptedLinear(nn.Module):
         """Compute the layer with its adapter: (..., D) to (..., F)."""
         return self.adapt(super().forward(x), x)
 
-    def adapt(self, product: Tensor, x: Tensor, line: Alone = _ALONE, *, has_bias: bool = True) -> Tensor:
+    def adapt(self, product: Tensor, x: Tensor, line: SingleProcess = _ALONE, *, has_bias: bool = True) -> Tensor:
         """Add the adapter to the layer's own product.
 
         Args:
@@ -171,7 +171,7 @@ class AdaptedLinear(nn.Module):
         return product + (grown - 1) * plain + grown * added
 
     @torch.no_grad()
-    def _norm(self, line: Alone = _ALONE) -> Tensor:
+    def _norm(self, line: SingleProcess = _ALONE) -> Tensor:
         """The norm of each row of W + s B A, (F,), without making that matrix; at least in float32."""
         kept = torch.promote_types(self.lora_A.dtype, torch.float32)
         weight, a, b = layers.weight_of(self), self.lora_A, self.lora_B.to(kept)

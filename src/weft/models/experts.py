@@ -41,7 +41,7 @@ class Span:
         """Sum over the ranks that hold other tokens of the same sequences; differentiable."""
         return x_BE
 
-    def whole(self, ids_BTK: Tensor) -> Tensor:
+    def gather_ids(self, ids_BTK: Tensor) -> Tensor:
         """Gather the ids of all tokens in sequence order; (B, S, K)."""
         return ids_BTK
 
@@ -102,7 +102,7 @@ def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span:
     The result is bool (B, T, K). Earlier tokens of the sequence have priority, so dropping depends on the sequence
     alone: not on the rest of the batch, the ranks, or later tokens. Each expert accepts at least one token.
     """
-    ids_BSK = span.whole(ids_BTK)
+    ids_BSK = span.gather_ids(ids_BTK)
     batch, num_tokens, top_k = ids_BSK.shape
     # Rounded first: 1.1 * 10 tokens is 11, not 11.000000000000002 and so 12.
     share = round(capacity_factor * num_tokens * top_k / num_experts, 6)

@@ -96,12 +96,12 @@ class SpeechStem(nn.Module):
         """Return (B, T, D) of bands (B, M, S). frames_B: frames of each recording."""
         # Subtract the mean of each band over the recording: constant noise or a dull microphone is not part of the
         # speech.
-        heard_B1S = _heard(frames_B, features_BMS.shape[-1])[:, None]
+        heard_B1S = _frame_mask(frames_B, features_BMS.shape[-1])[:, None]
         x_BDT = features_BMS - (features_BMS * heard_B1S).sum(-1, keepdim=True) / frames_B[:, None, None]
         for conv in (self.conv1, self.conv2):
-            x_BDT = F.gelu(conv(x_BDT * _heard(frames_B, x_BDT.shape[-1])[:, None]))
+            x_BDT = F.gelu(conv(x_BDT * _frame_mask(frames_B, x_BDT.shape[-1])[:, None]))
             frames_B = _halved(frames_B)
-        x_BDT = x_BDT * _heard(frames_B, x_BDT.shape[-1])[:, None]
+        x_BDT = x_BDT * _frame_mask(frames_B, x_BDT.shape[-1])[:, None]
         return (x_BDT + F.gelu(self.around(x_BDT))).transpose(1, 2)
 
 
@@ -128,7 +128,7 @@ class SpeechEncoder(nn.Module):
             frames = torch.full(features.shape[:1], features.shape[-1], device=features.device)
         # Computed from the inputs alone, which every pipeline stage has.
         left_B = _halved(_halved(frames))
-        heard_BT = _heard(left_B, _halved(_halved(features.shape[-1])))
+        heard_BT = _frame_mask(left_B, _halved(_halved(features.shape[-1])))
         x_BTD = self.stem(features, frames)
         for block in self.blocks:
             x_BTD = block(x_BTD, heard_BT)
@@ -159,6 +159,6 @@ def _halved(count: Any) -> Any:
     return (count + _STRIDE - 1) // _STRIDE
 
 
-def _heard(frames_B: Tensor, length: int) -> Tensor:
+def _frame_mask(frames_B: Tensor, length: int) -> Tensor:
     """Return a bool mask of the frames that belong to each recording, (B, length)."""
     return torch.arange(length, device=frames_B.device) < frames_B[:, None]

@@ -126,7 +126,7 @@ class Judge:
     def take(self, reading: FigureReading) -> None:
         """Add a reading of one of its figures."""
 
-    def hear(self, event: str, time: float) -> None:
+    def add_event(self, event: str, time: float) -> None:
         """Add an event, before its readings."""
 
     def tick(self, now: float) -> None:
@@ -327,7 +327,7 @@ class _MissingJudge(Judge):
         if self._condition.series.label in ("", reading.label):
             self._last, self._step, self.holds = reading.time, reading.step, False
 
-    def hear(self, event: str, time: float) -> None:
+    def add_event(self, event: str, time: float) -> None:
         # Nothing is missing between an end and the next first step, because starting takes time.
         if event in ("end", "held", "failure", "start"):
             self._last, self.holds = None, False
@@ -344,7 +344,7 @@ class _HappenedJudge(Judge):
         super().__init__()
         self._event = condition.event
 
-    def hear(self, event: str, time: float) -> None:
+    def add_event(self, event: str, time: float) -> None:
         self.holds = event == self._event
         self.said = f"the run's event: {event}"
 
@@ -363,7 +363,7 @@ class _JoinedJudge(Judge):
         return all(found) if self._every else any(found)
 
     @property
-    def said(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
+    def message(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
         return "; ".join(dict.fromkeys(part.said for part in self._parts if part.holds))
 
     @property

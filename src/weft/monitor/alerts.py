@@ -45,7 +45,7 @@ class PauseFiles:
         self._word, self._note = folder / GO_ON, folder / HELD
 
     @property
-    def is_held(self) -> bool:
+    def is_paused(self) -> bool:
         """True if a launcher waits there, according to its note."""
         return self._note.is_file()
 
@@ -56,7 +56,7 @@ class PauseFiles:
         with contextlib.suppress(OSError):  # the disk may be full, and the run waits all the same
             self._note.write_text(json.dumps(note, indent=1) + "\n")
 
-    def word(self) -> list[str] | None:
+    def take_answer(self) -> list[str] | None:
         """Return the settings of the user's answer and delete it, or return None if there is no answer yet."""
         try:
             text = self._word.read_text(errors="replace")
@@ -65,7 +65,7 @@ class PauseFiles:
         self._word.unlink(missing_ok=True)
         return [line.strip() for line in text.splitlines() if line.strip()]
 
-    def say(self, settings: Sequence[str]) -> None:
+    def write_answer(self, settings: Sequence[str]) -> None:
         """Write the user's answer atomically."""
         draft = self._word.with_name(f".{GO_ON}.{os.getpid()}")
         draft.write_text("".join(f"{one}\n" for one in settings))
@@ -337,7 +337,7 @@ class AlertDesk:
         found = self.tick(time)
         kind = str(event.get("event"))
         for judge in self._judges:
-            judge.hear(kind, time)
+            judge.add_event(kind, time)
         self._remember(kind, event)
         for reading in readings(event):
             for judge in self._by_figure.get(reading.name, ()):

@@ -317,13 +317,13 @@ class Collector(threading.Thread):
             now = time.monotonic()
             if now >= due + self._every_s:
                 due = pace_due = now
-                self.tell()
+                self.send_report()
             elif now >= pace_due + _PACE_S:
                 pace_due = now
-                self.tell(pace_only=True)
-        self.tell()
+                self.send_report(pace_only=True)
+        self.send_report()
 
-    def tell(self, *, pace_only: bool = False) -> None:
+    def send_report(self, *, pace_only: bool = False) -> None:
         """Send this rank's report. On rank 0, publish the reports of all ranks.
 
         Args:

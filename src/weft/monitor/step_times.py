@@ -369,7 +369,7 @@ def time_lines(
     total = max(one["total"] for one in ranks)
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
     shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
-    told = ", ".join(f"{_word(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
+    told = ", ".join(f"{_label(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
     of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
     since = f" since step {start_step}" if start_step else ""
     lines = [f"time    {num_steps} steps{since} in {total:.1f} s{of}: {told}"]
@@ -382,7 +382,7 @@ def time_lines(
     for share, kind in shares:
         least, advice = _ADVICE.get(kind, (2.0, ""))
         if share >= least and share * total >= _WORTH_ADVICE_S:
-            told = advice.format(share=share) if "{share" in advice else f"{_word(kind)}: {advice}"
+            told = advice.format(share=share) if "{share" in advice else f"{_label(kind)}: {advice}"
             lines.append(f"        {told}")
     return lines
 
@@ -407,7 +407,7 @@ def draw_times(
         for kind in kinds:
             seconds = ranks[rank].get(kind, 0.0)
             share = seconds / max(ranks[rank]["total"], 1e-9)
-            title = f"rank {rank}: {_word(kind)} {seconds:.2f} s, {share:.1%}"
+            title = f"rank {rank}: {_label(kind)} {seconds:.2f} s, {share:.1%}"
             label = f"{_short(seconds)} · {share:.0%}"
             label = label if fits(label, seconds / longest) else f"{share:.0%}"
             bars.append(Bar(at, at + seconds, colour[kind], label, title))
@@ -417,7 +417,7 @@ def draw_times(
     title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
     # Bars may be too narrow for numbers; the legend shows all of them.
-    legend = [(f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
+    legend = [(f"{_label(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
     return draw_bars(rows, title, legend).svg()
 
 
@@ -460,7 +460,7 @@ def _over_wide(rank: Mapping[str, float], sizes: Mapping[str, int] | None) -> di
     return found
 
 
-def _word(kind: str) -> str:
+def _label(kind: str) -> str:
     return f"communication {kind}" if kind.startswith("over ") else _WORDS.get(kind, kind)
 
 

@@ -64,7 +64,7 @@ def _broken(line: str, wrapper: textwrap.TextWrapper) -> list[str]:
     return wrapper.wrap(line[len(head) :])
 
 
-def tell(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> None:
+def print_wrapped(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> None:
     """Print lines, wrapped if `stream` is a terminal.
 
     Args:

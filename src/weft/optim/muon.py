@@ -30,13 +30,13 @@ STACK_BYTES = 2**28
 class Join(Protocol):
     """Conversion between the parts of a sharded matrix and the full matrix."""
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the full matrix. A collective of all ranks that hold parts of it."""
         ...
 
     def part(self, whole: torch.Tensor) -> torch.Tensor: ...
 
-    def whole_shape(self, part: torch.Tensor) -> tuple[int, ...]: ...
+    def full_shape(self, part: torch.Tensor) -> tuple[int, ...]: ...
 
 
 class Muon(DecidedOptimizer):
@@ -95,7 +95,7 @@ class Muon(DecidedOptimizer):
         foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = [_working(grad.lerp(one, group["momentum"])) for grad, one in zip(grads, momenta, strict=True)]
         joins = [self.joins.get(param) for param in params]
-        whole = [one if join is None else join.whole(one) for one, join in zip(ahead, joins, strict=True)]
+        whole = [one if join is None else join.gather(one) for one, join in zip(ahead, joins, strict=True)]
         del ahead
         updates = orthogonalise(torch.stack(whole))
         scale = 0.2 * max(updates.shape[1:]) ** 0.5
@@ -122,7 +122,7 @@ class Muon(DecidedOptimizer):
         found: dict[tuple[tuple[int, ...], object, object], list[nn.Parameter]] = {}
         for param in params:
             join = self.joins.get(param)
-            shape = tuple(param.shape) if join is None else join.whole_shape(param)
+            shape = tuple(param.shape) if join is None else join.full_shape(param)
             found.setdefault((shape, param.dtype, param.device), []).append(param)
         for (shape, *_), alike in found.items():
             most = max(1, STACK_BYTES // max(1, 4 * torch.Size(shape).numel()))

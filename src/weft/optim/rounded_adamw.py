@@ -119,7 +119,7 @@ class RoundedAdamW(DecidedOptimizer):
             for param in group["params"]:
                 number += 1
                 if param.grad is not None and param.numel():
-                    self._update(param, param.grad, group, self.places.get(param) or _Whole(str(number), param))
+                    self._update(param, param.grad, group, self.places.get(param) or _Unsharded(str(number), param))
         self._last = self.decision
         return loss
 
@@ -206,7 +206,7 @@ def _key_of(seed: int, step: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
 
 
-class _Whole:
+class _Unsharded:
     """Position of a parameter that is not sharded."""
 
     def __init__(self, name: str, param: Tensor):

@@ -52,12 +52,12 @@ def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
 def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
     """Yield this rank's slices of forward's weights under gather=diff4, else nothing. No collective."""
     if isinstance(engine, FlatModel):
-        engine.arrive()
-        yield from QuantizedWeights(engine.reducer.buckets, engine.axes).stretches()
+        engine.wait_for_weights()
+        yield from QuantizedWeights(engine.reducer.buckets, engine.axes).flat_slices()
 
 
 def load_quantized_weights(engine: DataParallel, source: StateSource) -> None:
     """Load forward's weights from a checkpoint of any plan, after its masters were loaded. All ranks call it."""
     if isinstance(engine, FlatModel):
-        engine.arrive()
+        engine.wait_for_weights()
         QuantizedWeights(engine.reducer.buckets, engine.axes).take(source)

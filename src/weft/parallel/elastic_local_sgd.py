@@ -98,7 +98,7 @@ class ElasticDiLoCo(RareSync):
             token: identifies the anchor; equal only for equal anchors.
         """
         self.step, self.token = step, token
-        self._say()
+        self._log()
 
     @torch.no_grad()
     def rejoin(self) -> None:
@@ -122,20 +122,20 @@ class ElasticDiLoCo(RareSync):
         is_due, self.meets_now, self.goes_to = self.is_due, False, None
         self.since, self.differs = self.since + 1, True
         self.step += 1
-        self._say()
+        self._log()
         if self._is_first:  # after a restart, the others may be ahead, and this step would be discarded
             self._is_first = False
             is_due = self.party.is_behind() or is_due
         if is_due:
             self._sync()
 
-    def _say(self) -> None:
+    def _log(self) -> None:
         self.party.figures = {**self.party.figures, "number": self.meetings, "token": self.token, "step": self.step}
 
     def _sync(self) -> None:
         self.owes_meeting = False
-        self._engine.arrive()
-        held = self.held()
+        self._engine.wait_for_weights()
+        held = self.master_slices()
         self._refuse_unfit(held)
         with self.mesh.pulse.doing("synchronizes with the other replicas"):
             self._sync_others(held)
@@ -145,7 +145,7 @@ class ElasticDiLoCo(RareSync):
         outer = f"outer_lr={self.outer_lr:g} outer_momentum={self.outer_momentum:g}"
         layout = f"{holds} ({self.plan} {outer}{self.terms})"
         for _ in range(_ATTEMPTS):
-            call = self.party.meet(layout)
+            call = self.party.wait_for_round(layout)
             if not isinstance(call, Call):
                 self.over = call if call["do"] == "over" else None
                 self.owes_meeting = call["do"] == "leave"
@@ -175,9 +175,9 @@ class ElasticDiLoCo(RareSync):
         source = None if call.givers == call.members else call.members.index(call.givers[0])
         if self._coders is not None:
             self._coders.take_turn(call.number - 1)  # number of earlier outer steps, as in `RareSync`
-        held, found = self.held(), list[_Found]()
+        held, found = self.master_slices(), list[_Found]()
         for run in self._runs:
-            here, one = run.among(held), _Found(torch.zeros_like(run.anchor))
+            here, one = run.own_tensors(held), _Found(torch.zeros_like(run.anchor))
             if source is not None:
                 one.anchor = broadcast(run.anchor.clone(), axis, source)
                 one.momentum = None if run.momentum is None else broadcast(run.momentum.clone(), axis, source)
@@ -189,9 +189,9 @@ class ElasticDiLoCo(RareSync):
         return found
 
     def _commit(self, call: Call, found: list[_Found]) -> None:
-        held = self.held()
+        held = self.master_slices()
         for run, one in zip(self._runs, found, strict=True):
-            here = run.among(held)
+            here = run.own_tensors(held)
             if one.anchor is not None:
                 run.anchor.copy_(one.anchor)
             if one.momentum is not None and run.momentum is not None:
@@ -203,7 +203,7 @@ class ElasticDiLoCo(RareSync):
         self._notify_all(call)
         if call.step != self.step:
             self.goes_to = self.step = call.step
-        self._say()
+        self._log()
 
     def _notify_all(self, call: Call) -> None:
         """Log a message if the contributing replicas changed since the previous outer step."""

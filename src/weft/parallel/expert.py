@@ -124,7 +124,7 @@ def balance_routers(model: nn.Module, rate: float) -> int:
 class TokenOrder(Protocol):
     """Assignment of the tokens of full sequences to this rank."""
 
-    def cut(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         """Map (B, T, ...) to this rank's (B, S, ...)."""
         ...
 
@@ -161,7 +161,7 @@ class DividedSpan(Span):
         x_BE = sum_over(x_BE, self._tp)
         return sum_over(x_BE, self._split_part.axis) if self._split_part else x_BE
 
-    def whole(self, ids_BTK: Tensor) -> Tensor:
+    def gather_ids(self, ids_BTK: Tensor) -> Tensor:
         part = torch.cat(_gathered(ids_BTK, self._tp), 1)
         if not self._split_part:
             return part
@@ -170,7 +170,7 @@ class DividedSpan(Span):
 
     def part(self, x_BSK: Tensor) -> Tensor:
         if self._split_part:
-            x_BSK = self._split_part.order(x_BSK.shape[1]).cut(x_BSK)
+            x_BSK = self._split_part.order(x_BSK.shape[1]).shard(x_BSK)
         share = x_BSK.shape[1] // self._tp.size
         return x_BSK.narrow(1, self._tp.rank * share, share)
 

@@ -61,7 +61,7 @@ class Bundle:
         """Return a change of the weights plus the earlier residual. Overwrites `delta`."""
         return delta if self.owed is None else delta.add_(self.owed)
 
-    def among(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
+    def own_tensors(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
         """Return the bundle's own tensors."""
         return [held[place] for place in self.places]
 
@@ -110,7 +110,7 @@ class RareSync:
         """Start all replicas from the first one's weights. All ranks call it, after the optimizer is adopted."""
         if self._runs:
             return
-        held = self.held()
+        held = self.master_slices()
         self._check_identical(held)
         for one in held:
             broadcast(one.flat, self._axis)
@@ -121,7 +121,7 @@ class RareSync:
     @torch.no_grad()
     def take_anchor(self) -> None:
         """Set the anchor to the current weights, and the outer momentum to zero."""
-        held = self.held()
+        held = self.master_slices()
         self._runs, self.differs = [], False
         for places in self._split_part(held):
             run = [held[place] for place in places]
@@ -145,13 +145,13 @@ class RareSync:
             self._sync()
 
     def _sync(self) -> None:
-        self._engine.arrive()
-        held = self.held()
+        self._engine.wait_for_weights()
+        held = self.master_slices()
         self._refuse_unfit(held)
         if self._coders is not None:
             self._coders.take_turn(self.meetings)
         for run in self._runs:
-            here = run.among(held)
+            here = run.own_tensors(held)
             delta = run.with_carried_residual(run.anchor - torch.cat([one.flat for one in here]))
             all_reduce(delta, self._axis, wire=self._coder(run, here))
             run.owed = None
@@ -178,11 +178,11 @@ class RareSync:
         """Set the weights of a bundle to its anchor."""
         _put(here, run.anchor, run.sizes)
 
-    def held(self) -> list[FlatSlice]:
+    def master_slices(self) -> list[FlatSlice]:
         """Return this rank's masters, and buffers that training updates, in their own memory. No collective."""
         engine = self._engine
         names = frozenset(map(engine.axes.saved_name, engine.local_weights())) | self._buffers
-        return [one for one in engine.stretches() if one.name in names and one.flat.is_floating_point()]
+        return [one for one in engine.model_slices() if one.name in names and one.flat.is_floating_point()]
 
     def anchors(self) -> list[FlatSlice]:
         """Return the anchors of the tensors in `held`."""
@@ -192,7 +192,7 @@ class RareSync:
         """Return the outer momenta."""
         return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
 
-    def owed(self) -> list[FlatSlice]:
+    def residual_slices(self) -> list[FlatSlice]:
         """Return this replica's residuals, which it adds to the next outer step."""
         found: list[tuple[Bundle, torch.Tensor]] = []
         for run in self._runs:
@@ -213,10 +213,10 @@ class RareSync:
             whose: name prefixes of the residuals that this replica loads.
             replicas: divisor of its share, because outer steps compute means.
         """
-        held = self.held()
+        held = self.master_slices()
         for run in self._runs:
             total = torch.zeros_like(run.anchor)
-            parts = zip(run.among(held), total.split(list(run.sizes)), strict=True)
+            parts = zip(run.own_tensors(held), total.split(list(run.sizes)), strict=True)
             for one, part in parts:
                 for start in whose:
                     if start + one.name in source.entries:
@@ -241,19 +241,19 @@ class RareSync:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        self._engine.arrive()
-        held = self.held()
+        self._engine.wait_for_weights()
+        held = self.master_slices()
         for run in self._runs:
-            here = run.among(held)
+            here = run.own_tensors(held)
             own = torch.cat([one.flat for one in here])
             _put(here, run.anchor, run.sizes)
             run.anchor.copy_(own)
         self._engine.publish()
 
     def _placed(self, tensors: Iterable[tuple[Bundle, torch.Tensor]]) -> list[FlatSlice]:
-        held, found = self.held(), list[FlatSlice]()
+        held, found = self.master_slices(), list[FlatSlice]()
         for run, flat in tensors:
-            parts = zip(run.among(held), flat.split(list(run.sizes)), strict=True)
+            parts = zip(run.own_tensors(held), flat.split(list(run.sizes)), strict=True)
             found += [replace(one, flat=part, home=None) for one, part in parts]
         return found
 
@@ -335,7 +335,7 @@ def _bring_home(one: FlatSlice) -> None:
         one.home.copy_(one.flat.view(one.home.shape))
 
 
-class _Kept:
+class _SyncSlot:
     """Stores the sync with its module, but not in copies and pickles of the module."""
 
     def __init__(self, sync: RareSync):
@@ -350,7 +350,7 @@ class _Kept:
 
 def keep_sync(model: nn.Module, sync: RareSync) -> None:
     """Store the sync of a model's replicas with the model, replacing an earlier one."""
-    setattr(model, _ATTRIBUTE, _Kept(sync))
+    setattr(model, _ATTRIBUTE, _SyncSlot(sync))
 
 
 def rare_sync(model: nn.Module) -> RareSync | None:
@@ -391,7 +391,7 @@ class StreamedSync(RareSync):
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
         super().__init__(model, engine, mesh)
         self.fragments = self.plan.sync_fragments
-        self._places = _places(model, engine, mesh, self.fragments)
+        self._places = _fragments(model, engine, mesh, self.fragments)
         #: Step of a round after which each fragment's sum starts.
         self._leaves = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         self._sent: list[_Sent] = []
@@ -419,7 +419,7 @@ class StreamedSync(RareSync):
         """
         meets_now, self.meets_now = self.meets_now, False
         self.since, self.differs = self.since + 1, True
-        self._engine.arrive()
+        self._engine.wait_for_weights()
         self._receive()
         if meets_now:
             self._sync()
@@ -439,10 +439,10 @@ class StreamedSync(RareSync):
             source: the checkpoint's tensors.
             start: name prefix of this replica's tensors.
         """
-        held = self.held()
+        held = self.master_slices()
         self._is_under_way = any(name.startswith(start) for name in source.entries)
         for run in self._runs:
-            here = run.among(held)
+            here = run.own_tensors(held)
             if not all(start + one.name in source.entries for one in here):
                 continue  # another fragment or sharding: its changes are sent next time
             weights = torch.empty_like(run.anchor)
@@ -451,17 +451,17 @@ class StreamedSync(RareSync):
             self._start(run, run.anchor - weights, held)
 
     def _send(self, fragment: int) -> None:
-        held = self.held()
+        held = self.master_slices()
         self._refuse_unfit([one for one in held if self._fragment_of(one.name) == fragment])
         self._is_under_way = True
         for run in self._runs:
             if run.fragment == fragment:
-                self._start(run, run.anchor - torch.cat([one.flat for one in run.among(held)]), held)
+                self._start(run, run.anchor - torch.cat([one.flat for one in run.own_tensors(held)]), held)
 
     def _start(self, run: Bundle, own: torch.Tensor, held: list[FlatSlice]) -> None:
         if self._coders is not None:
             self._coders.take_turn(self.meetings)
-        coder = self._coder(run, run.among(held))
+        coder = self._coder(run, run.own_tensors(held))
         self._sent.append(
             _Sent(run, own, start_all_reduce(run.with_carried_residual(own.clone()), self._over, wire=coder))
         )
@@ -476,9 +476,9 @@ class StreamedSync(RareSync):
         """Apply the outer step of the pending fragment, and add this replica's changes since its start."""
         if not self._is_under_way:
             return
-        held = self.held()
+        held = self.master_slices()
         for one in self._sent:
-            run, here = one.run, one.run.among(held)
+            run, here = one.run, one.run.own_tensors(held)
             before = run.anchor - one.own
             self._step(run, one.pending.wait().div_(self.replicas), averages=self._is_buffer(here))
             move(here, run.anchor - before, run.sizes)
@@ -502,7 +502,7 @@ class StreamedSync(RareSync):
         return self._places.get(name, 0)
 
 
-def _places(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
+def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
     """Return the fragment of each tensor, by its name in checkpoints.
 
     Fragments contain neighboring tensors, with about equally many elements. Each pipeline stage is divided into all
@@ -511,7 +511,7 @@ def _places(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) 
     """
     axes, own = engine.axes, dict[str, int]()
     for name, one in (*model.named_parameters(), *model.named_buffers()):
-        own.setdefault(axes.saved_name(name), torch.Size(axes.whole_shape(name, one.shape)).numel())
+        own.setdefault(axes.saved_name(name), torch.Size(axes.full_shape(name, one.shape)).numel())
     found: dict[str, int] = {}
     for sizes in _of_stages(own, mesh["pp"], mesh.device):
         total, before = sum(sizes.values()), 0

@@ -18,7 +18,7 @@ from weft.planner.measured.host_layer import host_layer_costs
 from weft.planner.measured.host_step import host_parts
 from weft.planner.measured.profile_tables import HostTables
 from weft.planner.space.columns import Columns, Job
-from weft.planner.uncertainty import fits_chance, memory_spread, shipped
+from weft.planner.uncertainty import fits_chance, memory_error_scale, shipped
 
 Array = NDArray[np.float64]
 #: With fewer rows, one numpy call adds all arrays.
@@ -175,7 +175,7 @@ def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables,
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.tokens),
         world_size=columns.world_size,
-        memory_spread=shipped().memory.spread if on_host else memory_spread(job, cluster),
+        memory_spread=shipped().memory.spread if on_host else memory_error_scale(job, cluster),
         host_bytes=_joined([part[1]["host"] for part in parts if "host" in part[1]], len(columns)),
         host_limit=math.inf if on_host or not cluster.device.memory_bytes else cluster.device.pinnable_bytes,
     )

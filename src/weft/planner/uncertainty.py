@@ -210,7 +210,7 @@ def time_bands(one: ErrorContext, known: Experience | None = None) -> dict[float
     }
 
 
-def memory_spread(job: Job, cluster: ClusterSpec) -> float:
+def memory_error_scale(job: Job, cluster: ClusterSpec) -> float:
     """Return the scale of the errors of memory for a job on a cluster, as a logarithm."""
     return shipped().memory.scale(error_context(job, cluster, "bf16", 1, cluster.num_devices))
 

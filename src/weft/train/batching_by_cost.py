@@ -84,7 +84,7 @@ class Costs:
         order = np.lexsort((np.arange(len(lengths)), *-lengths.T, -lengths.sum(1)))
         beside = None if self.beside is None else self.beside[np.asarray(indices)][order]
         runs = _Runs(lengths[order], self.cost_of, self.most_tokens, beside)
-        needed = -(-len(runs.cut(self.most)) // num_ranks)
+        needed = -(-len(runs.split_at_cost(self.most)) // num_ranks)
         room = max(needed, min(self.room, _SEARCHED // num_ranks))
         counts = [number * num_ranks for number in range(needed, room + 1)]
         found = [runs.even(self.most, count) for count in sorted({counts[0], counts[-1]})]
@@ -134,7 +134,7 @@ class _Runs:
             known, apart = self._longest[-1], 2 ** (len(self._longest) - 1)
             self._longest.append(np.maximum(known[:-apart], known[apart:]))
 
-    def cut(self, bound: float) -> list[range]:
+    def split_at_cost(self, bound: float) -> list[range]:
         """Fill runs up to a cost one after another. Each run has at least one sample."""
         sizes = self._sizes(bound).tolist()
         found, start = list[range](), 0
@@ -167,8 +167,8 @@ class _Runs:
         low, high = 0.0, most
         while high - low > 2e-3 * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if len(self.cut(middle)) <= number else (middle, high)
-        return self.cut(high)
+            low, high = (low, middle) if len(self.split_at_cost(middle)) <= number else (middle, high)
+        return self.split_at_cost(high)
 
     def least_filled(self, bound: float, numbers: Sequence[int]) -> list[list[range]]:
         """Return, for each entry of `numbers`, at most that many runs with the lowest total cost.
@@ -242,7 +242,7 @@ class CostTask(Protocol):
 
     def lengths(self) -> Sequence[int] | np.ndarray | None: ...
     def length_costs(self, lengths: np.ndarray) -> np.ndarray: ...
-    def costs_beside(self) -> np.ndarray | None: ...
+    def extra_costs(self) -> np.ndarray | None: ...
 
 
 def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
@@ -260,7 +260,7 @@ def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
     if data.batching == "fixed":
         return None
     lengths, table = _lengths_and_table(task)
-    longest, beside = len(table) - 1, task.costs_beside()
+    longest, beside = len(table) - 1, task.extra_costs()
 
     def cost_of(some: np.ndarray) -> np.ndarray:
         return table[some]
@@ -276,7 +276,7 @@ def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
 def own_costs(task: CostTask) -> np.ndarray:
     """Return the cost of each training sample of a task without padding, in tokens: float64 (samples,)."""
     lengths, table = _lengths_and_table(task)
-    found, beside = table[_columns(lengths).sum(1)], task.costs_beside()
+    found, beside = table[_columns(lengths).sum(1)], task.extra_costs()
     return found if beside is None else found + beside
 
 

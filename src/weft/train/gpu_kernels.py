@@ -88,7 +88,7 @@ class GpuKernels:
         self._before.callback(torch.compiler.reset)
         self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
-    def follow(self, model: nn.Module) -> None:
+    def choose_convolutions(self, model: nn.Module) -> None:
         """Choose cuDNN's algorithm selection for this model's convolutions. Call it before the first step."""
         if self._device.type != "cuda":
             return

@@ -157,7 +157,7 @@ def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
     os.replace(draft, path)
 
 
-def stretches(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple[int, int]]:
+def step_ranges(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple[int, int]]:
     """Yield (steps done before, steps done after) for each range of consecutive steps.
 
     If the last steps are all left out, the last range is empty, so that a run always reaches its end.

@@ -148,14 +148,14 @@ class GatheredFeatures:
         """The features of all samples."""
         return [torch.cat(parts) for parts in zip(*self._every, strict=True)]
 
-    def places(self, index: int) -> torch.Tensor:
+    def sample_positions(self, index: int) -> torch.Tensor:
         """Return the positions of this rank's samples of a microbatch among all samples, int64."""
         own = self._own[index]
         return torch.arange(own.start, own.stop, device=self._every[0][0].device)
 
     def own_positions(self) -> torch.Tensor:
         """Return the positions of all of this rank's samples, int64."""
-        return torch.cat([self.places(index) for index in range(len(self._own))])
+        return torch.cat([self.sample_positions(index) for index in range(len(self._own))])
 
 
 class BatchGradient:
@@ -202,7 +202,7 @@ class BatchGradient:
         if self._sum is None:
             self._finalize()
         assert self._sum is not None
-        places = self._features.places(index)
+        places = self._features.sample_positions(index)
         pulled = features[0].new_zeros(())
         for one, grad in zip(features, self._grads, strict=True):
             if one.requires_grad:
@@ -283,7 +283,7 @@ class GroupLoss:
         features: Features = [output] if isinstance(output, torch.Tensor) else list(output)
         if samples is None or self._groups is None:
             return self._compared(features, features, range(len(features[0])), range(len(features[0])))
-        cut = self._groups.cut_of(samples, index)
+        cut = self._groups.split_of(samples, index)
         if samples.is_empty and cut.axis is None:
             return self.compare(features, features, torch.arange(len(features[0]), device=features[0].device))
         counts = [len(run) for run in cut.runs]

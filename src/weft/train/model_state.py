@@ -56,7 +56,7 @@ def adapter_state(model: nn.Module) -> dict[str, Any] | None:
     All ranks call it if the model is parallelized.
     """
     record = adapted(model)
-    return None if record is None else {**record.said(), "base": _digests(model)}
+    return None if record is None else {**record.to_json(), "base": _digests(model)}
 
 
 def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) -> None:
@@ -143,7 +143,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
     names = sorted(name for name in wanted if originals(model)[name].first == name)
     place = {name: index for index, name in enumerate(names)}
     totals = torch.zeros(len(names), dtype=torch.int64, device=engine.axes.mesh.device)
-    for one in engine.stretches():
+    for one in engine.model_slices():
         mine = one.mine(engine.axes.mesh.rank) if one.name in place else None
         if mine is not None:
             totals[place[one.name]] += digest_of(mine[1].detach(), one.part, mine[0]).to(totals.device)
@@ -200,7 +200,7 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
         keep: True if this rank needs the result. The other ranks return nothing and hold one full tensor at a time.
     """
     engine = data_parallel(model)
-    weights = held(chain(engine.weights(), engine.frozen()), keep)
+    weights = collect_tensors(chain(engine.weights(), engine.frozen()), keep)
     # Call it on all ranks: under zero=3, accessing a module frees its gathered weights.
     own = model_tensors(model)
     if not keep:
@@ -232,7 +232,7 @@ def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float
     return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
 
 
-def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+def collect_tensors(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
     """Iterate to the end, as a collective requires, and return the tensors on the host if `keep`."""
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
@@ -241,7 +241,7 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
     return kept
 
 
-def pieces(
+def state_slices(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedSlice]:
     """Yield this rank's slices of a checkpoint, weights and states. No collective.
@@ -252,7 +252,7 @@ def pieces(
         copies: receives copies of the tensors. If None, slices share the live memory and must be written before the
             next step.
     """
-    found = _pieces(model, optimizer)
+    found = _state_slices(model, optimizer)
     return found if copies is None else iter(copied(list(found), copies))
 
 
@@ -262,7 +262,7 @@ def copied(found: Sequence[SavedSlice], copies: HostCopies) -> list[SavedSlice]:
     return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
 
 
-def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedSlice]:
+def _state_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedSlice]:
     engine, left_out, sync = data_parallel(model), names_left_out(model), rare_sync(model)
     if sync is not None:
         found = replica_slices(sync, engine, optimizer)
@@ -270,13 +270,13 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
             if group != "model" or one.name not in left_out:
                 yield from written(group, [one], engine)
         yield from local_counts(sync)
-        yield from (SavedSlice.whole(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
+        yield from (SavedSlice.full(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
         return
-    yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
+    yield from written("model", (one for one in engine.model_slices() if one.name not in left_out), engine)
     yield from written("optimizer", engine.state_slices(optimizer), engine)
     yield from written("seen", quantized_slices(engine), engine)
-    yield from written("owed", engine.error_feedback.stretches(), engine)
-    yield from (SavedSlice.whole(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
+    yield from written("owed", engine.error_feedback.residual_slices(), engine)
+    yield from (SavedSlice.full(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
 
 
 def written(group: str, stretches: Iterable[FlatSlice], engine: DataParallel) -> Iterator[SavedSlice]:
@@ -356,12 +356,12 @@ def resume(
     weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
     check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
     own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
-    shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
+    shapes = {axes.saved_name(name): axes.full_shape(name, tensor.shape) for name, tensor in own.items()}
     shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
     # A pipeline stage loads only its own tensors.
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
     if left_out:
-        for one in engine.stretches():
+        for one in engine.model_slices():
             if one.name not in left_out:
                 one.fill(weights)
         engine.publish()

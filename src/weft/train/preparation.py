@@ -37,7 +37,7 @@ def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
     if epochs is None:
         return config, []
     num_samples = task.samples_per_epoch()
-    steps = task.places().step_at(max(1, math.ceil(epochs * num_samples)) - 1) + 1
+    steps = task.step_borders().step_at(max(1, math.ceil(epochs * num_samples)) - 1) + 1
     # Only the steps count from here. Resuming with more steps must not compare epochs.
     train = config.train.model_copy(update={"steps": steps, "epochs": None})
     config = config.model_copy(update={"train": train})

@@ -27,7 +27,7 @@ from weft.monitor.alerts import RunRequest
 from weft.monitor.events import tail_events
 from weft.monitor.live import make_display
 from weft.monitor.step_times import TimeBook
-from weft.monitor.terminal import busy, tell
+from weft.monitor.terminal import busy, print_wrapped
 from weft.train.batching_by_cost import StepBorders
 from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
@@ -177,7 +177,7 @@ def run_rank(
             find_task(config),
             folder.plan(),
             place,
-            logger.tell,
+            logger.show,
             start.store,
             logger.record,
             start.world,
@@ -234,7 +234,9 @@ class _RankRun:
         if progress.step >= self.config.train.steps and not others.is_unsaved:
             engine.end()
             if is_first:
-                tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.start.command)])
+                print_wrapped(
+                    self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.start.command)]
+                )
             return RunResult(progress.step, StopReason.FINISHED.value)
         start_step, book = progress.step, TimeBook()
         observers = _observers(self.job, engine, self.terminal, began, book, progress, notes)
@@ -274,7 +276,7 @@ class _RankRun:
             reason = observers.limit.reason or reason
         if is_first:
             ending = Ending(progress, reason, shown, times)
-            tell(self.terminal, closing_lines(self.folder, self.task, ending, self.start.command))
+            print_wrapped(self.terminal, closing_lines(self.folder, self.task, ending, self.start.command))
         return RunResult(progress.step, reason, parting)
 
 
@@ -359,7 +361,7 @@ def _recorder(
     job: EngineJob, engine: Engine, terminal: TextIO, progress: Progress, notes: Sequence[str]
 ) -> RunRecorder:
     config, task = job.config, job.task
-    tell(terminal, [*opening_lines(job.folder, task, engine), *notes])
+    print_wrapped(terminal, [*opening_lines(job.folder, task, engine), *notes])
     epoch, borders = engine.batches.samples_per_epoch, StepBorders.of(engine.batches, config.train.global_batch)
     display = make_display(
         terminal,

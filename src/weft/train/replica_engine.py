@@ -55,7 +55,7 @@ class OtherWorlds:
         timeout_s = parse_seconds(job.config.launch.meeting_timeout)
         self.party = ReplicaGroup(
             mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, world.key, on_first, gather,
-            self._say if mesh.rank == 0 else lambda line: None,
+            self._log if mesh.rank == 0 else lambda line: None,
         )  # fmt: skip
         self.party.wants_out = stops
         self.sync = attach_elastic_diloco(model, data_parallel(model), mesh, job.plan, self.party)
@@ -120,6 +120,6 @@ class OtherWorlds:
         """Close the connection."""
         self.party.close()
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self._job.tell(line)
         self._job.on_hang({"event": "warning", "step": self.sync.step, "text": line})

@@ -119,14 +119,14 @@ def replica_slices(
     """
     if sync.place == 0 or sync.is_apart:
         anchors = {one.name: one for one in sync.anchors()}
-        yield from (("model", anchors.get(one.name, one)) for one in engine.stretches())
+        yield from (("model", anchors.get(one.name, one)) for one in engine.model_slices())
         yield from (("outer", one) for one in sync.momenta())
         yield from (("optimizer", one) for one in engine.state_slices(optimizer))
     else:
         yield from ((_OWN, _within(f"{sync.place}/optimizer", one)) for one in engine.state_slices(optimizer))
     if sync.differs:
-        yield from ((_OWN, _within(f"{sync.place}/model", one)) for one in sync.held())
-    yield from ((_OWN, _within(f"{sync.place}/owed", one)) for one in sync.owed())
+        yield from ((_OWN, _within(f"{sync.place}/model", one)) for one in sync.master_slices())
+    yield from ((_OWN, _within(f"{sync.place}/owed", one)) for one in sync.residual_slices())
     if isinstance(sync, StreamedSync):
         yield from ((_OWN, _within(f"{sync.place}/sent", one)) for one in sync.sent())
 
@@ -135,7 +135,7 @@ def local_counts(sync: RareSync) -> Iterator[SavedSlice]:
     """Yield the counters of a checkpoint, on rank 0."""
     if sync.mesh.rank == 0:
         counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
-        yield SavedSlice.whole(f"sync/{_COUNTS}", counts)
+        yield SavedSlice.full(f"sync/{_COUNTS}", counts)
 
 
 def _within(group: str, one: FlatSlice) -> FlatSlice:
@@ -212,7 +212,7 @@ def resume_replicas(
         return ([] if replicas == 1 else [_lost(saved)]), states
     if saved.has_own_weights(sync.place):
         weights = saved.opens(checkpoint, _OWN, f"{sync.place}/model/")
-        for one in sync.held():
+        for one in sync.master_slices():
             one.fill(weights)
         engine.publish()
         sync.differs = True

@@ -21,7 +21,7 @@ from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint, list_checkpoints
 from weft.checkpoint.save import SavedSlice
 from weft.comm.collectives import barrier
-from weft.comm.gpu_settings import CoreChoice, Topology, bind, choose_cores, pick_device, said
+from weft.comm.gpu_settings import CoreChoice, Topology, bind, choose_cores, format_cores, pick_device
 from weft.comm.hang_watch import Watch, hang_event
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import Mesh, build_mesh, join_ranks, leave_ranks
@@ -52,7 +52,7 @@ from weft.train.engine import EngineJob, Evaluation, LateResult, Measures, StepR
 from weft.train.gpu_kernels import GpuKernels
 from weft.train.loop.time_report import report_times
 from weft.train.microbatches import Microbatches
-from weft.train.model_state import adapter_state, expected_bytes, packed_source, pieces, resume
+from weft.train.model_state import adapter_state, expected_bytes, packed_source, resume, state_slices
 from weft.train.replica_engine import OtherWorlds, plan_within
 from weft.train.state_io import gather, on_first
 from weft.train.step.evaluation import RankForwards, evaluate
@@ -138,7 +138,9 @@ def stay_near_gpu(place: RankEnv | None) -> CoreChoice:
     try:
         bind(choice.cores)
     except OSError as error:
-        return CoreChoice(None, f"not bound to cores: the system refuses cores {said(choice.cores)} ({error.strerror})")
+        return CoreChoice(
+            None, f"not bound to cores: the system refuses cores {format_cores(choice.cores)} ({error.strerror})"
+        )
     # More threads than cores would slow each other down.
     torch.set_num_threads(min(torch.get_num_threads(), len(choice.cores)))
     return choice
@@ -258,7 +260,7 @@ class TorchEngine:
         weights = None if weights is None else packed_source(self._model, weights)
         freeze(self._model, config.optimizer)
         self._lay_out(self._model, weights, reads=self._reads_base())
-        self._kernels.follow(self._model)
+        self._kernels.choose_convolutions(self._model)
         if (second := task.second_model(mesh.plan)) is not None:
             self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
         if self._job.world is not None:
@@ -294,7 +296,7 @@ class TorchEngine:
     @property
     def model(self) -> nn.Module:
         """The model. Read it for each use, because it waits for the weights of the last step."""
-        self._step.arrive()
+        self._step.wait_for_weights()
         return self._model
 
     def _lay_out(self, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
@@ -421,7 +423,7 @@ class TorchEngine:
 
     def save(self, *, aside: bool = False) -> Iterable[SavedSlice]:
         """Return this rank's slices, as copies in host memory if `aside`."""
-        return pieces(self.model, self._step.optimizer, self._copies if aside else None)
+        return state_slices(self.model, self._step.optimizer, self._copies if aside else None)
 
     def state(self) -> Mapping[str, Any]:
         """Return the loss scale, and the records of an adapter and of replicas."""
@@ -466,7 +468,7 @@ class TorchEngine:
         try:
             if not failed:
                 if self._is_built:
-                    self._step.arrive()
+                    self._step.wait_for_weights()
                 # Wait for rank 0 here, where hangs are watched, and not while leaving the group.
                 barrier(self.mesh.world)
         finally:

@@ -164,8 +164,8 @@ class Watcher:
         if own.is_empty or are_samples != (count_of_all == len(self._every.numbers)):
             return None
         device = torch.device("cpu")
-        places = {place: row for row, place in enumerate(self._every.places(count_of_all, device).tolist())}
-        rows = [places.get(place) for place in own.places(count, device).tolist()]
+        places = {place: row for row, place in enumerate(self._every.row_numbers(count_of_all, device).tolist())}
+        rows = [places.get(place) for place in own.row_numbers(count, device).tolist()]
         return None if None in rows else torch.tensor(rows)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.parallel.context import kernels as kernel
-from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, AttentionBlock, AttentionWindow, Scoring, pieces
+from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, AttentionBlock, AttentionWindow, Scoring, attention_blocks
 from weft.parallel.context.sequence_order import SequenceOrder
 
 MODES = ("gather", "ring", "ulysses")
@@ -26,14 +26,14 @@ def test_each_visible_pair_is_in_one_piece(data, mode, cp, length, rows, has_doc
     borders = [(0, *sorted(data.draw(starts)), seq_len) for _ in range(rows)] if has_documents else None
     sight = data.draw(st.just(CAUSAL) | st.just(BOTH_WAYS) | SIGHTS)
     order = SequenceOrder(mode, cp, data.draw(st.integers(0, cp - 1)), seq_len)
-    places = order.places(torch.device("cpu")).numpy()
+    places = order.positions(torch.device("cpu")).numpy()
     ids = np.zeros((rows, seq_len), dtype=int)
     for row, row_borders in enumerate(borders or ()):
         ids[row] = np.searchsorted(row_borders, np.arange(seq_len), side="right")
     for source in range(cp):
-        theirs = SequenceOrder(mode, cp, source, seq_len).places(torch.device("cpu")).numpy()
+        theirs = SequenceOrder(mode, cp, source, seq_len).positions(torch.device("cpu")).numpy()
         seen = np.zeros((rows, len(places), len(theirs)), dtype=int)
-        for piece in pieces(order.chunks(), order.chunks(source), length, borders, sight):
+        for piece in attention_blocks(order.chunks(), order.chunks(source), length, borders, sight):
             seen[slice(*(piece.rows or (0, rows))), piece.q0 : piece.q1, piece.k0 : piece.k1] += mask_of(piece)
         distance = places[:, None] - theirs[None]
         wanted = np.ones(distance.shape, dtype=bool)
@@ -54,12 +54,12 @@ def mask_of(piece: AttentionBlock) -> np.ndarray:
 
 
 def test_a_window_is_few_pieces_and_no_more_work_than_it_holds():
-    found = pieces((3,), (2,), 4096, None, AttentionWindow(127, 0)) + pieces(
+    found = attention_blocks((3,), (2,), 4096, None, AttentionWindow(127, 0)) + attention_blocks(
         (3,), (3,), 4096, None, AttentionWindow(127, 0)
     )
     assert len(found) <= 8
     assert sum(mask_of(piece).sum() if piece.tiles == 1 else tiled_work(piece) for piece in found) == 4096 * 128
-    assert not pieces((3,), (1,), 4096, None, AttentionWindow(127, 0))
+    assert not attention_blocks((3,), (1,), 4096, None, AttentionWindow(127, 0))
 
 
 def tiled_work(piece: AttentionBlock) -> int:
@@ -73,7 +73,7 @@ def test_ranks_have_nearly_the_same_work(mode):
 
     def work(rank: int) -> float:
         order = SequenceOrder(mode, 8, rank, 16 * 64)
-        found = [piece for source in range(8) for piece in pieces(order.chunks(), order.chunks(source), 64)]
+        found = [piece for source in range(8) for piece in attention_blocks(order.chunks(), order.chunks(source), 64)]
         return sum((p.q1 - p.q0) * (p.k1 - p.k0) * (0.5 if p.shape == "lower" else 1.0) for p in found)
 
     assert len({work(rank) for rank in range(8)}) == 1

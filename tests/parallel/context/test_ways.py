@@ -83,7 +83,7 @@ def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders, scoring=PLAI
     axis = build_mesh(Plan(cp=size), record=ledger.record)["cp"]
     order = SequenceOrder(mode, size, axis.rank, seq_len)
     *qkv, grad = (
-        order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(heads, kv_heads, seq_len, dtype, value_width)
+        order.shard(x.transpose(1, 2)).transpose(1, 2) for x in inputs(heads, kv_heads, seq_len, dtype, value_width)
     )
     qkv = [x.clone().requires_grad_() for x in qkv]
     kept: dict[int, int] = {}
@@ -172,7 +172,7 @@ def sinks_on_ranks(mode, scoring, borders):
     size = torch.distributed.get_world_size()
     axis = build_mesh(Plan(cp=size))["cp"]
     order = SequenceOrder(mode, size, axis.rank, 48)
-    *qkv, grad = (order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(8, 4, 48, torch.float64))
+    *qkv, grad = (order.shard(x.transpose(1, 2)).transpose(1, 2) for x in inputs(8, 4, 48, torch.float64))
     qkv = [x.clone().requires_grad_() for x in qkv]
     sink_H = torch.linspace(-1, 2, 8, dtype=torch.float64).requires_grad_()
     out = attend_sharded(*qkv, scoring, View(axis, order, borders), sink_H)

@@ -121,7 +121,7 @@ def test_what_cannot_be_cut_is_refused():
     with pytest.raises(ModelError, match=("cp=2: a sequence is divided into 2 equal chunks of at least 2 tokens, and")):
         context.order(2)
     with pytest.raises(ModelError, match=r"the batch has no tokens to shard \(it has pixel_values\). Use cp"):
-        context.cut({"pixel_values": torch.zeros(2, 3, 4, 4)})
+        context.shard({"pixel_values": torch.zeros(2, 3, 4, 4)})
     config = transformers.XLMConfig(vocab_size=61, emb_dim=16, n_layers=2, n_heads=4)
     with pytest.raises(
         ModelError, match=r"only between blocks with attention inside; its lists without are transformer\.att"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weft.config.cluster import ClusterSpec, device, devices
 from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
-from weft.planner.cost.layer import cut_of, kernels
+from weft.planner.cost.layer import kernels, share_of
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
 from weft.planner.estimator import estimate
 from weft.planner.space.columns import Columns, Job
@@ -138,5 +138,5 @@ def test_layers_with_experts_call_more_kernels():
         job = Job(shape=Shape.of_decoder(decoder_spec(name)), seq_len=128, global_batch=1)
         columns = Columns.of([Plan.parse("precision=bf16")], job)
         tables = Tables.of(ClusterSpec.parse("h100").device)
-        found.append(float(kernels(job, columns, tables, cut_of(job, columns, tables)).calls[0]))
+        found.append(float(kernels(job, columns, tables, share_of(job, columns, tables)).calls[0]))
     assert found == [40, 75]

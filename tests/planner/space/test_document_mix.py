@@ -33,7 +33,7 @@ def terms(documents: str | None, text: str = "dp_shard=8 zero=1 precision=bf16",
 @given(mixes, st.integers(1, 20_000))
 def test_pieces_hold_all_tokens_and_are_no_longer_than_a_sequence(counts: dict[int, float], seq_len: int) -> None:
     mix = DocumentMix(tuple(sorted(counts.items())))
-    pieces = list(mix.pieces(seq_len))
+    pieces = list(mix.segments(seq_len))
     assert sum(share for _, share in pieces) == pytest.approx(1)
     assert all(0 < length <= seq_len and share > 0 for length, share in pieces)
     mean = sum(length * count for length, count in counts.items())

@@ -23,7 +23,7 @@ CLUSTERS = {12: "2x6xh100"}
 def enumerated(world: int, built_only: bool = False, fixed: str = "") -> tuple[Question, Space, Columns, Tally]:
     cluster = CLUSTERS.get(world, f"{world}xh100")
     question = Question.of("small", cluster, seq_len=1024, global_batch=48, built_only=built_only, fixed=fixed)
-    space = Space.whole(question.job, question.cluster, question.fixed)
+    space = Space.full(question.job, question.cluster, question.fixed)
     tally = Tally(question.facts)
     blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
     parts = [part for block in blocks for part in block.chunks(2**16, tally, question.job)]
@@ -154,7 +154,7 @@ def test_mixtures_divide_their_experts():
                   expert_ffn=2048)  # fmt: skip
     question = Question.of(shape, "2x6xh100", seq_len=1024, global_batch=48, built_only=False)
     tally = Tally(question.facts)
-    space = Space.whole(question.job, question.cluster)
+    space = Space.full(question.job, question.cluster)
     blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
     sizes = {int(size) for block in blocks for size in block.meshes.values("ep")}
     assert sizes == {1, 2, 3, 6}

@@ -78,14 +78,14 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
             )
         self._messages = self._line.makefile("r", encoding="utf-8")
-        self._say({"load": list(modules)})
+        self._send({"load": list(modules)})
         self._loaded: dict[str, Any] | None = None
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
         """See `Starter.start`."""
         if not self._is_fit():
             return self._instead.start(ranks)
-        self._say({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
+        self._send({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
         said = self._receive_message()
         if "pids" not in said:
             if said.get("error"):
@@ -98,14 +98,14 @@ class ForkServer:
         """See `Starter.prepare`. Uses a fork of the server if this process would have to import torch."""
         if not asked.loads_torch or not self._is_fit():
             return self._instead.prepare(asked)
-        self._say({"prepare": asked.written()})
+        self._send({"prepare": asked.written()})
         answer = None
         while "code" not in (said := self._receive_message()):
             if "answer" not in said:  # it could not fork, or was killed
                 self._loaded = {"fit": "error" in said}
                 return self._instead.prepare(asked)
             answer = said["answer"]
-        self._say({"over": True})
+        self._send({"over": True})
         return outcome(answer, said["code"])
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class ForkServer:
                 self._loaded = self._receive_message()
         return bool(self._loaded.get("fit"))
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # it is gone, and the missing answer shows it
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
@@ -154,7 +154,7 @@ class _Forks:
 
     def close(self) -> None:
         self._listening.join()
-        self._server._say({"over": True})
+        self._server._send({"over": True})
 
     def _listen(self) -> None:
         while len(self._codes) < len(self.pids):
@@ -224,7 +224,7 @@ class _Server:
                 elif (role := self._forked(order)) is not None:
                     return role
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, and the next read detects it
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
@@ -248,7 +248,7 @@ class _Server:
             for _, pid in (self._ranks[one] for one in self._ranks.keys() - before):
                 os.kill(pid, signal.SIGKILL)
             self._let_go()
-            self.say({"error": str(error)})
+            self.send({"error": str(error)})
         return None
 
     def _fork_ranks(self, ranks: Mapping[str, Mapping[str, str]]) -> _Role | None:
@@ -261,7 +261,7 @@ class _Server:
                 own = {**variables, **env.own_rank(int(rank), len(ranks), port, server)}
                 return functools.partial(_be_rank, own, self.said, self.threads)
             pids[rank] = pid
-        self.say({"pids": pids})
+        self.send({"pids": pids})
         return None
 
     def _fork(self, rank: int | None) -> int | None:
@@ -281,7 +281,7 @@ class _Server:
         from weft.cli.launch.start import Preparation
 
         name_process("weft-prepare")
-        self.say({"answer": Preparation.read(asked).answered()})
+        self.send({"answer": Preparation.read(asked).answered()})
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)  # finalizing torch would double the time of this process, and the launcher waits for it
@@ -312,7 +312,7 @@ class _Server:
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        self.say({"rank": rank, "code": code})
+        self.send({"rank": rank, "code": code})
 
     def _let_go(self) -> None:
         """Reap ended processes, once the launcher sends no more signals to them."""
@@ -393,7 +393,7 @@ def main() -> None:
     server.said = _load(order["load"])
     gc.freeze()  # otherwise each rank's first collection would copy shared pages
     gc.enable()
-    server.say({"fit": _is_fit()})
+    server.send({"fit": _is_fit()})
     parent = os.getpid()
     role = server.serve()
     if role is not None:

@@ -65,7 +65,7 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
             say(f"not all figures and alerts were sent ({logs / 'beside.log'}); to send them: weft runs send {folder}")
 
 
-def follow(folder: Path, config: RunConfig, line: IO[bytes]) -> int:
+def forward_events(folder: Path, config: RunConfig, line: IO[bytes]) -> int:
     """Follow a run until the line is closed. Return 1 if data remains unsent, else 0."""
     companion = Companion(folder, config)
     companion.start()
@@ -79,7 +79,7 @@ def main() -> None:
     line = sys.stdin.buffer
     config = RunConfig.model_validate_json(line.readline(), strict=False)
     restrict_new_files(Path(sys.argv[1]))
-    sys.exit(follow(Path(sys.argv[1]), config, line))
+    sys.exit(forward_events(Path(sys.argv[1]), config, line))
 
 
 if __name__ == "__main__":

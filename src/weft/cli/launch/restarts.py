@@ -91,7 +91,7 @@ class Restarts:
     def _act(self, failure: Failure, config: RunConfig) -> RunConfig:
         """Handle the request of a user or an alert, after which the ranks have ended in order."""
         if failure.action == "hold":
-            return self._hold(failure.sentence(), failure.step, config)
+            return self._wait_paused(failure.sentence(), failure.step, config)
         self.say(failure.sentence())
         return config
 
@@ -113,7 +113,9 @@ class Restarts:
             if launch.on_failure == "stop":
                 raise failed
             told = f"{failed}\n  ({failed.whereabouts})\nheld after {self._in_row} failures"
-            config = self._hold(f"{told}. To continue: weft runs resume {self.folder.path}", failure.step, config)
+            config = self._wait_paused(
+                f"{told}. To continue: weft runs resume {self.folder.path}", failure.step, config
+            )
         if cause in ("bad steps", "data") and self.config.train.on_bad == "leave_out":
             self._leave_out(failure)
         self._culprit = None if twice else failure.rank
@@ -165,14 +167,14 @@ class Restarts:
         )
         self.sleep(seconds)
 
-    def _hold(self, told: str, step: int | None, config: RunConfig) -> RunConfig:
+    def _wait_paused(self, told: str, step: int | None, config: RunConfig) -> RunConfig:
         """Wait without ranks until a user resumes the run, and return the config to continue with."""
         place = PauseFiles(self.folder.path)
         self.say(told)
         self._log({"event": "held", "why": told, **({} if step is None else {"step": step})})
         place.begin(told, step)
         while True:
-            while (words := place.word()) is None:
+            while (words := place.take_answer()) is None:
                 self.sleep(_LOOK_S)
             try:
                 config = with_settings(config, words)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft import env, errors
-from weft.cli.console import progress_report, say
+from weft.cli.console import print_line, progress_report
 from weft.env import LOOPBACK
 from weft.errors import LaunchError, Problem, WeftError
 
@@ -106,7 +106,7 @@ class Programs:
 
     def prepare(self, asked: Preparation) -> RunFolder:
         """Prepare the run in this process."""
-        return asked.here()
+        return asked.prepare_locally()
 
 
 class _Programs:
@@ -165,7 +165,7 @@ class Preparation:
         """True if checking the task needs torch. Decoders on text do not."""
         return bool(self.config.model.path or self.config.task.name)
 
-    def here(self) -> RunFolder:
+    def prepare_locally(self) -> RunFolder:
         """Choose the plan if it is "auto", and write the folder, in this process.
 
         Raises:
@@ -176,7 +176,7 @@ class Preparation:
 
         config, chosen = resolve_plan(self.config, self.num_ranks, self.num_local)
         if chosen is not None:
-            say(chosen_line(chosen))
+            print_line(chosen_line(chosen))
         with progress_report(sys.stdout) as report:
             world_size = self.num_ranks * self.num_replicas
             folder = prepare_run(config, world_size, report, locked=True, replica=self.replica)
@@ -190,7 +190,7 @@ class Preparation:
         `outcome` restores the folder or error from them in another process.
         """
         try:
-            folder = self.here()
+            folder = self.prepare_locally()
         except (WeftError, BrokenPipeError) as error:
             problems = [asdict(problem) for problem in getattr(error, "problems", ())]
             code = error.exit_code if isinstance(error, WeftError) else 1

@@ -141,7 +141,7 @@ class LauncherLine:
                 raise ConnectionResetError("the launcher closed the connection")
             self.settings += part
 
-    def tell(self, failure: Failure) -> None:
+    def report_failure(self, failure: Failure) -> None:
         """Send this rank's failure to the launcher, as the last message. Ignores a launcher that is gone."""
         with contextlib.suppress(OSError):
             self._call.settimeout(_TELL_S)

@@ -125,7 +125,7 @@ class BackendLink:
         parts = operation.source
         assert isinstance(parts, Parts)
         with torch.no_grad(), unobserved():
-            operation.source = flat = parts.joined(dtype) if parts.whole is None else parts.whole
+            operation.source = flat = parts.joined(dtype) if parts.full_part is None else parts.full_part
             received = torch.empty_like(flat)
         operation.then = functools.partial(_add_rows, received.view(len(self._ranks), -1), operation.out)
         return all_to_all_single(as_bytes(received), as_bytes(flat), None, None, group=self._group, async_op=True)
@@ -287,7 +287,7 @@ class ExchangeLink:
             # Every rank sends its full tensor to all others: one stage.
             received = torch.empty((size, out.numel()), dtype=out.dtype)
             received[self._rank].copy_(out)
-            yield self._spread(operation, list(received), self._group)
+            yield self._broadcast_parts(operation, list(received), self._group)
             self._combine(list(received), operation.op, out)
             return
         bounds = [rank * out.numel() // size for rank in range(size + 1)]
@@ -297,7 +297,7 @@ class ExchangeLink:
         yield [self._all_to_all(operation, received, out, [lengths[self._rank]] * size, lengths)]
         self._combine(list(received), operation.op, out[own])
         parts = [out[first:last] for first, last in itertools.pairwise(bounds)]
-        yield self._spread(operation, parts, self._second_group)
+        yield self._broadcast_parts(operation, parts, self._second_group)
 
     def _reduce_scatter(self, operation: Operation) -> Stages:
         out, size = operation.out, len(self._ranks)
@@ -315,7 +315,7 @@ class ExchangeLink:
             self._sent.to(operation, 1 - self._rank, source.nbytes)
             yield [all_gather_single(out, source, group=self._group, async_op=True)]
             return
-        yield self._spread(operation, shards, self._group)
+        yield self._broadcast_parts(operation, shards, self._group)
 
     def _broadcast(self, operation: Operation) -> Stages:
         root = self._ranks[operation.root]
@@ -357,7 +357,9 @@ class ExchangeLink:
             async_op=True,
         )
 
-    def _spread(self, operation: Operation, parts: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    def _broadcast_parts(
+        self, operation: Operation, parts: list[torch.Tensor], group: dist.ProcessGroup
+    ) -> list[dist.Work]:
         """Broadcast parts[r] from rank r to all."""
         for place, part in enumerate(parts):
             self._sent.tree(operation, place, part.nbytes)

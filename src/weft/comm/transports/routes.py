@@ -127,7 +127,7 @@ class ScatterRoute(Route[Source]):
     def published(self, span: Span) -> int:
         return (span[1] - span[0]) * (self.size - 1)
 
-    def _place(self, rank: int, of: int, numel: int) -> slice:
+    def _slot_range(self, rank: int, of: int, numel: int) -> slice:
         """Return the position of the span of `rank`'s shard in the slot of rank `of`, which omits its own shard."""
         index = rank - (rank > of)
         return slice(index * numel, (index + 1) * numel)
@@ -140,12 +140,12 @@ class ReduceScatter(ScatterRoute[torch.Tensor]):
         first, last = span
         for rank in range(self.size):
             if rank != self.rank:
-                mine[self._place(rank, self.rank, last - first)].copy_(self._of(rank, span))
+                mine[self._slot_range(rank, self.rank, last - first)].copy_(self._of(rank, span))
 
     def reduce(self, span: Span, slots: Slots) -> None:
         first, last = span
         parts = [
-            self._of(rank, span) if rank == self.rank else slot[self._place(self.rank, rank, last - first)]
+            self._of(rank, span) if rank == self.rank else slot[self._slot_range(self.rank, rank, last - first)]
             for rank, slot in enumerate(slots)
         ]
         self.combine(parts, self.op, self.out[first:last])
@@ -191,17 +191,17 @@ class AllToAll(Route[torch.Tensor]):
         for rank, part in enumerate(self.sent):
             piece = part[span[0] : span[1]]
             if rank != self.rank and piece.numel():
-                mine[self._place(rank, self.rank, span, piece.numel())].copy_(piece)
+                mine[self._slot_range(rank, self.rank, span, piece.numel())].copy_(piece)
 
     def reduce(self, span: Span, slots: Slots) -> None:
         for rank, part in enumerate(self.received):
             piece = part[span[0] : span[1]]
             if piece.numel():
                 mine = self.sent[rank][span[0] : span[1]]
-                theirs = slots[rank][self._place(self.rank, rank, span, piece.numel())]
+                theirs = slots[rank][self._slot_range(self.rank, rank, span, piece.numel())]
                 piece.copy_(mine if rank == self.rank else theirs)
 
-    def _place(self, to: int, of: int, span: Span, numel: int) -> slice:
+    def _slot_range(self, to: int, of: int, span: Span, numel: int) -> slice:
         """Return the position of the span for rank `to` in the slot of rank `of`, which omits its own part."""
         start = (to - (to > of)) * (span[1] - span[0])
         return slice(start, start + numel)

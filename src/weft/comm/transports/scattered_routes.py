@@ -19,7 +19,7 @@ class ScatteredDirectReduce(Route[Parts]):
 
     def reduce(self, span: Span, slots: Slots) -> None:
         out = self.out[span[0] : span[1]]
-        for place, piece in self.source.cut(*span):
+        for place, piece in self.source.overlapping(*span):
             parts = [slot[place] for slot in slots]
             parts[self.rank] = piece
             self.combine(parts, self.op, out[place])
@@ -37,7 +37,7 @@ class PartsSplitReduce(SplitRoute[Parts]):
     def reduce(self, span: Span, slots: Slots) -> None:
         own = self._part(self.rank, span[1] - span[0])
         mine = [slot[own] for slot in slots]
-        pieces = list(self.source.cut(span[0] + own.start, span[0] + own.stop))
+        pieces = list(self.source.overlapping(span[0] + own.start, span[0] + own.stop))
         if sum(piece.numel() for _, piece in pieces) < own.stop - own.start:
             mine[self.rank].zero_()
         for place, piece in pieces:
@@ -54,18 +54,18 @@ class PartsReduceScatter(ScatterRoute[Parts]):
         first, last = span
         for rank in range(self.size):
             if rank != self.rank:
-                place = self._place(rank, self.rank, last - first)
+                place = self._slot_range(rank, self.rank, last - first)
                 self.source.copy_to(mine[place], rank * self.length + first)
 
     def reduce(self, span: Span, slots: Slots) -> None:
         first, last = span
         out = self.out[first:last]
         theirs = [
-            out if rank == self.rank else slot[self._place(self.rank, rank, last - first)]
+            out if rank == self.rank else slot[self._slot_range(self.rank, rank, last - first)]
             for rank, slot in enumerate(slots)
         ]
         base = self.rank * self.length
-        for place, piece in self.source.cut(base + first, base + last):
+        for place, piece in self.source.overlapping(base + first, base + last):
             parts = [part[place] for part in theirs]
             parts[self.rank] = piece
             self.combine(parts, self.op, out[place])

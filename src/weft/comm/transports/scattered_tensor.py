@@ -34,7 +34,7 @@ class Parts:
         """Return the number of elements of the flat tensor."""
         return self._numel
 
-    def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    def overlapping(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the parts of [first, last) as pairs.
 
         A pair is the part's slice relative to `first` and its values (n,) in the flat tensor's dtype.
@@ -68,7 +68,7 @@ class Parts:
         return found.pop() if len(found) == 1 else None
 
     @property
-    def whole(self) -> torch.Tensor | None:
+    def full_part(self) -> torch.Tensor | None:
         """The part that is the full flat tensor, (numel,) in its stored dtype, or None if there is no such part."""
         first = self._tensors[0]
         return first if first.numel() == self._numel and first.is_contiguous() else None

@@ -138,7 +138,7 @@ class Segment:
         """Return the lowest value of a counter over all ranks."""
         return min(self._lines[which : self.size * _LINE : _LINE])
 
-    def tell(self, which: int, value: int) -> None:
+    def publish(self, which: int, value: int) -> None:
         """Set this rank's counter."""
         self._lines[self.rank * _LINE + which] = value
 
@@ -228,7 +228,7 @@ class SharedLink:
         slot = number % NUM_SLOTS
         way.publish(span, self._segment.slots(way.source.dtype)[slot][self._segment.rank])
         way.operation.sent_bytes += way.published(span) * way.source.itemsize
-        self._segment.tell(SIGNATURES + slot, signature)
+        self._segment.publish(SIGNATURES + slot, signature)
         self._published += 1
         self._notify_all(PUBLISHED, self._published)
         return True
@@ -263,7 +263,7 @@ class SharedLink:
 
     def _notify_all(self, which: int, value: int) -> None:
         with self._fence:
-            self._segment.tell(which, value)
+            self._segment.publish(which, value)
 
     def _compare(self, operation: Operation, slot: int, signature: int) -> None:
         """Raise CommError if the ranks called different operations for this span."""
@@ -318,7 +318,7 @@ class SharedLink:
 
     def _fail(self, text: str, peer_ends: bool = False) -> None:
         self._failure = text
-        self._segment.tell(FAILED, 1)
+        self._segment.publish(FAILED, 1)
         error = CommError(text)
         error.peer_ends = peer_ends
         raise error

@@ -184,7 +184,7 @@ class RowCodes:
     def _blocks_in(self, one: RowSlice) -> int:
         return 1 if self._is_float else math.ceil(one.columns / self._block)
 
-    def _places(self) -> Iterator[tuple[RowSlice, slice, slice]]:
+    def _ranges(self) -> Iterator[tuple[RowSlice, slice, slice]]:
         """Yield each part with its slice of the values and of the bytes."""
         at = first = 0
         for one, size in zip(self._flat_slices, self._sizes, strict=True):
@@ -199,7 +199,7 @@ class RowCodes:
             flat: their values, (numel,).
         """
         codes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=flat.device)
-        for one, values, place in self._places():
+        for one, values, place in self._ranges():
             x, out = flat[values], codes[place]
             if one.is_exact:
                 out[: x.numel() * x.element_size()].copy_(x.contiguous().view(torch.uint8))
@@ -227,7 +227,7 @@ class RowCodes:
             out_RN: output, (ranks, numel).
         """
         ranks = len(codes_RB)
-        for one, values, place in self._places():
+        for one, values, place in self._ranges():
             codes, out = codes_RB[:, place], out_RN[:, values]
             if one.is_exact:
                 out.copy_(codes[:, : out.shape[1] * out.element_size()].contiguous().view(out.dtype))

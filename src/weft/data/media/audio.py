@@ -228,7 +228,7 @@ class _Stream(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def tell(self) -> int:
+    def position(self) -> int:
         return self._at
 
 
@@ -386,7 +386,7 @@ def soxr() -> Any:
     return soxr
 
 
-def hear(
+def apply_transform(
     encoded: Encoded, size: tuple[int, ...], hearing: AudioTransform, key: tuple[int | str, ...] = ()
 ) -> NDArray[np.float32]:
     """Return the transformed samples of a recording, float32, with full scale as 1.

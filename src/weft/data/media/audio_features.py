@@ -160,7 +160,7 @@ class LogMel:
         """Return the number of frames that cover `num_samples` samples of a recording."""
         return -(-num_samples // self.hop)
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the JSON values that `parse_features` reads."""
         return {"kind": self.kind, **asdict(self)}
 
@@ -198,7 +198,7 @@ class FolderFeatures:
         """Return the number of frames that cover `num_samples` samples of a recording."""
         return self.shape(num_samples)[1]
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the JSON values that `parse_features` reads."""
         return {"kind": self.kind, **asdict(self)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.audio import AudioTransform, hear, masked
+from weft.data.media.audio import AudioTransform, apply_transform, masked
 from weft.data.media.audio_features import Features, parse_features
 from weft.data.media.media_records import MediaRecords
 
@@ -53,7 +53,7 @@ class Sounds:
     def wave(self, epoch: int, index: int) -> NDArray[np.float32]:
         """Return the transformed wave of a sample in an epoch."""
         key = (self.seed, epoch, index)
-        return hear(self.source.encoded(index), self.source.size(index), self.hearing, key)
+        return apply_transform(self.source.encoded(index), self.source.size(index), self.hearing, key)
 
     def decoded(self, epoch: int, index: int) -> NDArray[np.float32]:
         """Return the features of a sample in an epoch, (bands, frames)."""
@@ -64,13 +64,13 @@ class Sounds:
         frames = max(1, min(made.shape[1], self.features.frames(len(wave))))
         return masked(made, self.hearing.masks, frames, (self.seed, epoch, index))
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the JSON values that describe this object to decode processes."""
         return {
             "kind": "sounds",
             "source": self.source.format(),
             "hearing": asdict(self.hearing),
-            "features": self.features.told(),
+            "features": self.features.to_json(),
             "seed": self.seed,
         }
 

@@ -55,7 +55,7 @@ class Decodable(Protocol):
         """Return a sample in an epoch, with at most `shape` in each dim."""
         ...
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the JSON values that describe the samples to a worker."""
         ...
 
@@ -79,7 +79,7 @@ def in_slot(ring: NDArray[np.uint8], slot: int, shape: tuple[int, ...], dtype: n
 
 def described(samples: Decodable) -> bytes:
     """Return the first message to a worker, which describes the samples."""
-    text = json.dumps(samples.told()).encode()
+    text = json.dumps(samples.to_json()).encode()
     return len(text).to_bytes(8, "little") + text
 
 

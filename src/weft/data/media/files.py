@@ -156,8 +156,8 @@ def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
     if kind == LINE:
-        record = line_object(Encoded(name, str(path), offset, length).whole())
-        held = None if record is None else held_bytes(record[columns.media_column(record, path)])
+        record = line_object(Encoded(name, str(path), offset, length).read_all())
+        held = None if record is None else embedded_bytes(record[columns.media_column(record, path)])
     else:
         held = _row(path, offset, columns)
     if held is None:
@@ -268,7 +268,9 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
         member = sample[name]
         if member.size > _MOST_LABEL_BYTES:
             return ""
-        return Encoded(member.name, str(tar.name), member.offset_data, member.size).whole().decode("utf-8", "replace")
+        return (
+            Encoded(member.name, str(tar.name), member.offset_data, member.size).read_all().decode("utf-8", "replace")
+        )
 
     plain = columns.label or ("txt" if columns.is_text else "cls")
     if plain in sample and plain != "json":
@@ -351,7 +353,7 @@ def _record(
     where = f"{path}, {name}"
     if label is None:
         return FoundRecord(where, reason=f"it has no {columns.learnt}")
-    held = held_bytes(media)
+    held = embedded_bytes(media)
     if held is not None:
         return FoundRecord(name, *place, "", Encoded(where, held=held), label)
     if isinstance(media, Mapping):
@@ -389,7 +391,7 @@ def inside(root: Path, path: str) -> Path:
     return file
 
 
-def held_bytes(value: Any) -> bytes | None:
+def embedded_bytes(value: Any) -> bytes | None:
     """Return the media bytes that a record contains, or None if it contains no media."""
     if isinstance(value, Mapping):
         value = value.get("bytes")
@@ -461,7 +463,7 @@ def _row(path: Path, number: int, columns: RecordColumns) -> bytes | None:
     try:
         starts, media = _groups(str(path), columns)
         group = max(index for index, start in enumerate(starts) if start <= number)
-        return held_bytes(_group(str(path), group, media)[number - starts[group]].as_py())
+        return embedded_bytes(_group(str(path), group, media)[number - starts[group]].as_py())
     except (pa.ArrowException, OSError, *_BAD_ROW, IndexError, MemoryError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error

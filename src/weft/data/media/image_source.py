@@ -109,7 +109,7 @@ class Pictures:
         """Return the pixels of a sample in an epoch, (3, side, side)."""
         return read_picture(self.source.encoded(index), self.look, (self.seed, epoch, index))
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the JSON values that describe this object to decode processes."""
         return {"kind": "pictures", "source": self.source.format(), "look": asdict(self.look), "seed": self.seed}
 

@@ -100,7 +100,7 @@ class Encoded:
         except (OSError, ValueError, OverflowError) as error:
             raise self._unread(error) from error
 
-    def whole(self) -> bytes:
+    def read_all(self) -> bytes:
         """Return all bytes.
 
         Raises:
@@ -212,13 +212,13 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
         picture = _open_image(head, encoded.name)
     except DataError:
         # The data before the size, such as a preview, may be longer than the head.
-        picture = _open_image(encoded.whole(), encoded.name)
+        picture = _open_image(encoded.read_all(), encoded.name)
     with picture:
         if picture.info.get("progressive") and len(head) < encoded.size():
-            _refuse_many_scans(picture, encoded.whole(), encoded.name)
+            _refuse_many_scans(picture, encoded.read_all(), encoded.name)
         end = _ENDS.get(picture.format or "")
         if end is not None and end not in tail[-_TAIL_BYTES:]:
-            with _open_image(encoded.whole(), encoded.name) as whole:
+            with _open_image(encoded.read_all(), encoded.name) as whole:
                 _decoded(whole, encoded.name, lambda: whole.load())
         return picture.size
 
@@ -238,7 +238,7 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
     """
     image, encoded = pillow(), _encoded(source)
     rng = generator_of(key)
-    with _open_image(encoded.whole(), encoded.name) as picture:
+    with _open_image(encoded.read_all(), encoded.name) as picture:
         width, height = picture.size
         left, top, right, bottom = _random_box(width, height, rng) if look.crops else _middle(width, height)
 

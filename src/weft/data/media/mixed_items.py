@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.audio import AudioTransform, hear, masked
+from weft.data.media.audio import AudioTransform, apply_transform, masked
 from weft.data.media.audio_features import LogMel, parse_features
 from weft.data.media.decode_workers import DecodedAhead, Key
 from weft.data.media.images import Look, read_picture
@@ -45,7 +45,7 @@ class _Source:
         self._items = items
 
     def file(self, item: int) -> str:
-        index, number = self._items.place(item)
+        index, number = self._items.locate(item)
         return self._items.records.medium(index, number).name
 
 
@@ -79,7 +79,7 @@ class MixedItems:
         """Return the item numbers of a sample."""
         return range(int(self._starts[index]), int(self._starts[index + 1]))
 
-    def place(self, item: int) -> tuple[int, int]:
+    def locate(self, item: int) -> tuple[int, int]:
         """Return the sample index of an item, and its position in the sample."""
         index = int(np.searchsorted(self._starts, item, "right")) - 1
         return index, item - int(self._starts[index])
@@ -93,33 +93,33 @@ class MixedItems:
 
     def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
         """Return the picture or the bands from their bytes."""
-        index, number = self.place(item)
+        index, number = self.locate(item)
         if not self.records.sizes(index)[number][0]:
             return values.reshape(3, self.look.side, self.look.side)
         return values.view(np.float32).reshape(self.bands_shape[0], -1)
 
     def medium(self, epoch: int, item: int) -> NDArray[Any]:
         """Return an item in an epoch: pixels (3, side, side) or bands (M, F)."""
-        index, number = self.place(item)
+        index, number = self.locate(item)
         encoded, key = self.records.medium(index, number), (self.seed, epoch, item)
         is_sound, size = self.records.sizes(index)[number]
         if not is_sound:
             return read_picture(encoded, self.look, key)
-        wave = hear(encoded, size, self.hearing, key)
+        wave = apply_transform(encoded, size, self.hearing, key)
         made = self.features(wave)
         if not self.hearing.masks:
             return made
         frames = max(1, min(made.shape[1], self.features.frames(len(wave))))
         return masked(made, self.hearing.masks, frames, key)
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the JSON values that describe this object to decode processes."""
         return {
             "kind": "mixed",
             "source": self.records.format(),
             "look": asdict(self.look),
             "hearing": asdict(self.hearing),
-            "features": self.features.told(),
+            "features": self.features.to_json(),
             "seed": self.seed,
         }
 

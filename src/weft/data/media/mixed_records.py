@@ -22,7 +22,7 @@ from weft.data.media.files import (
     ROW,
     STRETCH,
     RecordColumns,
-    held_bytes,
+    embedded_bytes,
     inside,
     line_object,
     lines_of,
@@ -124,14 +124,14 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
         return Encoded(name, str(inside(path.parent, name)))
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
-    record = line_object(Encoded(name, str(path), offset, length).whole()) if kind == LINE else \
+    record = line_object(Encoded(name, str(path), offset, length).read_all()) if kind == LINE else \
         _parquet_row(path, offset)  # fmt: skip
     try:
         parts = columns.parts(record or {})
     except UnusableSample:
         parts = []
     media = [part for part in parts if part.what in ("picture", "recording")]
-    held = held_bytes(media[number].media) if number < len(media) else None
+    held = embedded_bytes(media[number].media) if number < len(media) else None
     if held is None:
         raise DataError(f"{path}, {name}: it holds no media any more. Start a new run for changed data.")
     return Encoded(f"{path}, {name}", held=held)
@@ -163,7 +163,7 @@ def _sample(
         if part.what not in ("picture", "recording"):
             continue
         is_sound, number = part.what == "recording", len(media)
-        held = held_bytes(part.media)
+        held = embedded_bytes(part.media)
         if held is not None:
             encoded = Encoded(f"{where}, {part.what} {number + 1}", held=held)
             media.append(FoundMedia(is_sound, name, *place, number, encoded))
@@ -201,7 +201,7 @@ def _tar_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
                 one = FoundMedia(is_sound, name, STRETCH, member.offset_data, member.size, 0, encoded)
                 record["audios" if is_sound else "images"].append(one)
             elif suffix in ("txt", "cls", "json") and member.size <= _MOST_TEXT_BYTES:
-                held = Encoded(member.name, str(path), member.offset_data, member.size).whole()
+                held = Encoded(member.name, str(path), member.offset_data, member.size).read_all()
                 record |= _tar_text(suffix, held.decode("utf-8", "replace"), columns)
         where = f"{path}, {stem}"
         try:

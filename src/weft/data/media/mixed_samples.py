@@ -219,7 +219,7 @@ class ByteText:
         kept = ids[: ends[0]] if ends else ids
         return bytes(one for one in kept if one < 256).decode("utf-8", "replace").strip()
 
-    def whole(self, ids: Sequence[int]) -> str:
+    def decode_all(self, ids: Sequence[int]) -> str:
         """Return the text of all tokens, with markers for media and special tokens."""
         names = {-1: "<image>", -2: "<audio>", 256: "<|end|>", 257: "", 258: "<|turn|>", 259: "<|end of turn|>"}
         found: list[str] = []

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from weft.data.order.stream import derive_key
-from weft.data.random_state import kept_generators, seed_generators
+from weft.data.random_state import preserve_generators, seed_generators
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SeededSamples(Dataset[Any]):
         in_one_call = getattr(self._dataset, "__getitems__", None)
         with _outside_of_workers():
             if in_one_call is not None:
-                return Fetched(self._fetched_together(in_one_call, indices, seeds), seeds)
+                return Fetched(self._fetch_batch(in_one_call, indices, seeds), seeds)
             return Fetched([self._fetched(index, seed) for index, seed in zip(indices, seeds, strict=True)], seeds)
 
     def _fetched(self, index: Any, seed: int) -> Any:
@@ -72,7 +72,7 @@ class SeededSamples(Dataset[Any]):
             seed_generators(seed, devices=False)
         return self._dataset[index]
 
-    def _fetched_together(self, fetch: Callable[[list[Any]], Any], indices: list[Any], seeds: list[int]) -> Any:
+    def _fetch_batch(self, fetch: Callable[[list[Any]], Any], indices: list[Any], seeds: list[int]) -> Any:
         """Fetch the samples in one call, or one by one after a call has drawn random numbers."""
         if not self._draws:
             return fetch(indices)
@@ -124,7 +124,7 @@ def _draws_nothing(dataset: Any) -> bool:
 
 def _outside_of_workers() -> AbstractContextManager[None]:
     """Restore the generators afterwards in the training process. In a worker, this is not needed."""
-    return kept_generators() if get_worker_info() is None else contextlib.nullcontext()
+    return preserve_generators() if get_worker_info() is None else contextlib.nullcontext()
 
 
 def _states() -> tuple[Any, ...]:

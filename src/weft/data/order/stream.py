@@ -502,7 +502,7 @@ class SampleStream:
             # With "fit" and "pad", documents do not continue in the next sequence, for any setting of `borders`.
             elif source.packing != "concat" and borders[-1] == size:
                 labels[size - 1] = IGNORED
-        self._place(rows, row, size, borders[borders < size] if has_border else borders[:0])
+        self._write_positions(rows, row, size, borders[borders < size] if has_border else borders[:0])
         if size < self.seq_len:
             rows.input_ids[row, size:] = source.pad_id
             labels[size:] = IGNORED
@@ -512,7 +512,7 @@ class SampleStream:
             rows.weights[row, :size] = np.where(labels[:size] == IGNORED, 0.0, of_labels)
         return size, has_border
 
-    def _place(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:
+    def _write_positions(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:
         """Write positions and document ids. `borders` are the starts of documents inside, 1 .. size - 1."""
         seq_len = self.seq_len
         positions, documents = rows.positions[row], rows.document_ids[row]

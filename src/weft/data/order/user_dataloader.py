@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from weft.config import partitioning as shares
 from weft.data.order.seeded_samples import Fetched, SampleKey, SeededSamples, collate_seeded
 from weft.data.order.stream import rows_of
-from weft.data.random_state import kept_generators, seed_generators
+from weft.data.random_state import preserve_generators, seed_generators
 from weft.errors import DataError
 
 #: Attributes of a sampler that may be an inner sampler.
@@ -177,7 +177,7 @@ def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
             generator.manual_seed(seed)
         if callable(set_epoch := getattr(one, "set_epoch", None)):
             set_epoch(epoch)
-    with kept_generators():
+    with preserve_generators():
         seed_generators(seed, devices=False)
         yield
 
@@ -367,7 +367,7 @@ class _Slices(Sampler[list[Any]]):
         batches = self._reading = self._batches.of(self.epoch)
         for number in range(self.next_batch, len(batches)):
             own = self._own(batches[number])
-            yield self._places(number, len(batches[number]), own) if self._gives_places else own
+            yield self._sample_keys(number, len(batches[number]), own) if self._gives_places else own
 
     def __len__(self) -> int:
         return self.num_batches - self.next_batch
@@ -376,7 +376,7 @@ class _Slices(Sampler[list[Any]]):
         """Return the numbers of this rank's samples in a global batch, by microbatch."""
         return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
 
-    def _places(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:
+    def _sample_keys(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:
         positions = [*chain(*self.numbers_of(global_batch))] or [0]
         return [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
 

@@ -289,13 +289,16 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
     data, cache = config.data, cache_folder(config.data)
     holdout = data.holdout if not data.eval else 0.0
 
-    def wanted(sections: Sequence[SourceSection], key: str, holdout: float) -> list[RequestedSource]:
+    def requested_sources(sections: Sequence[SourceSection], key: str, holdout: float) -> list[RequestedSource]:
         return [
             RequestedSource.of(section, f"{key}.{number}", data, holdout, preferences=preferences)
             for number, section in enumerate(sections)
         ]
 
-    train, evaluation = wanted(data.train, "data.train", holdout), wanted(data.eval, "data.eval", 0.0)
+    train, evaluation = (
+        requested_sources(data.train, "data.train", holdout),
+        requested_sources(data.eval, "data.eval", 0.0),
+    )
     _check_weights(train)
     notes: list[str] = []
     if holdout > 0:

@@ -27,7 +27,7 @@ from weft.data.text.tokenize import (
     ReadLimits,
     Report,
     SourceManifest,
-    piece_bytes,
+    chunk_bytes,
     split_of,
     tokenise_source,
     too_many_broken,
@@ -210,7 +210,7 @@ class RequestedSource:
             DataError: if the files do not exist.
         """
         files = find_files(section.path, field)
-        pieces = piece_bytes(files, holdout)
+        pieces = chunk_bytes(files, holdout)
         limits = ReadLimits(holdout, data.max_record_bytes, data.max_bad_fraction, pieces)
         return cls(section, files, limits, preferences)
 

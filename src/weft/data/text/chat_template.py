@@ -125,7 +125,7 @@ class ChatTemplate:
         """
         return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
 
-    def apart(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
+    def split_literals(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
         """Return the text in parts (text, is literal). A literal part is content that equals a special token's text.
 
         Args:

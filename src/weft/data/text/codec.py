@@ -127,7 +127,8 @@ class JsonCodec:
         """Return the ids of texts of a window's length, int64."""
         found = [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(texts, fast=True)]
         return [
-            self._apart(text).ids if self._has_control(ids) else ids for text, ids in zip(texts, found, strict=True)
+            self._encode_split(text).ids if self._has_control(ids) else ids
+            for text, ids in zip(texts, found, strict=True)
         ]
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
@@ -136,7 +137,8 @@ class JsonCodec:
             Tokens(np.array(encoding.ids, dtype=np.int64), encoding) for encoding in self._batch(texts, fast=False)
         ]
         return [
-            self._apart(text) if self._has_control(one.ids) else one for text, one in zip(texts, found, strict=True)
+            self._encode_split(text) if self._has_control(one.ids) else one
+            for text, one in zip(texts, found, strict=True)
         ]
 
     def marked(self, texts: Sequence[MarkedText]) -> list[Tokens]:
@@ -162,13 +164,13 @@ class JsonCodec:
     def _has_control(self, ids: np.ndarray) -> bool:
         return bool(np.isin(ids, self._control_ids).any())
 
-    def _apart(self, text: str) -> Tokens:
+    def _encode_split(self, text: str) -> Tokens:
         """Encode with each control token's name split in two, for tokenizers that match the name even in plain text."""
         names = filter(None, self._control.values())
         pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names)
         ids, offsets, position = [], [], 0
         for part in re.split(pattern, text):
-            encoded = self._continued(part) if position else self._whole(part)
+            encoded = self._continued(part) if position else self._encode_all(part)
             ids.append(encoded.ids)
             offsets.append(encoded.offsets() + position)
             position += len(part)
@@ -177,19 +179,19 @@ class JsonCodec:
             raise DataError("tokenizer: it turns plain text into special tokens. Use another tokenizer, or kind=bpe.")
         return found
 
-    def _whole(self, text: str) -> Tokens:
+    def _encode_all(self, text: str) -> Tokens:
         [encoding] = self._batch([text], fast=False)
         return Tokens(np.array(encoding.ids, dtype=np.int64), encoding)
 
     def _continued(self, text: str) -> Tokens:
         """Encode the later part of a text, without the blank that some tokenizers add at the start of a text."""
         for sentinel in _SENTINELS:
-            tokens = self._whole(sentinel + text)
+            tokens = self._encode_all(sentinel + text)
             offsets = tokens.offsets()
             first = int((offsets[:, 1] <= len(sentinel)).sum())
             if (offsets[first:, 0] >= len(sentinel)).all():
                 return Tokens(tokens.ids[first:], offsets[first:] - len(sentinel))
-        return self._whole(text)
+        return self._encode_all(text)
 
     def _filled(self, marked: MarkedText) -> str:
         """Return the text with special token names in its plain ranges replaced by filler letters."""
@@ -213,11 +215,11 @@ class JsonCodec:
                 out_ids.append(ids[begin:index])
                 out_offsets.append(offsets[begin:index])
             else:
-                is_start = np.array_equal(self._whole(filled[low:high]).ids, ids[begin:index])
+                is_start = np.array_equal(self._encode_all(filled[low:high]).ids, ids[begin:index])
                 section = marked.text[low:high]
                 plain = self.tokens([section])[0] if is_start else self._continued(section)
                 if self._has_control(plain.ids):
-                    plain = self._apart(section)
+                    plain = self._encode_split(section)
                 out_ids.append(plain.ids)
                 out_offsets.append(plain.offsets() + low)
             if index < len(ids):

@@ -67,7 +67,7 @@ class Document:
     number: int = 0
 
     @property
-    def place(self) -> str:
+    def source(self) -> str:
         """File and record number, for errors."""
         return f"{self.file}:{self.number}" if self.number else self.file
 

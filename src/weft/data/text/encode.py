@@ -81,7 +81,7 @@ def _marked(document: Document, tokenizer: Tokenizer) -> MarkedText | RefusedCon
     calls = document.tools or any("tool_call" in turn.more for turn in document.turns)
     if calls and tokenizer.template is None:
         raise DataError(
-            f"{document.place}: its messages call tools, which needs a chat template, and the tokenizer has none. "
+            f"{document.source}: its messages call tools, which needs a chat template, and the tokenizer has none. "
             "Give model.path, or tokenizer.kind=file with tokenizer.template=true, of a model that calls tools."
         )
     try:
@@ -89,7 +89,7 @@ def _marked(document: Document, tokenizer: Tokenizer) -> MarkedText | RefusedCon
     except RefusedConversation as refusal:
         return refusal
     except DataError as error:
-        raise DataError(f"{document.place}: {error}") from error
+        raise DataError(f"{document.source}: {error}") from error
 
 
 def _begun(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -303,7 +303,7 @@ class RecordReader:
     def _text(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name, part = self._file.name, 0
         previous: bytes | None = None
-        for piece in _pieces(stream, self._piece_bytes):
+        for piece in _chunks(stream, self._piece_bytes):
             if previous is not None:
                 yield self._text_record(name, part, previous, last=False)
                 part += 1
@@ -538,7 +538,7 @@ class _Joined(io.RawIOBase):
         return len(taken)
 
 
-def _pieces(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
+def _chunks(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
     """Yield chunks of `piece_bytes` up to twice that, split after a newline if possible, else between characters."""
     buffer = bytearray()
     while block := stream.read(_READ_BYTES):

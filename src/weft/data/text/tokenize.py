@@ -96,7 +96,7 @@ class SourceManifest:
         return cls(**{**values, "splits": splits})
 
 
-def piece_bytes(files: FileSet, holdout: float) -> int:
+def chunk_bytes(files: FileSet, holdout: float) -> int:
     """Choose the chunk size of text files, in bytes. A chunk is completely in the train or in the eval split.
 
     If there are many files, each is one chunk. Few large files are split so that the eval split gets some chunks.
@@ -140,7 +140,7 @@ class DocumentStream:
             reader = RecordReader(
                 file,
                 max_record_bytes=self._limits.max_record_bytes,
-                piece_bytes=self._limits.piece_bytes or piece_bytes(self._files, self._limits.holdout),
+                piece_bytes=self._limits.piece_bytes or chunk_bytes(self._files, self._limits.holdout),
                 columns=self._schema.columns,
                 on_progress=functools.partial(self._report_position, done_bytes),
             )
@@ -311,7 +311,7 @@ class _Router:
             # A broken chunk between two good ones also ends the document.
             if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
                 self._end(self._open, end_trained=True)
-            ids, trained = (self._piece_ids(document), None) if encoded is None else encoded
+            ids, trained = (self._chunk_ids(document), None) if encoded is None else encoded
             if document.liking != 1.0 and trained is not None:
                 trained = trained * np.float32(document.liking)
             self._append(split, ids, trained)
@@ -326,10 +326,10 @@ class _Router:
 
         If one answer of a pair is refused, both are.
         """
-        encoded = iter(encode_documents([one for one in documents if not _is_piece(one)], self._tokenizer))
+        encoded = iter(encode_documents([one for one in documents if not _is_chunk(one)], self._tokenizer))
         remaining = iter(documents)
         for document in remaining:
-            if _is_piece(document):
+            if _is_chunk(document):
                 yield document, None
                 continue
             group: list[tuple[Document, Encoded]] = [(document, next(encoded))]
@@ -343,7 +343,7 @@ class _Router:
                 assert not isinstance(result, RefusedConversation)
                 yield one, result
 
-    def _piece_ids(self, document: Document) -> np.ndarray:
+    def _chunk_ids(self, document: Document) -> np.ndarray:
         """Return the ids that are final after a chunk of a text. Later calls return the rest."""
         begin = np.zeros(0, np.int64)
         if self._encoder is None:
@@ -372,7 +372,7 @@ class _Router:
         return {name: writer.close() for name, writer in self._writers.items()}
 
 
-def _is_piece(document: Document) -> bool:
+def _is_chunk(document: Document) -> bool:
     return document.text is not None and document.prompt is None and (document.part > 0 or not document.last)
 
 

@@ -197,7 +197,7 @@ class Tokenizer:
         if self.template is None:
             return _chatml(turns)
         text, spans = self.template.render(turns, tools)
-        literals = self.template.apart(turns, tools) if self.template.has_special(turns, tools) else []
+        literals = self.template.split_literals(turns, tools) if self.template.has_special(turns, tools) else []
         return MarkedText(text, _plain_ranges(literals), spans)
 
     def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -232,7 +232,7 @@ class Tokenizer:
             text, plain, _ = _chatml(turns)
             asked = MarkedText(f"{text}{TURN_START}assistant\n", plain, [])
             return np.concatenate([self.begin_ids, self.encode_marked([asked])[0][0]])
-        literals = template.apart(turns, tools, prompt=True) if template.has_special(turns, tools) else []
+        literals = template.split_literals(turns, tools, prompt=True) if template.has_special(turns, tools) else []
         text = template.prompt(turns, tools)
         return self.encode_marked([MarkedText(text, _plain_ranges(literals), [])])[0][0]
 

@@ -356,7 +356,7 @@ def has_gated_experts(experts: nn.Module) -> bool:
     )
 
 
-def keeps_tokens_apart(module: nn.Module) -> bool:
+def computes_tokens_separately(module: nn.Module) -> bool:
     """Return True if a module is the experts of a transformers model, which compute each token separately."""
     kind = type(module)
     return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")

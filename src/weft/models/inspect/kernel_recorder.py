@@ -150,7 +150,7 @@ class KernelRecorder(TorchDispatchMode):
         node = node_in_backward()
         packet = func.overloadpacket
         if packet in _FREE or func.is_view:
-            self._follow(args, kwargs, outputs)
+            self._propagate(args, kwargs, outputs)
             return outputs
         part = self.part if node is None else self._part_of(node)
         row = Row(str(packet), "pass", -99 if part is None else part, node is not None)
@@ -209,7 +209,7 @@ class KernelRecorder(TorchDispatchMode):
         if inside:
             self.cut |= row.writes.keys()
 
-    def _follow(self, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _propagate(self, args: Any, kwargs: Any, outputs: Any) -> None:
         """Mark the outputs as sharded if an input is. Used for views and uninitialized memory."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(self.key(each) in self.cut for each in inputs):

@@ -191,7 +191,7 @@ class Heads:
         kv_count = _number(module, _KV_HEADS) or number(config, "kv_heads") or count
         return cls(count, kv_count, width)
 
-    def pieces(self, style: Style, rows: int) -> list[tuple[int, int, bool]]:
+    def row_groups(self, style: Style, rows: int) -> list[tuple[int, int, bool]]:
         """Return (rows, rows per unit, may repeat) for each part of a column-parallel layer.
 
         Rows of one unit stay on one rank. `may repeat` is True if fewer units than tp ranks may be repeated.

@@ -77,7 +77,7 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
     example: see `trace_layout`. Raises LayoutError if the forward fails on the meta device.
     """
     example = example_of(model) if example is None else example
-    return _Trace(model).run(example).pieces()
+    return _Trace(model).run(example).partial_readers()
 
 
 class _Trace:
@@ -262,7 +262,7 @@ class _Trace:
         mark = self.flow.of(first)
         self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
 
-    def pieces(self) -> dict[str, frozenset[str]]:
+    def partial_readers(self) -> dict[str, frozenset[str]]:
         """Return modules with parameters that read separate features of linear layers, and those layers."""
         return dict(self.inside)
 

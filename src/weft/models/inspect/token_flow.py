@@ -20,7 +20,7 @@ from weft.models.inspect.blocks import has_params, repeated_blocks
 from weft.models.inspect.dry_run import example_of
 from weft.models.inspect.layers import KnownModel
 from weft.models.inspect.token_regions import TokenDivision, TokenRegions
-from weft.models.inspect.token_trace import TokenTrace, hidden_place
+from weft.models.inspect.token_trace import TokenTrace, hidden_index
 from weft.private_torch import named_modules
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "TokenRegions",
     "find_mixers",
     "find_regions",
-    "hidden_place",
+    "hidden_index",
     "mixing",
     "why_fixed_attention",
 ]
@@ -177,9 +177,9 @@ def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, ex
     """Follow the tokens in evaluation, and also in training if the user's own model trains."""
     flow = TokenTrace(model, regions, division)
     try:
-        flow.follow(example, training=False)
+        flow.trace(example, training=False)
         if flow.problem is None and model.training and not hasattr(model, "base_model_prefix"):
-            flow.follow(example, training=True)
+            flow.trace(example, training=True)
     except (LayoutError, ModelError) as error:
         reason = str(error).removeprefix("layout: ").partition(". Give")[0].rstrip(".")
         flow.problem = flow.problem or f"{reason}, so Weft cannot check that its blocks keep tokens apart."

@@ -32,7 +32,7 @@ class TokenDim:
         return next((each for each in range(2, self.count) if self.count % each == 0), self.count)
 
 
-class TokensMeet(Exception):
+class TokensMixed(Exception):
     """Raised if an operation mixes tokens or has no rule."""
 
 
@@ -91,7 +91,7 @@ class TokenStep:
         """
         name = self.name
         if not str(self.func).startswith("aten.") or name in _RESHAPED:
-            raise TokensMeet
+            raise TokensMixed
         if name in _FRESH:
             return []
         if name in _REDUCTIONS:
@@ -101,7 +101,7 @@ class TokenStep:
         else:
             rule = getattr(self, f"_op_{name.strip('_')}", None)
         if rule is None and name not in _POINTWISE and not self._is_pointwise():
-            raise TokensMeet
+            raise TokensMixed
         return list((rule or self._pointwise)())
 
     def _is_pointwise(self) -> bool:
@@ -117,13 +117,13 @@ class TokenStep:
         tensor = self.args[0]
         mark = self.of(tensor) if isinstance(tensor, torch.Tensor) else None
         if mark is None or any(self.of(leaf) is not None for leaf in tree_leaves((self.args[1:], self.kwargs))):
-            raise TokensMeet
+            raise TokensMixed
         return tensor, mark
 
     def _give(self, mark: TokenDim, dim: int, outputs: Sequence[torch.Tensor] | None = None) -> Iterator[Any]:
         for output in self.outputs if outputs is None else outputs:
             if not 0 <= dim < output.dim() or output.shape[dim] % (mark.count * mark.inner):
-                raise TokensMeet
+                raise TokensMixed
             yield output, replace(mark, dim=dim)
 
     def _pointwise(self) -> Iterator[Any]:
@@ -132,24 +132,24 @@ class TokenStep:
         marks = [(leaf.dim() - mark.dim, mark) for leaf in tensors if (mark := self.of(leaf)) is not None]
         from_end, first = marks[0]
         if any(place != from_end or mark.inner != first.inner for place, mark in marks):
-            raise TokensMeet
+            raise TokensMixed
         for leaf in tensors:
             if self.of(leaf) is None and not self.is_uniform(leaf, from_end):
-                raise TokensMeet
+                raise TokensMixed
         yield from self._give(first, rank - from_end)
 
     def _reduce(self) -> Iterator[Any]:
         tensor, mark = self._source
         if self.name in ("max", "min") and isinstance(self._get(1, "other"), torch.Tensor):
-            raise TokensMeet
+            raise TokensMixed
         keys = ("dim", "dims")
         dims = self._get(_REDUCTIONS[self.name], "dim", _DIM_DEFAULTS.get(self.name))
         dims = self.kwargs.get(keys[1], dims) if dims is None else dims
         if dims is None or dims == [] or dims == ():
-            raise TokensMeet
+            raise TokensMixed
         gone = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
         if mark.dim in gone:
-            raise TokensMeet
+            raise TokensMixed
         kept = self.outputs[0].dim() == tensor.dim()
         yield from self._give(mark, mark.dim - (0 if kept else sum(dim < mark.dim for dim in gone)))
 
@@ -158,19 +158,19 @@ class TokenStep:
         dims = self._get(_ALONG[self.name], "dims" if self.name in ("flip", "roll") else "dim")
         dims = _DIM_DEFAULTS.get(self.name) if dims is None else dims
         if dims is None or dims == []:
-            raise TokensMeet
+            raise TokensMixed
         used = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
         if mark.dim in used:
             same = all(output.shape == tensor.shape for output in self.outputs)
             if self.name not in ("slice", "split", "split_with_sizes") or not same or self._get(4, "step", 1) != 1:
-                raise TokensMeet
+                raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     def _op_view(self) -> Iterator[Any]:
         tensor, mark = self._source
-        new = follow_tokens(tuple(tensor.shape), tuple(self.outputs[0].shape), mark)
+        new = token_dim_after(tuple(tensor.shape), tuple(self.outputs[0].shape), mark)
         if new is None:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(new, new.dim)
 
     _op_reshape = _op_unsafe_view = _op_reshape_alias = _op_view
@@ -178,7 +178,7 @@ class TokenStep:
     def _op_view_as_complex(self) -> Iterator[Any]:
         tensor, mark = self._source
         if mark.dim == tensor.dim() - 1:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     def _op_view_as_real(self) -> Iterator[Any]:
@@ -221,27 +221,27 @@ class TokenStep:
         tensor, mark = self._source
         dim = self._get(1, "dim") % tensor.dim()
         if dim == mark.dim:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim - (dim < mark.dim))
 
     def _op_unbind(self) -> Iterator[Any]:
         tensor, mark = self._source
         dim = self._get(1, "dim", 0) % tensor.dim()
         if dim == mark.dim:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim - (dim < mark.dim))
 
     def _op_diagonal(self) -> Iterator[Any]:
         tensor, mark = self._source
         used = {self._get(at, name, default) % tensor.dim() for at, name, default in ((2, "dim1", 0), (3, "dim2", 1))}
         if mark.dim in used:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim - sum(dim < mark.dim for dim in used))
 
     def _op_tril(self) -> Iterator[Any]:
         tensor, mark = self._source
         if mark.dim >= tensor.dim() - 2:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     _op_triu = _op_tril
@@ -250,7 +250,7 @@ class TokenStep:
         tensor, mark = self._source
         at = 2 * (tensor.dim() - 1 - mark.dim)
         if any(self._get(1, "pad")[at : at + 2]):
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     def _joined(self, dim: int, rank: int) -> TokenDim:
@@ -260,11 +260,11 @@ class TokenStep:
         for part in parts:
             if (mark := self.of(part)) is None:
                 if not self.is_uniform(part, rank - marks[0].dim):
-                    raise TokensMeet
+                    raise TokensMixed
             elif mark != marks[0]:
-                raise TokensMeet
+                raise TokensMixed
         if dim == marks[0].dim:
-            raise TokensMeet
+            raise TokensMixed
         return marks[0]
 
     def _op_cat(self) -> Iterator[Any]:
@@ -294,14 +294,14 @@ class TokenStep:
             and (other.dim == rank - 1 or (other.dim < rank - 2 and self.is_uniform(left, rank - other.dim)))
         ):
             return other
-        raise TokensMeet
+        raise TokensMixed
 
     def _op_cdist_forward(self) -> Iterator[Any]:
         """Follow distances between tokens and rows without tokens."""
         left, right = self.args[:2]
         mark = self.of(left)
         if mark is None or self.of(right) is not None or mark.dim != left.dim() - 2:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     _op_euclidean_dist = _op_cdist_forward
@@ -315,7 +315,7 @@ class TokenStep:
     def _op_addmm(self) -> Iterator[Any]:
         mark = self._product(*self.args[1:3])
         if self.of(self.args[0]) is not None or not self.is_uniform(self.args[0], self.outputs[0].dim() - mark.dim):
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     _op_baddbmm = _op_addmm
@@ -323,19 +323,19 @@ class TokenStep:
     def _op_mv(self) -> Iterator[Any]:
         _, mark = self._source
         if mark.dim != 0:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, 0)
 
     def _op_linear(self) -> Iterator[Any]:
         tensor, mark = self._source
         if mark.dim == tensor.dim() - 1:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     def _op_native_layer_norm(self) -> Iterator[Any]:
         tensor, mark = self._source
         if mark.dim >= tensor.dim() - len(self._get(1, "normalized_shape")):
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     _op_layer_norm = _op_rms_norm = _op_fused_rms_norm = _op_native_layer_norm
@@ -343,7 +343,7 @@ class TokenStep:
     def _op_native_group_norm(self) -> Iterator[Any]:
         _, mark = self._source
         if mark.dim != 0:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, 0)
 
     def _op_convolution(self) -> Iterator[Any]:
@@ -353,7 +353,7 @@ class TokenStep:
         plain = mark.dim >= 2 and weight.shape[mark.dim] == 1 and mark.inner == 1
         plain = plain and stride[at % len(stride)] == 1 and not padding[at % len(padding)]
         if mark.dim != 0 and not plain:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     _op_convolution_overrideable = _op_mkldnn_convolution = _op_convolution
@@ -361,7 +361,7 @@ class TokenStep:
     def _op_embedding(self) -> Iterator[Any]:
         mark = self.of(self._get(1, "indices"))
         if mark is None or self.of(self.args[0]) is not None:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     def _op_index(self) -> Iterator[Any]:
@@ -369,18 +369,18 @@ class TokenStep:
         table, indices = self.args[:2]
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         if self.of(table) is not None or [dim for dim, _ in given] != [given[0][0] + n for n in range(len(given))]:
-            raise TokensMeet
+            raise TokensMixed
         rank = max(index.dim() for _, index in given)
         marks = [(mark.dim + rank - index.dim(), mark) for _, index in given if (mark := self.of(index)) is not None]
         dim, mark = marks[0]
         for _, index in given:
             other = self.of(index)
             if index.dtype in (torch.bool, torch.uint8):
-                raise TokensMeet
+                raise TokensMixed
             if other is None and not self.is_uniform(index, rank - dim):
-                raise TokensMeet
+                raise TokensMixed
             if other is not None and (other.dim + rank - index.dim(), other.inner) != (dim, mark.inner):
-                raise TokensMeet
+                raise TokensMixed
         yield from self._give(mark, given[0][0] + dim)
 
     def _op_index_select(self) -> Iterator[Any]:
@@ -391,7 +391,7 @@ class TokenStep:
             assert mark is not None
             yield from self._give(mark, dim)
         elif self.of(index) is not None or mark.dim == dim:
-            raise TokensMeet
+            raise TokensMixed
         else:
             yield from self._give(mark, mark.dim)
 
@@ -407,11 +407,11 @@ class TokenStep:
         for one in others:
             mark = self.of(one)
             if mark is None and not self.is_uniform(one, tensor.dim() - marks[0].dim):
-                raise TokensMeet
+                raise TokensMixed
             if mark is not None and (mark.dim, mark.inner) != (marks[0].dim, marks[0].inner):
-                raise TokensMeet
+                raise TokensMixed
         if dim == marks[0].dim:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(marks[0], marks[0].dim)
 
     _op_scatter = _op_scatter_add = _op_scatter_reduce = _op_gather
@@ -422,14 +422,14 @@ class TokenStep:
         mark, chosen = self.of(tensor), self.of(indices[0])
         plain = len(indices) == 1 and indices[0].dtype is torch.bool and value.numel() == 1 and self.of(value) is None
         if mark is None or mark != chosen or not plain:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim)
 
     def _op_native_batch_norm(self) -> Iterator[Any]:
         """Follow a batch norm with stored statistics. One with batch statistics mixes tokens."""
         _, mark = self._source
         if mark.dim == 1 or self._get(5, "training"):
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim, self.outputs[:1])
 
     _op_cudnn_batch_norm = _op_native_batch_norm
@@ -437,11 +437,11 @@ class TokenStep:
     def _op_native_batch_norm_legit_no_training(self) -> Iterator[Any]:
         _, mark = self._source
         if mark.dim == 1:
-            raise TokensMeet
+            raise TokensMixed
         yield from self._give(mark, mark.dim, self.outputs[:1])
 
 
-def follow_tokens(old: tuple[int, ...], new: tuple[int, ...], mark: TokenDim) -> TokenDim | None:
+def token_dim_after(old: tuple[int, ...], new: tuple[int, ...], mark: TokenDim) -> TokenDim | None:
     """Return the position of the tokens after a reshape, or None if no single dim holds all of them."""
     if 0 in old or math.prod(old[: mark.dim + 1]) * math.prod(old[mark.dim + 1 :]) != math.prod(new):
         return None

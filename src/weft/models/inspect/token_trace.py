@@ -17,7 +17,7 @@ from weft.models.inspect.dry_run import call_traced, is_named
 from weft.models.inspect.layers import is_linear
 from weft.models.inspect.token_modes import TokenOperations, TokenWatch
 from weft.models.inspect.token_regions import FullModule, TokenDivision, TokenRegions, TokensAt
-from weft.models.inspect.token_rules import TokenDim, TokensMeet, TokenStep
+from weft.models.inspect.token_rules import TokenDim, TokensMixed, TokenStep
 from weft.private_torch import named_modules, tree_flatten, tree_leaves, tree_unflatten
 
 #: Dim of the tokens in the blocks' inputs, (batch, tokens, features).
@@ -72,7 +72,7 @@ class TokenTrace:
         self._full_owned: set[int] = set()
         self._bases: dict[int, torch.Tensor] = {}
 
-    def follow(self, example: Any, training: bool) -> None:
+    def trace(self, example: Any, training: bool) -> None:
         """Trace one call of the model."""
         handles: list[RemovableHandle] = []
         for path, module in named_modules(self._model):
@@ -108,22 +108,22 @@ class TokenTrace:
             self.failed = tuple(self._stack[inside:])
 
     @property
-    def here(self) -> str:
+    def module_name(self) -> str:
         """The running module, for messages."""
         path = self._stack[-1] if self._stack else ""
         return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
 
-    def meet(self, operation: str) -> None:
+    def record_mixing(self, operation: str) -> None:
         """Record that an operation mixes tokens outside of modules that get all of them."""
         self._fail(
-            f"{self.here} calls `{operation}` outside of sharded layers, which mixes tokens or is not known to keep "
+            f"{self.module_name} calls `{operation}` outside of sharded layers, which mixes tokens or is not known to keep "
             "them separate, and tokens are sharded there."
         )
 
     def misuse(self, operation: str) -> None:
         """Record that code depends on the number of tokens."""
         self._fail(
-            f"{self.here} {operation.format('the number of tokens')}, and outside of sharded layers that is the number "
+            f"{self.module_name} {operation.format('the number of tokens')}, and outside of sharded layers that is the number "
             "of a rank's tokens, not of all."
         )
 
@@ -143,7 +143,7 @@ class TokenTrace:
         """Return a tensor's tokens of all ranks, which have no mark."""
         mark = self._marks[id(tensor)]
         if mark.inner > 1 or (mark.dim != TOKENS and (mark.dim or tensor.dim() != 2)):
-            self._fail(f"{self.here} is given tokens in another dim than that of (batch, tokens, features).")
+            self._fail(f"{self.module_name} is given tokens in another dim than that of (batch, tokens, features).")
         found = self._alias(tensor)
         self.note([found])
         return found
@@ -167,7 +167,7 @@ class TokenTrace:
                 return None
             if path in self._units:
                 args, kwargs = self._enter_unit(path, module, args, kwargs) or (args, kwargs)
-            if hugging_face.keeps_tokens_apart(module) and self._unit and not self._depth:
+            if hugging_face.computes_tokens_separately(module) and self._unit and not self._depth:
                 self._operations.pauses += 1
                 self._trusted.append(path)
             if path in self._division.full:
@@ -206,12 +206,14 @@ class TokenTrace:
         leaves, tree = tree_flatten((args, kwargs))
         divided = [at for at, leaf in enumerate(leaves) if self.of(leaf) is not None]
         if path in self._division.gathering:
-            stream = hidden_place(leaves, self._division.width)
+            stream = hidden_index(leaves, self._division.width)
             if divided and stream is None and self._division.width:
-                self._fail(f"{self.here} mixes tokens and is given no hidden states of (batch, tokens, features).")
+                self._fail(
+                    f"{self.module_name} mixes tokens and is given no hidden states of (batch, tokens, features)."
+                )
             divided = [at for at in divided if stream is None or leaves[at].shape == leaves[stream].shape]
         elif divided and (style == "rowwise" or self._depth or not is_linear(module)):
-            self._fail(f"{self.here} is given tokens of one rank in code with those of all ranks.")
+            self._fail(f"{self.module_name} is given tokens of one rank in code with those of all ranks.")
         for at in divided:
             leaves[at] = self._full_alias(leaves[at])
         return tree_unflatten(leaves, tree)
@@ -222,20 +224,20 @@ class TokenTrace:
             self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
         leaves, tree = tree_flatten((args, kwargs))
         if next(counted_in((args, kwargs)), None) is not None:
-            self._fail(f"{self.here} is given a number that was computed from the number of tokens.")
+            self._fail(f"{self.module_name} is given a number that was computed from the number of tokens.")
         inputs: list[TokensAt] = []
         for at, leaf in enumerate(leaves):
             if (mark := self.of(leaf)) is not None:
                 if mark.inner > 1 or (mark.dim > 0) != (leaf.shape[mark.dim] == mark.count):
                     self._fail(
-                        f"{self.here} is given tokens that are joined with features, or in front of the samples."
+                        f"{self.module_name} is given tokens that are joined with features, or in front of the samples."
                     )
                 inputs.append(TokensAt(at, mark.dim, leaf.shape[mark.dim] // mark.count, mark.count))
                 leaves[at] = self._alias(leaf)
             elif isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self._fail(f"{self.here} is given a tensor with a gradient that has no tokens.")
+                self._fail(f"{self.module_name} is given a tensor with a gradient that has no tokens.")
         if not inputs:
-            self._fail(f"{self.here} is given no tokens.")
+            self._fail(f"{self.module_name} is given no tokens.")
         self._region, self._region_inputs = path, tuple(inputs)
         self._made = {id(leaf) for leaf in leaves} | {id(param) for param in module.parameters()}
         self._kept += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -262,20 +264,20 @@ class TokenTrace:
 
     def _enter_unit(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
-        place = hidden_place(leaves, self._division.width)
+        place = hidden_index(leaves, self._division.width)
         self._unit.append(path)
         self._own.append({id(param) for param in module.parameters()})
         if path in self._first and self._open is None:
             self._open = self._first[path]
             if place is None:
                 width = self._division.width
-                self._fail(f"{self.here} gets no hidden states of (batch, tokens, {width} features).")
+                self._fail(f"{self.module_name} gets no hidden states of (batch, tokens, {width} features).")
                 return None
             leaves[place] = self._alias(leaves[place])
             self.mark(leaves[place], _stream(leaves[place]))
         elif self._open is None or path in self._first:
             self._fail(
-                f"{self.here} is called where tokens are {'all there' if self._open is None else 'divided'}: "
+                f"{self.module_name} is called where tokens are {'all there' if self._open is None else 'divided'}: "
                 "blocks run in another order than they are registered in, or several times."
             )
         found: set[int] = set()
@@ -290,7 +292,7 @@ class TokenTrace:
                 self._inner.add(id(leaves[at]))
                 found.add(at)
         if self.summed.setdefault(path, frozenset(found)) != frozenset(found):
-            self._fail(f"{self.here} gets other tensors from outside in another call.")
+            self._fail(f"{self.module_name} gets other tensors from outside in another call.")
         return tree_unflatten(leaves, tree)
 
     def _is_read(self, path: str, leaf: torch.Tensor, kwargs: Any, args: Any) -> bool:
@@ -310,7 +312,9 @@ class TokenTrace:
     def _check_arguments(self, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if self._is_outside(leaf) and self.of(leaf) is None and not self._is_own(leaf):
-                self._fail(f"{self.here} gets a tensor from outside of its block that is not an argument of the block.")
+                self._fail(
+                    f"{self.module_name} gets a tensor from outside of its block that is not an argument of the block."
+                )
 
     def _is_own(self, leaf: torch.Tensor) -> bool:
         return bool(self._own) and id(leaf) in self._own[-1]
@@ -321,7 +325,7 @@ class TokenTrace:
             if self._region:
                 return self._leave_full(output) if path == self._region else None
             if not path:
-                self._check_kept(module)
+                self._check_stored(module)
             if self._trusted and self._trusted[-1] == path:
                 self._trust(args, output)
             if self._division.gathers(path):
@@ -349,7 +353,7 @@ class TokenTrace:
                 self.mark(leaf, mark)
             self.note([leaf])
 
-    def _check_kept(self, model: nn.Module) -> None:
+    def _check_stored(self, model: nn.Module) -> None:
         """Check that blocks store no numbers with a gradient, such as a loss.
 
         Such a number would come from a part of the tokens.
@@ -380,7 +384,7 @@ class TokenTrace:
     def _gathered(self, path: str, output: Any) -> Any:
         """Return the output with all tokens, as at the end of a run."""
         leaves, tree = tree_flatten(output)
-        place = hidden_place(leaves, self._division.width)
+        place = hidden_index(leaves, self._division.width)
         if place is None or self.of(leaves[place]) != _stream(leaves[place]):
             self._fail(f"{path} ({self._kind(path)}) returns no hidden states of (batch, tokens, features).")
             return None
@@ -400,45 +404,49 @@ class TokenTrace:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._region:
             if any(self.of(leaf) is not None or (leaf.requires_grad and id(leaf) not in self._made) for leaf in given):
-                self._fail(f"{self.here} reads a tensor from outside of {self._region} in `{name}`.")
+                self._fail(f"{self.module_name} reads a tensor from outside of {self._region} in `{name}`.")
             self._made |= {id(output) for output in outputs}
             self._kept += outputs
             return
         self._check_sources(name, given)
         is_uniform = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in self._uniform
-        self._follow_bases(func, args, outputs)
+        self._propagate_bases(func, args, outputs)
         if all(self.of(leaf) is None for leaf in given):
-            self._follow_uniform(name, func, args, given, outputs)
+            self._propagate_uniform(name, func, args, given, outputs)
         elif not outputs:
-            self.meet(name)
+            self.record_mixing(name)
         else:
             self._check_foreign(name, given)
-            self._follow_tokens(name, TokenStep(func, args, kwargs, outputs, self.of, self._is_alike), is_uniform)
+            self._propagate_tokens(
+                name, TokenStep(func, args, kwargs, outputs, self.of, self._is_identical), is_uniform
+            )
         self.note(outputs)
 
     def _check_sources(self, name: str, given: list[torch.Tensor]) -> None:
         """Check that code outside of blocks uses no tensors or parameters of blocks, and the reverse."""
         if any(id(leaf) in self._full_owned and leaf.requires_grad for leaf in given):
-            self._fail(f"{self.here} reads a parameter of a module that gets all tokens outside of it, in `{name}`.")
+            self._fail(
+                f"{self.module_name} reads a parameter of a module that gets all tokens outside of it, in `{name}`."
+            )
         if self._open is None:
             self._outside(given, f"`{name}`")
         if self._unit and self._open is not None:
             self._check_foreign(name, given)
         elif not self._division.has_own_loss and any(id(leaf) in self._owned and leaf.requires_grad for leaf in given):
             self._fail(
-                f"{self.here} reads a parameter of a block outside of it, in `{name}`, where its gradient is no sum "
+                f"{self.module_name} reads a parameter of a block outside of it, in `{name}`, where its gradient is no sum "
                 "over the ranks."
             )
 
-    def _follow_tokens(self, name: str, step: TokenStep, is_uniform: bool) -> None:
+    def _propagate_tokens(self, name: str, step: TokenStep, is_uniform: bool) -> None:
         try:
             made = step.marks()
-        except (TokensMeet, IndexError, TypeError):  # a rule does not support these arguments
-            self.meet(name)
+        except (TokensMixed, IndexError, TypeError):  # a rule does not support these arguments
+            self.record_mixing(name)
             return
         for tensor, tokens in made:
             if tensor is step.args[0] and not self._takes(tensor, tokens, is_uniform):
-                self.meet(name)
+                self.record_mixing(name)
                 return
             self.mark(tensor, tokens)
 
@@ -454,7 +462,7 @@ class TokenTrace:
             self.mark(base, tokens)
         return is_uniform
 
-    def _follow_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
+    def _propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
         """Record which tensors are constant."""
         if outputs and args and outputs[0] is args[0]:
             self._written(outputs[0], name)
@@ -470,7 +478,9 @@ class TokenTrace:
                     if self._unit
                     else ("reads a parameter or a tensor with a gradient between its blocks")
                 )
-                self._fail(f"{self.here} {what}, in `{name}`: its gradient would cover only a part of the tokens.")
+                self._fail(
+                    f"{self.module_name} {what}, in `{name}`: its gradient would cover only a part of the tokens."
+                )
 
     def _written(self, tensor: torch.Tensor, name: str) -> None:
         """Record that a tensor and all tensors that share its memory may no longer be constant after a write."""
@@ -486,7 +496,7 @@ class TokenTrace:
         if self._unit:
             self._inner |= {id(output) for output in outputs}
 
-    def _follow_bases(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+    def _propagate_bases(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
         """Record the base tensor of each view."""
         if not func.is_view or not args or not isinstance(args[0], torch.Tensor):
             return
@@ -496,7 +506,7 @@ class TokenTrace:
             self._bases[id(output)] = base
             self._kept += [output, base]
 
-    def _is_alike(self, tensor: torch.Tensor, from_end: int) -> bool:
+    def _is_identical(self, tensor: torch.Tensor, from_end: int) -> bool:
         if from_end > tensor.dim() or id(tensor) in self._uniform:
             return True
         return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
@@ -507,11 +517,11 @@ class TokenTrace:
             return
         for leaf in leaves:
             if self.of(leaf) is not None:
-                self._fail(f"{self.here} reads a value for each token that a block keeps, in {operation}.")
+                self._fail(f"{self.module_name} reads a value for each token that a block keeps, in {operation}.")
             elif self._division.has_own_loss or not isinstance(leaf, torch.Tensor) or id(leaf) not in self._inner:
                 continue
             elif leaf.requires_grad:
-                self._fail(f"{self.here} reads a value with a gradient that a block computed, in {operation}.")
+                self._fail(f"{self.module_name} reads a value with a gradient that a block computed, in {operation}.")
 
 
 def _keeps_uniform(func: Any, given: list[torch.Tensor]) -> bool:
@@ -519,7 +529,7 @@ def _keeps_uniform(func: Any, given: list[torch.Tensor]) -> bool:
     return (bool(given) and func.is_view) or name in _UNIFORM
 
 
-def hidden_place(leaves: Sequence[Any], width: int) -> int | None:
+def hidden_index(leaves: Sequence[Any], width: int) -> int | None:
     """Return the position of the hidden states, (batch, tokens, ..., width), among the values of a call."""
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3 and leaf.shape[-1] == width:

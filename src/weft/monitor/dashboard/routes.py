@@ -161,7 +161,7 @@ def config_of(run: RunIndex) -> dict[str, str]:
     return found
 
 
-def beside(run: RunIndex) -> dict[str, Any]:
+def planned_and_measured(run: RunIndex) -> dict[str, Any]:
     """Return planned and measured values, during training from the run's events, afterwards from measured.json."""
     with run.lock:
         planned, actual, table = dict(run.planned), dict(run.actual), run.measured
@@ -279,7 +279,7 @@ class Page:
             Route("/api/heat", self.heat),
             Route("/api/marks", self.marks),
             Route("/api/config", self.config),
-            Route("/api/beside", self.beside),
+            Route("/api/beside", self.serve_planned_and_measured),
             Route("/api/stream", self.stream),
             Route("/api/ask", self.ask, methods=["POST"]),
         ]
@@ -351,9 +351,9 @@ class Page:
         """Serve a run's settings."""
         return await self._of_run(request, config_of)
 
-    async def beside(self, request: Request) -> Response:
+    async def serve_planned_and_measured(self, request: Request) -> Response:
         """Serve a run's planned and measured values."""
-        return await self._of_run(request, beside)
+        return await self._of_run(request, planned_and_measured)
 
     async def _of_run(self, request: Request, view: Callable[[RunIndex], Any]) -> Response:
         run = self.shelf.get(request.query_params.get("id", ""))

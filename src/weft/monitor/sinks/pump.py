@@ -89,7 +89,7 @@ class Pump(threading.Thread):
         super().__init__(name=f"weft-sink-{name}", daemon=True)
         self._called, self._make, self._job, self._notify_all, self._first_pause_s = name, make, job, tell, pause_s
         self._state = job.folder / ".sinks" / f"{name}.json"
-        kept = _kept(self._state)
+        kept = _filter_event(self._state)
         job.kept.update(kept.get("kept", {}))
         self._follower = EventFollower(job.folder / "events.jsonl", int(kept.get("offset", 0)))
         self._end = threading.Event()
@@ -163,7 +163,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
-def _kept(path: Path) -> Mapping[str, Any]:
+def _filter_event(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text())
         return found if isinstance(found, dict) else {}

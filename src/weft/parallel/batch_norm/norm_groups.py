@@ -57,7 +57,7 @@ class SampleGroups:
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
         self.size, self._mesh, self._said, self._name = size, mesh, said, name
 
-    def cut_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
+    def split_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
         """Return the layout of a microbatch's groups.
 
         Args:
@@ -158,7 +158,7 @@ class NormGroups:
         Raises:
             ModelError: if a group has samples in another microbatch.
         """
-        with self._at(self._groups.cut_of(samples, index)):
+        with self._at(self._groups.split_of(samples, index)):
             yield
 
     def travelling(self) -> AbstractContextManager[None]:
@@ -174,7 +174,7 @@ class NormGroups:
             self._split_part = before
 
     @property
-    def cut(self) -> GroupSplit:
+    def split(self) -> GroupSplit:
         """Layout of the groups in the current computation."""
         if self._split_part is None:
             raise ModelError(
@@ -187,7 +187,7 @@ class NormGroups:
 
     def see(self, norm: nn.Module, mean_GC: Tensor, var_GC: Tensor) -> None:
         """Store the statistics of a norm's groups in this microbatch. A replay stores the same values again."""
-        cut = self.cut
+        cut = self.split
         found = torch.cat([mean_GC, var_GC, mean_GC.new_ones(len(mean_GC), 1)], 1).double()
         begins = _begins(cut, self.size)
         if not all(begins):
@@ -317,7 +317,7 @@ def _normalise(
     eps: float,
     moves: bool,
 ) -> Tensor:
-    cut = groups.cut
+    cut = groups.split
     if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows are not counted
         return affine(x, weight, bias)
     rows = _rows_of_groups(cut, groups.size, x.shape[0])

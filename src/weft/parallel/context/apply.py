@@ -85,7 +85,7 @@ class Context:
             )
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 
-    def cut(self, batch: Any) -> Any:
+    def shard(self, batch: Any) -> Any:
         """Return this rank's shard of a batch of full sequences. See `shard_batch`.
 
         Raises:
@@ -100,9 +100,9 @@ class Context:
         self.check_labels(batch)
         return shard_batch(batch, self.order(seq_len))
 
-    def places(self, num_tokens: int, device: torch.device) -> Tensor:
+    def token_positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's `num_tokens` tokens in the full sequence, (T,)."""
-        return self.order(num_tokens * self.axis.size).places(device)
+        return self.order(num_tokens * self.axis.size).positions(device)
 
     def attend(
         self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None,

@@ -135,7 +135,7 @@ def replace_cores(model: nn.Module, context: Context) -> int:
     for attention in found:
         attention.core = ContextCore(context)
     if isinstance(model, Decoder):
-        model.register_forward_pre_hook(_Places(context, model), with_kwargs=True)
+        model.register_forward_pre_hook(_FillPositions(context, model), with_kwargs=True)
     return len(found)
 
 
@@ -150,7 +150,7 @@ def _attend(core: ContextCore, inputs: Sequence[Tensor], numbers: Sequence[float
     return core.attend(*inputs)
 
 
-class _Places:
+class _FillPositions:
     """Forward pre-hook that fills in missing positions with positions in the full sequence."""
 
     def __init__(self, context: Context, model: Decoder):
@@ -158,8 +158,8 @@ class _Places:
         self._signature = inspect.signature(model.forward)
         self._longest = model.spec.max_seq_len if model.pos_embed is not None else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Places:
-        copied = object.__new__(_Places)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FillPositions:
+        copied = object.__new__(_FillPositions)
         copied.__dict__ = {**self.__dict__, "_context": None}
         return copied
 
@@ -178,7 +178,7 @@ class _Places:
                 f"Use at most {self._longest} tokens, or a larger model.max_seq_len."
             )
         if given.get("positions_BT") is None:
-            given["positions_BT"] = context.places(ids_BT.shape[1], ids_BT.device)[None]
+            given["positions_BT"] = context.token_positions(ids_BT.shape[1], ids_BT.device)[None]
         context.divide(seq_len, given.get("document_ids_BT"))  # before the blocks, which may be compiled
         return (), given
 
@@ -350,7 +350,7 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             f"cp={context.axis.size}: {type(model).__name__} takes {others[0]} in addition to its tokens, and it is "
             "unclear which part belongs to a rank's tokens. Use cp=1 for this model."
         )
-    places_T = context.places(tokens.shape[1], tokens.device)
+    places_T = context.token_positions(tokens.shape[1], tokens.device)
     looks = hugging_face.looks_at_positions(model, signature, given)
     positions = given.get("position_ids") if looks else None
     ids_BT = _document_ids(context, given.get("attention_mask"), positions, places_T, tokens.shape[0])

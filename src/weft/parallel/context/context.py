@@ -145,7 +145,7 @@ def shard_sequence(model: nn.Module, batch: Any) -> Any:
     Returns the batch unchanged if the model's sequences are not sharded. Labels must already be shifted.
     """
     context = context_of(model)
-    return batch if context is None else context.cut(batch)
+    return batch if context is None else context.shard(batch)
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:

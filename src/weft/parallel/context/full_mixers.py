@@ -73,14 +73,14 @@ class FullSequenceMixers(Context):
             )
         return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)
 
-    def cut(self, batch: Any) -> Any:
+    def shard(self, batch: Any) -> Any:
         """Return this rank's shard of a batch. Encoder and decoder tokens are sharded by their own lengths.
 
         Raises:
             ModelError: if the batch has no tokens, or they do not divide evenly.
         """
         if self.is_own or not isinstance(batch, Mapping):
-            return super().cut(batch)
+            return super().shard(batch)
         lengths = {batch[name].shape[1] for name in _TOKENS if isinstance(batch.get(name), Tensor)}
         if not lengths:
             raise ModelError(

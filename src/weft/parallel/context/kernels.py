@@ -62,7 +62,7 @@ class AttentionBlock(NamedTuple):
         return AttentionBlock(rows, self.q0 + q, self.q1 + q, self.k0 + k, self.k1 + k, self.shape, self.tiles)
 
 
-def pieces(
+def attention_blocks(
     mine: Sequence[int],
     theirs: Sequence[int],
     length: int,
@@ -377,7 +377,7 @@ class PartialAttention:
         self._out = q_BHTC.new_zeros((batch, num, heads, width), dtype=dtype).transpose(1, 2)
         self._lse = q_BHTC.new_full((batch, heads, num), -torch.inf, dtype=dtype)
 
-    def meet(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor) -> None:
+    def add(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor) -> None:
         """Add keys and values. `places_S` holds the keys' positions in the sequence."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
@@ -422,7 +422,7 @@ class Gradients:
         self._lines = _lines(q_BHTC, scoring, places_T)
         self.q_BHTC = torch.zeros_like(q_BHTC, dtype=sum_dtype(q_BHTC.dtype))
 
-    def meet(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor, grad_kv: KeysValues) -> None:
+    def add(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor, grad_kv: KeysValues) -> None:
         """Add the gradients for one set of keys and values, to the queries' gradient and to `grad_kv`."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:

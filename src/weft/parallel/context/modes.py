@@ -27,7 +27,7 @@ from weft.parallel.context.kernels import (
     Gradients,
     PartialAttention,
     Scoring,
-    pieces,
+    attention_blocks,
     sink_gradient,
     sum_dtype,
 )
@@ -90,23 +90,23 @@ class View:
     _pieces: dict[tuple[int | None, AttentionWindow], list[AttentionBlock]] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
 
-    def pieces(self, source: int, sight: AttentionWindow) -> list[AttentionBlock]:
+    def blocks_of(self, source: int, sight: AttentionWindow) -> list[AttentionBlock]:
         """Return the attention blocks for this rank's queries and the keys of rank `source`. Cached for all layers."""
         if (source, sight) not in self._pieces:
             mine, theirs, length = self.order.chunks(), self.order.chunks(source), self.order.chunk_len
-            self._pieces[source, sight] = pieces(mine, theirs, length, self.borders, sight)
+            self._pieces[source, sight] = attention_blocks(mine, theirs, length, self.borders, sight)
         return self._pieces[source, sight]
 
-    def places(self, source: int, device: torch.device) -> Tensor:
+    def positions(self, source: int, device: torch.device) -> Tensor:
         """Return the positions in the sequence of rank `source`'s tokens, (T,)."""
         if source not in self._places:
-            self._places[source] = replace(self.order, rank=source).places(device)
+            self._places[source] = replace(self.order, rank=source).positions(device)
         return self._places[source]
 
-    def whole(self, sight: AttentionWindow) -> list[AttentionBlock]:
+    def full_blocks(self, sight: AttentionWindow) -> list[AttentionBlock]:
         """Return the attention blocks of the full sequence on one rank."""
         if (None, sight) not in self._pieces:
-            self._pieces[None, sight] = pieces((0,), (0,), self.order.seq_len, self.borders, sight)
+            self._pieces[None, sight] = attention_blocks((0,), (0,), self.order.seq_len, self.borders, sight)
         return self._pieces[None, sight]
 
 
@@ -141,9 +141,9 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor:
         with without_modes():
             kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
-            seen = PartialAttention(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
+            seen = PartialAttention(q_BHTC, scoring, view.positions(view.axis.rank, q_BHTC.device))
             for source, kv in enumerate(_gathered(kv_2BKTC, view.axis)):
-                seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, q_BHTC.device))
+                seen.add(kv, view.blocks_of(source, scoring.sight), view.positions(source, q_BHTC.device))
             out_BHTC, lse_BHT = seen.result(sink_H)
         ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H)
         ctx.scoring, ctx.view = scoring, view
@@ -157,7 +157,7 @@ class _Gather(torch.autograd.Function):
         all_grads = torch.zeros_like(all_kv, dtype=dtype)
         grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
         for source, kv in enumerate(all_kv):
-            grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), all_grads[source])
+            grads.add(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), all_grads[source])
         own = reduce_scatter(all_grads, axis, out=torch.empty_like(kv_2BKTC, dtype=dtype))
         return *_returned(grads, own, q_BHTC), sink_gradient(grad_BHTC, out_BHTC, lse_BHT, sink_H), None, None
 
@@ -170,11 +170,11 @@ class _Ring(torch.autograd.Function):
         with without_modes():
             kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
             axis, device = view.axis, q_BHTC.device
-            seen = PartialAttention(q_BHTC, scoring, view.places(axis.rank, device))
+            seen = PartialAttention(q_BHTC, scoring, view.positions(axis.rank, device))
             for step in range(axis.size):
                 coming = start_shift(kv, axis) if step + 1 < axis.size else None
                 source = (axis.rank - step) % axis.size
-                seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, device))
+                seen.add(kv, view.blocks_of(source, scoring.sight), view.positions(source, device))
                 kv = coming.wait() if coming else kv
             out_BHTC, lse_BHT = seen.result(sink_H)
         ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H)
@@ -191,7 +191,7 @@ class _Ring(torch.autograd.Function):
         for step in range(axis.size):
             coming = start_shift(kv, axis) if step + 1 < axis.size else None
             part, source = own if step == 0 else torch.zeros_like(own), (axis.rank - step) % axis.size
-            grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), part)
+            grads.add(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), part)
             if step:
                 # The gradient of these keys, from the ranks that held them before, arrives one step behind them.
                 part = part if grad_coming is None else part.add_(grad_coming.wait())
@@ -202,7 +202,7 @@ class _Ring(torch.autograd.Function):
         return *_returned(grads, own, q_BHTC), sink_gradient(grad_BHTC, out_BHTC, lse_BHT, sink_H), None, None
 
 
-class _Whole(torch.autograd.Function):
+class _FullAttention(torch.autograd.Function):
     """Attention over full sequences on one rank that no single call of a fused kernel computes."""
 
     @staticmethod
@@ -213,7 +213,7 @@ class _Whole(torch.autograd.Function):
         with without_modes():
             places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
             seen = PartialAttention(q_BHSC, scoring, places_S)
-            seen.meet((k_BKSC, v_BKSC), found, places_S)
+            seen.add((k_BKSC, v_BKSC), found, places_S)
             out_BHSC, lse_BHS = seen.result(sink_H)
         ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS, sink_H)
         ctx.scoring, ctx.found = scoring, found
@@ -225,7 +225,7 @@ class _Whole(torch.autograd.Function):
         places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
         grads = Gradients(grad_BHSC, q_BHSC, out_BHSC, lse_BHS, ctx.scoring, places_S)
         own = k_BKSC.new_zeros((2, *k_BKSC.shape), dtype=sum_dtype(q_BHSC.dtype))
-        grads.meet((k_BKSC, v_BKSC), ctx.found, places_S, own)
+        grads.add((k_BKSC, v_BKSC), ctx.found, places_S, own)
         return *_returned(grads, own, q_BHSC), sink_gradient(grad_BHSC, out_BHSC, lse_BHS, sink_H), None, None
 
 
@@ -256,7 +256,7 @@ def _ulysses(
             scoring = replace(scoring, drop=replace(scoring.drop, first_head=first))
         if sink_H is not None:  # of this rank's heads
             sink_H = sink_H.unflatten(0, (axis.size, -1))[axis.rank]
-        out_BHSC = _Whole.apply(q_BHSC, k_BKSC, v_BKSC, sink_H, scoring, view.whole(scoring.sight))
+        out_BHSC = _FullAttention.apply(q_BHSC, k_BKSC, v_BKSC, sink_H, scoring, view.full_blocks(scoring.sight))
     return exchange_dims(out_BHSC, axis, 2, 1)
 
 

@@ -36,7 +36,7 @@ def positions_of(model: nn.Module) -> Positions:
             return _PastPadding(count, padding)
         if isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= _arguments(module):
             return _by_mask
-    return _places
+    return _positions
 
 
 def _has_table(module: nn.Module) -> bool:
@@ -47,7 +47,7 @@ def _arguments(module: nn.Module) -> set[str]:
     return set(inspect.signature(module.forward).parameters)
 
 
-def _places(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
+def _positions(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
     del context, tokens, mask
     return places_T[None]
 
@@ -64,7 +64,7 @@ class _PastPadding:
         if tokens.is_floating_point():  # embeddings do not show which tokens are padding
             return places_T[None] + self.first
         order = context.order(places_T.shape[0] * context.axis.size)
-        return order.cut(self._count(full_sequence(tokens, context.axis, order), self._padding_idx))
+        return order.shard(self._count(full_sequence(tokens, context.axis, order), self._padding_idx))
 
 
 def _by_mask(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
@@ -73,4 +73,4 @@ def _by_mask(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Te
         return places_T[None]
     order = context.order(places_T.shape[0] * context.axis.size)
     seen_BS = full_sequence(mask.to(torch.int64), context.axis, order)
-    return order.cut(seen_BS.cumsum(1) * seen_BS - 1)
+    return order.shard(seen_BS.cumsum(1) * seen_BS - 1)

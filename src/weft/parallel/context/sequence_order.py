@@ -38,13 +38,13 @@ class SequenceOrder:
         """Return the chunk numbers of a rank (default: this one), in sequence order."""
         return chunks_of(self.mode, self.cp, self.rank if rank is None else rank)
 
-    def places(self, device: torch.device) -> torch.Tensor:
+    def positions(self, device: torch.device) -> torch.Tensor:
         """Return the position in the sequence of each of this rank's tokens, (T,)."""
         length = self.chunk_len
         parts = [torch.arange(chunk * length, (chunk + 1) * length, device=device) for chunk in self.chunks()]
         return torch.cat(parts)
 
-    def cut(self, x: torch.Tensor) -> torch.Tensor:
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor whose dim 1 is the sequence."""
         length = self.chunk_len
         parts = [x.narrow(1, chunk * length, length) for chunk in self.chunks()]
@@ -107,12 +107,12 @@ def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> 
         )
     if tensor.ndim < 2 or tensor.shape[1] != order.seq_len:
         return tensor
-    part = order.cut(tensor)
+    part = order.shard(tensor)
     values = None if tensor.is_floating_point() else host_values(tensor)
     if values is not None:
         remember_full(part, values)
         if values is not tensor:
-            remember_host(part, order.cut(values))
+            remember_host(part, order.shard(values))
     return part
 
 

@@ -76,7 +76,7 @@ class FunctionalDropout(nn.Module):
         site = self._weft_site
         if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
-        if torch.compiler.is_compiling() and not (site.is_told and site.handle.is_open):
+        if torch.compiler.is_compiling() and not (site.has_stored_key and site.handle.is_open):
             return self._uncompiled(*args, **kwargs)
         with ByPosition(site):
             return super().forward(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from weft.comm.mesh import Mesh
 from weft.data.batches import tensors_in
-from weft.data.random_state import kept_generators, seed_generators
+from weft.data.random_state import preserve_generators, seed_generators
 from weft.errors import ModelError
 from weft.memory.graph_recorder import send_numbers
 from weft.memory.opaque import Handle
@@ -143,7 +143,7 @@ class Drops:
         return self._fixed is not None
 
     @contextlib.contextmanager
-    def held(self, fixed: FixedDraws) -> Iterator[None]:
+    def stored(self, fixed: FixedDraws) -> Iterator[None]:
         """Read keys and samples from persistent memory inside the context. fixed: that memory."""
         before = self.told_samples, self.is_told, [site.keys for site in self.sites]
         self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
@@ -257,7 +257,7 @@ class Drops:
         self.restart()
         if self._kept is None and not torch.compiler.is_compiling():
             self._kept = contextlib.ExitStack()
-            self._kept.enter_context(kept_generators(self.device))
+            self._kept.enter_context(preserve_generators(self.device))
             seed_generators(self.seed_at(self._forward.key, self._forward.samples, model))
 
     def after_forward(self) -> None:
@@ -287,7 +287,7 @@ class Drops:
         samples = self._forward.samples
         self.is_told = samples is None or not (samples.is_empty or samples.rows)
         if samples is not None and self.is_told:
-            self.told_samples = samples.places(len(samples.numbers), self.device)
+            self.told_samples = samples.row_numbers(len(samples.numbers), self.device)
         else:
             self.told_samples = None
         if self._compiled_key != self._forward.key:
@@ -313,7 +313,7 @@ class Drops:
         if samples is None:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
         # Created for each call: a replay must run the same operations as the forward.
-        return samples.places(count, device)
+        return samples.row_numbers(count, device)
 
     def has_samples(self, count: int) -> bool:
         """Return True if the microbatch has this many samples and noise depends on their numbers."""
@@ -365,7 +365,7 @@ class Drops:
         whole = count * tp.size if is_cut else count
         context = self._context
         if context is not None and context.in_use and not is_whole:
-            places = context.places(whole, device)
+            places = context.token_positions(whole, device)
         else:
             places = torch.arange(whole, device=device)
         return places.narrow(0, tp.rank * count, count) if is_cut else places
@@ -455,7 +455,7 @@ class DropSite:
             return torch.zeros(shape, dtype=torch.bool, device=device)
         if len(shape) == 1:
             return self.keep((*shape, 1), rate, device)[:, 0]
-        if self._drops.reads_tensors and self.is_told:
+        if self._drops.reads_tensors and self.has_stored_key:
             return self._keep(shape, rate, self._passed_key())
         return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
 
@@ -475,7 +475,7 @@ class DropSite:
         return torch.where(kept[rows, places], values * (1.0 / (1.0 - rate) if rate < 1 else 0.0), 0.0)
 
     @property
-    def is_told(self) -> bool:
+    def has_stored_key(self) -> bool:
         """True if the next call reads its key from a tensor."""
         return self.keys is not None and self.calls < len(self.keys) and self._drops.is_told
 
@@ -485,7 +485,7 @@ class DropSite:
         return self.keys[self.calls - 1]
 
     def _drop_in_order(self, x: Tensor, rate: float) -> Tensor:
-        if not self._drops.reads_tensors or not self.is_told:
+        if not self._drops.reads_tensors or not self.has_stored_key:
             return self._drop_by_number(x, rate)
         return self._drop(x, rate, self._passed_key())
 
@@ -542,7 +542,7 @@ class DropSite:
         """Return the dropout of one call of attention. num_heads: heads on this rank."""
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
-        is_told = self.is_told if self._drops.is_fixed else torch.compiler.is_compiling()
+        is_told = self.has_stored_key if self._drops.is_fixed else torch.compiler.is_compiling()
         key = self._passed_key() if is_told else self._next_key()
         return AttentionDrop(rate, key, self._drops.samples(num_samples, device), first_head)
 

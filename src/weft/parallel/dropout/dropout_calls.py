@@ -208,7 +208,7 @@ def _leaf(noise: Tensor, options: dict[str, Any]) -> Tensor:
     return noise.requires_grad_() if options.get("requires_grad") else noise
 
 
-def _in_place(change: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+def _inplace_form(change: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     def draw(site: DropSite, self: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         kwargs.pop("generator", None)
         found = _uniform(site, self.shape, self.device)
@@ -254,10 +254,10 @@ _DRAWS_sample_noise: dict[Any, Callable[..., Tensor | None]] = {
     torch.randint: _integers,
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
-    Tensor.normal_: _in_place(_normal),
-    Tensor.uniform_: _in_place(_between),
-    Tensor.exponential_: _in_place(lambda uniform, lambd=1.0: uniform.log() / -lambd),
-    Tensor.bernoulli_: _in_place(lambda uniform, p=0.5: (uniform < p).to(uniform.dtype)),
+    Tensor.normal_: _inplace_form(_normal),
+    Tensor.uniform_: _inplace_form(_between),
+    Tensor.exponential_: _inplace_form(lambda uniform, lambd=1.0: uniform.log() / -lambd),
+    Tensor.bernoulli_: _inplace_form(lambda uniform, p=0.5: (uniform < p).to(uniform.dtype)),
 }
 
 
@@ -378,11 +378,11 @@ def _drop_channels(
     if not training or p == 0:
         return input
     x = input[None] if input.ndim == _UNBATCHED.get(func) else input
-    dropped = (x * _kept_channels(mode, x, p) * (1 / (1 - p) if p < 1 else 0.0)).view_as(input)
+    dropped = (x * _channel_mask(mode, x, p) * (1 / (1 - p) if p < 1 else 0.0)).view_as(input)
     return input.copy_(dropped) if inplace else dropped
 
 
-def _kept_channels(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
+def _channel_mask(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
     """Return a mask of the channels to keep, of (samples, channels, ...), with trailing dims of 1."""
     kept = mode.site.keep(x.shape[:2], rate, x.device)
     return kept.view(*x.shape[:2], *(1,) * (x.ndim - 2))
@@ -395,7 +395,7 @@ def _drop_alpha(
     if not training or p == 0:
         return input
     by_channel = func is F.feature_alpha_dropout
-    kept = _kept_channels(mode, input, p) if by_channel else mode.site.keep(input.shape, p, input.device)
+    kept = _channel_mask(mode, input, p) if by_channel else mode.site.keep(input.shape, p, input.device)
     factor = 0.0 if p >= 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
     dropped = torch.where(kept, input, -_ALPHA) * factor + _ALPHA * factor * p
     return input.copy_(dropped) if inplace else dropped

@@ -44,7 +44,7 @@ class DeferredWeightGrad:
         """True if backward must defer weight gradients."""
         return self._open is not None
 
-    def hold(self, product: DeferredProduct) -> None:
+    def store(self, product: DeferredProduct) -> None:
         """Keep the factors of one weight gradient."""
         assert self._open is not None
         self._open.append(product)

@@ -26,11 +26,11 @@ from weft.parallel.layers.encoder_items import (
     Ranks,
     ReplicatedCalls,
     ZeroGradDependency,
+    encode_calls,
     find_items,
     first_recorded,
     lists_of_states,
     parse_calls,
-    told,
 )
 from weft.parallel.layers.index_check import StandIn
 from weft.private_torch import graph_task, tree_flatten, tree_leaves, tree_unflatten, uncompiled
@@ -211,7 +211,7 @@ class Encoder:
         if items is not None and len(items):
             method, args, kwargs = outer or ("", (), {})
             around = find_items(self.path, args, kwargs) if method else items
-            said = told(self.path, method, around, items, self._cheapest(items))
+            said = encode_calls(self.path, method, around, items, self._cheapest(items))
         own = torch.tensor([_NOT_CALLED if items is None else len(items), len(said)], device=self._device)
         every: list[list[int]] = all_gather(own, self.alike).view(-1, 2).tolist()
         self._in_one_sentence = [count for count, _ in every]
@@ -450,7 +450,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
         LayoutError: if a module's items cannot be distributed.
     """
     modules = dict(model.named_modules())
-    named = layout.spread(modules) if layout is not None else {}
+    named = layout.divided_modules(modules) if layout is not None else {}
     if layout is not None and (unused := Layout(tuple(p for p in layout.pairs if p[1].startswith("spread")))).pairs:
         for pattern in unused.unused(modules):
             raise LayoutError(f"layout pattern {pattern!r}: the model has no such module. See `weft layout MODEL`.")

@@ -193,7 +193,7 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         setattr(model, _TOLD, False)
 
 
-def is_told(model: nn.Module) -> bool:
+def has_documents(model: nn.Module) -> bool:
     """Return True if the current call comes from `call_in_documents`, which marks the documents."""
     return getattr(model, _TOLD, False)
 
@@ -393,7 +393,7 @@ class _Follower:
         stack = contextlib.ExitStack()
         self._open.append(stack)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        ids_BT = None if is_told(module) else _document_ids(given)
+        ids_BT = None if has_documents(module) else _document_ids(given)
         if ids_BT is None:
             return None
         starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, to avoid a sync

@@ -216,7 +216,7 @@ class Ranks:
         return self.tp.size
 
     @property
-    def place(self) -> int:
+    def batch_index(self) -> int:
         """This rank's index among the ranks with the same batch."""
         return self.tp.rank
 
@@ -237,7 +237,7 @@ class Division:
     @cached_property
     def own(self) -> list[int]:
         """Items that this rank computes."""
-        return self.dealt[self.ranks.data.rank * self.ranks.per_home + self.ranks.place]
+        return self.dealt[self.ranks.data.rank * self.ranks.per_home + self.ranks.batch_index]
 
     @cached_property
     def _first(self) -> int:
@@ -251,13 +251,13 @@ class Division:
     @cached_property
     def _sent(self) -> list[list[int]]:
         """This data rank's items that each data rank computes, on the rank with this one's tp index."""
-        data, place = self.ranks.data, self.ranks.place
+        data, place = self.ranks.data, self.ranks.batch_index
         return [self._at(rank, place, data.rank) for rank in range(data.size)]
 
     @cached_property
     def _received(self) -> list[list[int]]:
         """Items that this rank computes, by their data rank."""
-        data, place = self.ranks.data, self.ranks.place
+        data, place = self.ranks.data, self.ranks.batch_index
         return [self._at(data.rank, place, home) for home in range(data.size)]
 
     def bring(self, items: Items, place: int) -> Tensor:
@@ -276,7 +276,7 @@ class Division:
 
         `sizes` holds the rows of each item.
         """
-        data, place = self.ranks.data, self.ranks.place
+        data, place = self.ranks.data, self.ranks.batch_index
         send, receive = ([sum(sizes[item] for item in part) for part in parts] for parts in (sent, received))
         every = (self._at(rank, place, home) for rank in range(data.size) for home in range(data.size))
         most = max(sum(sizes[item] for item in part) for part in every)
@@ -372,7 +372,7 @@ class ReplicatedCalls:
     inner: Items
 
 
-def told(path: str, method: str, outer: Items, inner: Items, chosen: int) -> bytes:
+def encode_calls(path: str, method: str, outer: Items, inner: Items, chosen: int) -> bytes:
     """Encode a call for `parse_calls`.
 
     Args:
@@ -412,7 +412,7 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
             "without items. Call it with tensors and plain values, or use a plan without zero=3 and spread without "
             ":data."
         )
-    said = [_said(path, leaf if not _is_divided(items, place) else items.taken(place, [chosen]))
+    said = [_to_json(path, leaf if not _is_divided(items, place) else items.taken(place, [chosen]))
             for place, leaf in enumerate(items.leaves)]  # fmt: skip
     named = dict(zip(kwargs, said[len(args) :], strict=True))
     sizes = items.rows[chosen], items.spans[chosen]
@@ -448,7 +448,7 @@ def _is_divided(items: Items, place: int) -> bool:
     return place in items.by_row or place in items.by_item
 
 
-def _said(path: str, value: Any) -> Any:
+def _to_json(path: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         numbers = None if value.is_floating_point() or value.numel() > _MOST_NUMBERS else value.tolist()
         return [str(value.dtype).removeprefix("torch."), list(value.shape), numbers]

@@ -57,7 +57,7 @@ def choose_float8(
         raise ModelError(f"fp8_recipe={recipe!r}: it is {' or '.join(RECIPES)}. Use fp8_recipe={RECIPES[0]!r}.")
     chosen, left = 0, list[str]()
     fitting = _fitting(model, left)
-    kept = _kept(fitting, list(repeated_blocks(model)), keep)
+    kept = _bf16_paths(fitting, list(repeated_blocks(model)), keep)
     for path, module in fitting.items():
         if path not in kept:
             module._weft_float8 = Float8(recipe=recipe)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
@@ -100,7 +100,7 @@ def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
     return found
 
 
-def _kept(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
+def _bf16_paths(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
     """Return the paths of `fitting` that an entry of `keep` matches.
 
     Raises:

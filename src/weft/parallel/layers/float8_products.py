@@ -62,7 +62,7 @@ class Float8:
         """Return the product of (..., I) and (O, I), which is (..., O), without autograd."""
         x_RI = x.reshape(-1, x.shape[-1])
         if self.recipe == "tensorwise":
-            of_x, of_weight = _agreed(self.inner, _whole(x_RI), _whole(weight_OI))
+            of_x, of_weight = _agreed(self.inner, _max_magnitude(x_RI), _max_magnitude(weight_OI))
             [of_weight] = _agreed(self.outer, of_weight)
             out_RO = _multiply(x_RI, weight_OI, _scale(of_x)[:, None], _scale(of_weight)[:, None])
             return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
@@ -77,7 +77,9 @@ class Float8:
         """
         if self.recipe == "tensorwise":
             return [self._input_gradient(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
-        largest = [of for grad, weight in zip(grads, weights, strict=True) for of in (_largest(grad), _whole(weight))]
+        largest = [
+            of for grad, weight in zip(grads, weights, strict=True) for of in (_largest(grad), _max_magnitude(weight))
+        ]
         scales = [_scale(one) for one in _agreed(self.outer, *largest)]
         return [
             _multiply(grad, weight.t(), scales[2 * at][:, None], scales[2 * at + 1].expand(weight.shape[1])[:, None])
@@ -86,7 +88,7 @@ class Float8:
 
     def _input_gradient(self, grad_RO: Tensor, weight_OI: Tensor) -> Tensor:
         """Return one input gradient, with one scale for all tokens."""
-        of_grad, of_weight = _agreed(self.outer, _whole(grad_RO), _whole(weight_OI))
+        of_grad, of_weight = _agreed(self.outer, _max_magnitude(grad_RO), _max_magnitude(weight_OI))
         [of_weight] = _agreed(self.inner, of_weight)
         scale = _scale(of_grad, WIDER)[:, None]
         return _multiply(grad_RO, weight_OI.t(), scale, _scale(of_weight)[:, None], WIDER)
@@ -127,7 +129,7 @@ def _largest(x_RK: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x_RK, ord=torch.inf, dim=-1)
 
 
-def _whole(x: Tensor) -> Tensor:
+def _max_magnitude(x: Tensor) -> Tensor:
     """Return the largest magnitude of the tensor, (1,), or 0 if it is empty."""
     if x.numel() == 0:
         return x.new_zeros(1)

@@ -448,8 +448,8 @@ class Boundary:
             self._notify_all(transfer, form)
         elif known != form:
             raise ModelError(
-                f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has {_said(form)}, and "
-                f"before it had {_said(known)} for a microbatch of the same "
+                f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has {_describe(form)}, and "
+                f"before it had {_describe(known)} for a microbatch of the same "
                 f"shapes. Shapes between stages must depend only on the shapes of the microbatch."
             )
         self._post(transfer, form.pack(carried))
@@ -500,7 +500,7 @@ class Boundary:
         is_standard = all(len(shape) <= _MAX_DIMS for shape in form.shapes) and set(form.dtypes) <= set(_DTYPES)
         if not is_standard or len(form.slots) > _MAX_PARTS:
             raise ModelError(
-                f"stage {stage}: its input has {_said(form)}. Stages can send {_MAX_PARTS} tensors of at "
+                f"stage {stage}: its input has {_describe(form)}. Stages can send {_MAX_PARTS} tensors of at "
                 f"most {_MAX_DIMS} dimensions and a standard format."
             )
         return form
@@ -533,7 +533,7 @@ class Boundary:
         return SentForm(tuple(slots), tuple(shapes), tuple(dtypes))
 
 
-def _said(form: SentForm) -> str:
+def _describe(form: SentForm) -> str:
     shapes = " and ".join(str(tuple(shape)) for shape in form.shapes)
     return f"shape {shapes} and format {' and '.join(dict.fromkeys(map(str, form.dtypes)))}"
 

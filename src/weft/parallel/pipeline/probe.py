@@ -112,7 +112,7 @@ class Probe:
         memo: dict[int, Any] = {
             id(each): nn.Parameter(torch.zeros_like(each, device=device), requires_grad=False)
             if isinstance(each, nn.Parameter) else torch.zeros_like(each, device=device)
-            for each in _held(self.module)
+            for each in _attribute_tensors(self.module)
         }  # fmt: skip
         return copy.deepcopy(self.module, memo), device
 
@@ -136,7 +136,7 @@ class Probe:
             )
         tensors, others = _changes(module, before)
         outputs = [*tensors_in(value), *(each for _, found in tensors for each in tensors_in(found))]
-        if made.is_kept_besides([*outputs, *tensors_in(given), *_held(module)]):
+        if made.outlives([*outputs, *tensors_in(given), *_attribute_tensors(module)]):
             raise ModelError(
                 f"pp: {self.path!r} leaves a tensor outside of itself, such as in a list of losses, which does not "
                 "reach other stages. Return it, or set it as an attribute of the module, or use pp=1."
@@ -247,7 +247,7 @@ def _is_same(value: list[Any], was: list[Any]) -> bool:
     return len(value) == len(was) and all(one is other for one, other in zip(value, was, strict=True))
 
 
-def _held(module: nn.Module) -> Iterator[torch.Tensor]:
+def _attribute_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that a module holds in any attribute."""
     yield from module.parameters()
     yield from module.buffers()
@@ -268,7 +268,7 @@ class _Made(TorchDispatchMode):
         self._made += [weakref.ref(each) for each in tensors_in(made)]
         return made
 
-    def is_kept_besides(self, known: list[torch.Tensor]) -> bool:
+    def outlives(self, known: list[torch.Tensor]) -> bool:
         """Return True if a recorded tensor is still alive and shares no memory with the given tensors."""
         alive = [each for reference in self._made if (each := reference()) is not None]
         with contextlib.suppress(NotImplementedError):

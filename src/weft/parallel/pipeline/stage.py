@@ -99,7 +99,7 @@ class Stage:
         route = self.survey(forward, batch)
         output = None
         try:
-            with self._alone(), contextlib.suppress(Left):
+            with self._relays_only(), contextlib.suppress(Left):
                 self._flow.begin(route, incoming)
                 output = forward(self._model, batch)
             return map_tensors(local, output) if self.is_last else self._flow.outgoing()
@@ -107,7 +107,7 @@ class Stage:
             self._flow.end()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _relays_only(self) -> Iterator[None]:
         """Replace all modules of the chain by relays inside this context."""
         relays = self._relays = self._relays or self._new_relays()
         was = [site.module for site, _ in relays]

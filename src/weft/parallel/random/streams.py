@@ -177,17 +177,17 @@ def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
         rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
-        return kept(key, places, rate)
+        return keep_mask_operator(key, places, rate)
     return keeps(lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:]), rate)
 
 
 @torch.library.custom_op("weft::kept", mutates_args=(), schema="(Tensor key, Tensor[] places, float rate) -> Tensor")
-def kept(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+def keep_mask_operator(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
     """Compute `keep_mask_at` as a torch operator."""
     return keep_mask_at(key, places, rate)
 
 
-@kept.register_fake
+@keep_mask_operator.register_fake
 def _keep_mask_shape(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
     del rate
     return torch.empty([len(one) for one in places], dtype=torch.bool, device=key.device)
@@ -228,7 +228,7 @@ class SampleNumbers:
         """True if the rank has no samples here: the microbatch that it runs does not count."""
         return not self.numbers
 
-    def places(self, count: int, device: torch.device) -> Tensor:
+    def row_numbers(self, count: int, device: torch.device) -> Tensor:
         """Return a number for each of a tensor's `count` rows, int64 (count,), independent of the division of batches.
 
         If there are as many rows as samples, each row is a sample. Otherwise the rows per sample come from `rows`, or

@@ -166,7 +166,7 @@ class FlatSlice:
     home: torch.Tensor | None = None
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
+    def of_full(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
         """Return the flat slice, of the tensor's dtype and shape (numel,), of a part that this rank holds completely.
 
         Args:
@@ -307,7 +307,7 @@ def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSo
     return target
 
 
-def alone(name: str, value: torch.Tensor, rank: int) -> FlatSlice:
+def single_rank_slice(name: str, value: torch.Tensor, rank: int) -> FlatSlice:
     """Return the flat slice, of the value's dtype and shape (numel,), of a tensor that one rank writes in full.
 
     For values that are not shaped like a parameter.

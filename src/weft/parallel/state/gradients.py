@@ -39,7 +39,7 @@ _ATTRIBUTE = "_weft_data_parallel"
 class ErrorFeedback(Protocol):
     """Error feedback of rounded gradients that is pending on replicas, as full tensors by name."""
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def residual_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's residuals as flat slices, in its own memory. No collective."""
         ...
 
@@ -144,7 +144,7 @@ class DataParallel(Protocol):
         """Make modules wait for their own weights, for `publish(follow=True)`. Call it before the first forward."""
         ...
 
-    def arrive(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait for all pending weights."""
         ...
 
@@ -191,7 +191,7 @@ class DataParallel(Protocol):
         """Return the tensors that store this rank's gradients now, to count their bytes. No collective."""
         ...
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def model_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model for checkpoints, in its own memory. No collective."""
         ...
 
@@ -269,13 +269,13 @@ class ShardedJoin:
     axes: AxisMap
     device: torch.device
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of something sharded like the parameter. A collective over tp."""
-        return self.axes.whole(self.name, part.to(self.device))
+        return self.axes.full_tensor(self.name, part.to(self.device))
 
-    def whole_shape(self, part: torch.Tensor) -> tuple[int, ...]:
+    def full_shape(self, part: torch.Tensor) -> tuple[int, ...]:
         """Return the full shape, identical on all ranks that hold parts."""
-        return self.axes.whole_shape(self.name, part.shape)
+        return self.axes.full_shape(self.name, part.shape)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor."""

@@ -82,7 +82,7 @@ class Materialise:
                 continue
             assert self._seed is not None
             name, owner = self._owners[id(param)]
-            whole = torch.empty(self._axes.whole_shape(name, param.shape), dtype=param.dtype)
+            whole = torch.empty(self._axes.full_shape(name, param.shape), dtype=param.dtype)
             initialise_parameter(whole, self._axes.saved_name(name), owner, self._seed)
             part = self._axes.part(name, whole).to(self._device, copy=True).contiguous()
             torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
@@ -120,11 +120,12 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
     """
     axis = axes.stage
     rows = [
-        (name, axes.whole_shape(name, tensor.shape), getattr(tensor, "requires_grad", False), *axes.told(name))
+        (name, axes.full_shape(name, tensor.shape), getattr(tensor, "requires_grad", False), *axes.agreed_fields(name))
         for name, tensor in model.named_parameters()
     ]
     rows += [
-        (name, axes.whole_shape(name, tensor.shape), False, *axes.told(name)) for name, tensor in model.named_buffers()
+        (name, axes.full_shape(name, tensor.shape), False, *axes.agreed_fields(name))
+        for name, tensor in model.named_buffers()
     ]
     for name, param in model.named_parameters():
         if param.is_complex():

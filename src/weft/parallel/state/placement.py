@@ -302,12 +302,12 @@ class AxisMap:
         """
         return self.of(name, buffer.shape).same if name in self.placements else self.batch
 
-    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    def full_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the full shape."""
         placement = self.placement(name)
         return placement.full_shape(shape, self._size(placement.cut))
 
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from this rank's part, or from a tensor of its shape.
 
         A collective over the sharding axis.
@@ -341,12 +341,12 @@ class AxisMap:
             return Part(shape, order=order)
         axis = self.mesh[placement.cut]
         rows = placement.rows(shape, axis.rank, axis.size)
-        return Part(self.whole_shape(name, shape), placement.dim, rows, order)
+        return Part(self.full_shape(name, shape), placement.dim, rows, order)
 
-    def stretch(self, name: str, tensor: torch.Tensor) -> FlatSlice:
+    def slice_of(self, name: str, tensor: torch.Tensor) -> FlatSlice:
         """Return a tensor's flat slice, of its dtype and shape (numel,). Every rank of its kind holds the same part."""
         part, deal = self.part_of(name, tensor), self.ownership_of(name, tensor.shape)
-        return FlatSlice.whole(self.saved_name(name), tensor, part, deal)
+        return FlatSlice.of_full(self.saved_name(name), tensor, part, deal)
 
     def ownership_of(self, name: str, shape: Sequence[int]) -> OwnershipMap:
         """Return which rank writes which elements of a part that every rank of its kind holds completely."""
@@ -358,7 +358,7 @@ class AxisMap:
         """Return which of the holders comes first: the same on all ranks, and another for each tensor."""
         return zlib.crc32(name.encode())
 
-    def told(self, name: str) -> tuple[object, ...]:
+    def agreed_fields(self, name: str) -> tuple[object, ...]:
         """Return the fields of a tensor's placement on which all ranks must agree, or () if it is full."""
         placement = self.placement(name)
         said = (placement.cut, placement.dim, placement.parts, placement.partial, placement.pad, placement.name)
@@ -387,7 +387,7 @@ class AxisMap:
 
     def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full tensors with their names in checkpoints. A collective over the sharding axes."""
-        return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
+        return ((self.saved_name(name), self.full_tensor(name, tensor)) for name, tensor in pairs)
 
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that are not full on every rank."""
@@ -424,18 +424,18 @@ class AxisMap:
             outer=self._joined(outer) if coded else NOBODY,
             inner=self._without(("dp_replicate", *shard, *extra), outer) if coded else NOBODY,
             beside=self._without(replicate, outer) if coded else NOBODY,
-            shard=self._joined(shard) if self._sharded else self._nobody("dp_shard"),
+            shard=self._joined(shard) if self._sharded else self._empty_axis("dp_shard"),
             replicate=self._joined(replicate) if self._sharded else over,
             over=over,
             same=same,
-            cut=self.mesh[cut] if cut else self._nobody("tp"),
-            extra=self._joined(extra) if extra else self._nobody("tp"),
+            cut=self.mesh[cut] if cut else self._empty_axis("tp"),
+            extra=self._joined(extra) if extra else self._empty_axis("tp"),
             share=(sums.index(self.mesh.rank), len(sums)),
             waits=bool(of_stages),
             holders=sums,
         )
 
-    def _nobody(self, name: str) -> Axis:
+    def _empty_axis(self, name: str) -> Axis:
         return Axis(name, 1, 0, (self.mesh.rank,))
 
     def _size(self, names: tuple[str, ...]) -> int:

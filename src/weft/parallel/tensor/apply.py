@@ -30,7 +30,7 @@ from weft.parallel.tensor.read_layout import (
     check_sizes,
     entry_width,
     find_heads,
-    gathers_apart,
+    gathers_per_layer,
     is_wide,
     nowhere,
     read_own,
@@ -220,7 +220,7 @@ def find_token_regions(
     entries: dict[str, int] = {}
     for path in (path for path, style in styles.items() if style.name == "colwise"):
         parent = layers.parent_of(path)
-        if not gathers_apart(parent, modules, styles) and layers.is_linear(modules[path]):
+        if not gathers_per_layer(parent, modules, styles) and layers.is_linear(modules[path]):
             entries.setdefault(parent, entry_width(path, modules, styles))
     chains: dict[str, list[str]] = {}
     for path in blocks_outside(model, is_whole):

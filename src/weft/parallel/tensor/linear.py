@@ -78,11 +78,11 @@ def multiply_scatter(x_BTD: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) 
         made = x_BTD.new_empty((*part_RBLD.shape[:3], len(weight_FD)))
         _multiply_into(made, part_RBLD, weight_FD)
         if under_way is not None:
-            _place(found, *under_way)
+            _write_part(found, *under_way)
         out = found[:, stretch] if batch == 1 else made.new_empty(made.shape[1:])
         under_way = start_reduce_scatter(made, axis, out=out), stretch
     if under_way is not None:
-        _place(found, *under_way)
+        _write_part(found, *under_way)
     return found
 
 
@@ -129,7 +129,7 @@ def _by_ranks(x_BSD: Tensor, axis: Axis) -> Tensor:
     return x_BSD.new_empty((axis.size, *x_BSD.shape))
 
 
-def _place(found_BSF: Tensor, summing: Pending, stretch: slice) -> None:
+def _write_part(found_BSF: Tensor, summing: Pending, stretch: slice) -> None:
     part_BLF = summing.wait()
     if len(found_BSF) > 1:  # else it was written directly
         found_BSF[:, stretch] = part_BLF

@@ -113,7 +113,7 @@ def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: 
         is_table = isinstance(modules[path], nn.Embedding)  # sharded by single columns
         found = Heads() if is_table else heads.get(layers.parent_of(path), Heads())
         pieces = (
-            found.pieces(style, weight.shape[1 if is_table else 0])
+            found.row_groups(style, weight.shape[1 if is_table else 0])
             if style.name == "colwise"
             else [(weight.shape[1], 1, False)]
         )
@@ -173,7 +173,7 @@ def _rows(parent: str, styles: Mapping[str, Style]) -> list[str]:
     return [path for path, style in styles.items() if style.name == "rowwise" and layers.parent_of(path) == parent]
 
 
-def gathers_apart(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
+def gathers_per_layer(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
     """Return True if each column-sharded layer of a module is an entry, instead of the module."""
     return is_wide(parent, modules, styles) or bool(getattr(modules[parent], "is_cross_attention", False))
 

@@ -58,7 +58,7 @@ class ShardedTokens(Tensor):
         found._has_grad = torch.is_grad_enabled() and x_BSD.requires_grad
         return found
 
-    def whole(self) -> Tensor:
+    def gather(self) -> Tensor:
         """Gather the tokens, once.
 
         Raises:
@@ -80,7 +80,7 @@ class ShardedTokens(Tensor):
             return plain_call(func, args, kwargs or {})
         if func is _untyped.requires_grad.__get__:
             return args[0]._has_grad
-        args, kwargs = tree_map_only(cls, cls.whole, (tuple(args), kwargs or {}))
+        args, kwargs = tree_map_only(cls, cls.gather, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -418,7 +418,7 @@ class _FullRegion:
 
 
 def _find_hidden(leaves: list[Any], width: int, module: nn.Module) -> int:
-    if (found := token_flow.hidden_place(leaves, width)) is not None:
+    if (found := token_flow.hidden_index(leaves, width)) is not None:
         return found
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (width,):

@@ -22,7 +22,7 @@ from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.comm.mesh import Axis
 from weft.config.hugging_face_config import number
 from weft.errors import ModelError
-from weft.models.adapters import AdaptedLinear, Alone
+from weft.models.adapters import AdaptedLinear, SingleProcess
 from weft.models.inspect import layers
 from weft.models.inspect.counted_sizes import sizes_of
 from weft.models.inspect.layers import Heads, WrittenHeads
@@ -48,7 +48,7 @@ from weft.parallel.tensor.linear import (
 from weft.parallel.tensor.sequence import ShardedTokens
 
 
-class ColumnAdapter(Alone):
+class ColumnAdapter(SingleProcess):
     """Adapter of a column-sharded layer whose full input is on each rank."""
 
     def __init__(self, axis: Axis, part: ShardPosition | None):
@@ -70,7 +70,7 @@ class ColumnAdapter(Alone):
         return copy_to(h, self._axis)
 
 
-class TokenAdapter(Alone):
+class TokenAdapter(SingleProcess):
     """Adapter of a column-sharded layer with sharded tokens in front of it: reads this rank's tokens.
 
     is_flat: the layer itself receives (batch * tokens, features).
@@ -98,7 +98,7 @@ class TokenAdapter(Alone):
         return found.flatten(0, 1) if self._is_flat else found
 
 
-class GatheredAdapter(Alone):
+class GatheredAdapter(SingleProcess):
     """Adapter of a column-sharded layer that reads a result of gathered tokens. Autograd sums its gradient."""
 
     def __init__(self, part: ShardPosition | None):
@@ -109,7 +109,7 @@ class GatheredAdapter(Alone):
         return _dropped(dropout, x, self._part, is_whole=True)
 
 
-class RowAdapter(Alone):
+class RowAdapter(SingleProcess):
     """Adapter of a row-sharded layer: each rank's product is part of the sum over the ranks."""
 
     def __init__(self, axis: Axis, part: ShardPosition):
@@ -266,7 +266,7 @@ class Entry:
         biases = [layers.bias_of(one) for one in self.members]
         return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
 
-    def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, Alone]:
+    def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, SingleProcess]:
         """Return the input of a layer's adapter and its sharding.
 
         The input is this rank's tokens if tokens are sharded.

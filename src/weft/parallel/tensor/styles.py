@@ -23,7 +23,7 @@ from weft.parallel.state.placement import Placement
 from weft.parallel.tensor.head import LossChunking
 from weft.parallel.tensor.language_head import make_head
 from weft.parallel.tensor.linear import SharedLayer
-from weft.parallel.tensor.read_layout import entry_width, gathers_apart, is_ahead, is_inside, is_norm
+from weft.parallel.tensor.read_layout import entry_width, gathers_per_layer, is_ahead, is_inside, is_norm
 from weft.parallel.tensor.sequence import TokenSharding, second_states, shard_tokens
 from weft.parallel.tensor.sharded_modules import (
     ColumnLinear,
@@ -150,7 +150,7 @@ class TensorContext:
     def placement_of_rows(self, path: str, total: int) -> Placement:
         """Return the placement of a column-sharded dim of `total` output features."""
         style, heads = self.styles[path], self.heads.get(layers.parent_of(path), Heads())
-        parts, pieces = style.sizes(total), heads.pieces(style, total)
+        parts, pieces = style.sizes(total), heads.row_groups(style, total)
         if not parts and pieces[0][2] and (count := pieces[0][0] // pieces[0][1]) % self.axis.size:
             unit = pieces[0][1]
             first = self.axis.rank * count // self.axis.size * unit
@@ -381,7 +381,7 @@ def layer_styles(context: TensorContext) -> dict[str, LayerStyle]:
 def separate_parents(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> set[str]:
     """Return modules whose column-sharded layers gather their inputs separately."""
     parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
-    return {path for path in parents if gathers_apart(path, modules, styles)}
+    return {path for path in parents if gathers_per_layer(path, modules, styles)}
 
 
 def partial_parameters(

@@ -207,11 +207,11 @@ class ZeroEngine(ABC):
     def _full_gradients(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
     @abstractmethod
-    def stretches(self) -> Iterator[FlatSlice]:
+    def model_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model. No collective."""
 
     @torch.no_grad()
     def load_weights(self, source: StateSource) -> None:
         """Fill this rank's flat slices."""
-        for one in self.stretches():
+        for one in self.model_slices():
             one.fill(source)

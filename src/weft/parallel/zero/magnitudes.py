@@ -27,7 +27,7 @@ def load_base(model: nn.Module, source: StateSource) -> None:
         engine.load_weights(source)
         return
     own = {f"{path}.{name}" for path, name in record.params()}
-    for one in engine.stretches():
+    for one in engine.model_slices():
         if one.name not in own:
             one.fill(source)
     engine.publish()
@@ -56,7 +56,7 @@ def start_magnitudes(model: nn.Module) -> None:
     if record.kind.kind != "dora":
         return
     engine = data_parallel(model)
-    mesh, found = engine.axes.mesh, list(engine.stretches())
+    mesh, found = engine.axes.mesh, list(engine.model_slices())
     # Each layer's outputs have a range in one vector that is equal on all ranks. A stage contributes only its own
     # layers.
     sizes = torch.zeros(len(record.layers), dtype=torch.int64, device=mesh.device)

@@ -84,7 +84,7 @@ class Slot:
         """Return True if it overlaps a part. A parameter without elements counts at its start."""
         return self.start < part.stop and self.start + max(self.numel, 1) > part.start
 
-    def cut(self, whole: torch.Tensor, part: slice) -> torch.Tensor:
+    def elements_in(self, whole: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the elements of a full tensor that are in a part: in the parameter's shape if all are, else 1-D."""
         start, end = self.inside(part)
         if end - start == self.numel:
@@ -93,7 +93,7 @@ class Slot:
             whole = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
         return whole.as_strided((self.numel,), (1,))[start - self.start : end - self.start]
 
-    def piece(self, shard: torch.Tensor, part: slice) -> torch.Tensor | None:
+    def view_in(self, shard: torch.Tensor, part: slice) -> torch.Tensor | None:
         """Return the parameter's view into a part's flat tensor, or None without an overlap.
 
         The view has the parameter's shape if it is entirely in the part, else it is 1-D.
@@ -274,7 +274,7 @@ def lay_out(
     for key, members in kinds.items():
         # The first bucket is small on a GPU too, so that gradient communication starts early.
         first = max(1, min(bucket_bytes, shares.bucket_bytes("cpu")) // master.itemsize)
-        found = _whole(members, limit, shard.size) if key[0] else _slices(members, (first, limit), shard.size)
+        found = _undivided(members, limit, shard.size) if key[0] else _slices(members, (first, limit), shard.size)
         _refuse_fill(found, shard, master.itemsize)
         groups += found
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
@@ -351,7 +351,7 @@ def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> 
     return found
 
 
-def _whole(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
+def _undivided(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
     """Lay out each parameter in one part. A bucket is as small as the padding limit allows."""
     groups: list[list[Slot]] = [[]]
     for slot in slots:
@@ -361,7 +361,7 @@ def _whole(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Sl
     while len(groups) > 1 and not _fits(groups[-1], 1, num_shards):
         last = groups.pop()
         groups[-1] += last
-    return [(group, _spread(group, num_shards), True) for group in groups]
+    return [(group, _balance(group, num_shards), True) for group in groups]
 
 
 def _refuse_fill(groups: list[tuple[list[Slot], int, bool]], shard: Axis, itemsize: int) -> None:
@@ -380,10 +380,10 @@ def _refuse_fill(groups: list[tuple[list[Slot], int, bool]], shard: Axis, itemsi
 
 def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
     numel = sum(_aligned(slot.numel) for slot in group)
-    return numel >= least and _spread(group, num_shards) * num_shards <= numel * (1 + MOST_FILL)
+    return numel >= least and _balance(group, num_shards) * num_shards <= numel * (1 + MOST_FILL)
 
 
-def _spread(group: list[Slot], num_shards: int) -> int:
+def _balance(group: list[Slot], num_shards: int) -> int:
     """Assign each parameter, largest first, to the emptiest part. Return the length of a part."""
     ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; other parts stay empty
     places: list[tuple[Slot, int, int]] = []

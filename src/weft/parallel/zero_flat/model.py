@@ -70,7 +70,7 @@ class FlatModel(ZeroEngine):
         self._optimizers = FlatOptimizers(self.axes, self.device)
         self._prefetcher = WeightPrefetcher(model, slots)
         if self.precision.is_mixed or self.updates_on_host:
-            hooks = LoadHooks(slots, self.arrive)
+            hooks = LoadHooks(slots, self.wait_for_weights)
             model.register_load_state_dict_pre_hook(hooks.before)
             model.register_load_state_dict_post_hook(hooks.after)
 
@@ -87,7 +87,7 @@ class FlatModel(ZeroEngine):
             with self.reducer.microbatch(last):
                 yield
         finally:
-            self.arrive()
+            self.wait_for_weights()
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks, or this rank's shard of the sums."""
@@ -125,7 +125,7 @@ class FlatModel(ZeroEngine):
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Run the optimizer's step with gradients multiplied by a factor."""
         step = self._step_of(optimizer)
-        self.arrive()
+        self.wait_for_weights()
         reducer = self.reducer
         if isinstance(factor, StepDecision):
             self.coders.taken = factor.is_taken
@@ -133,7 +133,7 @@ class FlatModel(ZeroEngine):
             if isinstance(factor, StepDecision):
                 reducer.factor = factor.factor
             else:
-                reducer.arrive()
+                reducer.wait_for_sums()
                 reducer.factor = factor = float(reducer.factor) * factor
             self._begin_update()
             self._update_buckets(step, factor)
@@ -171,7 +171,7 @@ class FlatModel(ZeroEngine):
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Copy the new weights to the parameters of all ranks."""
         self._prefetcher.start_rest(self.reducer.buckets, follow, is_update=self.reducer.phase.is_update)
-        self._parameters.untrained.follow()
+        self._parameters.untrained.broadcast()
         self._optimizers.drop_hosted_gradients()
         self.coders.commit(clip)
         self.leave_step()
@@ -180,7 +180,7 @@ class FlatModel(ZeroEngine):
         """Make modules wait for their own weights from now on, so that `publish` does not have to wait."""
         self._prefetcher.watch()
 
-    def arrive(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait for pending weights."""
         self._prefetcher.wait()
 
@@ -196,7 +196,7 @@ class FlatModel(ZeroEngine):
         adoption = SlotAdoption(optimizer, self._parameters.slots)
         names = adoption.needs_full()
         if self._parameters.has_shards(names):
-            self.arrive()
+            self.wait_for_weights()
             states = self._optimizers.full_states(self.reducer.buckets)
             self.coders.forget()
             self._parameters.unshard(names)
@@ -215,7 +215,7 @@ class FlatModel(ZeroEngine):
         return self._optimizers.settled(optimizer)
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.arrive()
+        self.wait_for_weights()
         return self._parameters.full()
 
     def _full_frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -235,14 +235,14 @@ class FlatModel(ZeroEngine):
         return self._parameters.counted()
 
     def _wait_for_masters(self) -> None:
-        self.arrive()
-        self.reducer.arrive()
+        self.wait_for_weights()
+        self.reducer.wait_for_sums()
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that store this rank's gradients."""
         return self.reducer.gradient_tensors()
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def model_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
         self._wait_for_masters()
         yield from self._parameters.slices()
@@ -266,4 +266,4 @@ class FlatModel(ZeroEngine):
         Raises:
             ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
         """
-        self._parameters.check(self.arrive)
+        self._parameters.check(self.wait_for_weights)

@@ -18,7 +18,15 @@ from weft.comm.collectives import all_gather, broadcast
 from weft.comm.mesh import Axis
 from weft.comm.wire.coder import Coder
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.state.flat_slices import FlatSlice, PlacedPart, StateSource, alone, filled, flat_of, read_full
+from weft.parallel.state.flat_slices import (
+    FlatSlice,
+    PlacedPart,
+    StateSource,
+    filled,
+    flat_of,
+    read_full,
+    single_rank_slice,
+)
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.states import (
@@ -111,7 +119,7 @@ def _own_slice(slot: Slot) -> nn.Parameter | None:
     assert bucket is not None
     if bucket.num_shards == 1 and not bucket.is_mixed:
         return slot.param
-    piece = slot.piece(bucket.master, bucket.own)
+    piece = slot.view_in(bucket.master, bucket.own)
     return None if piece is None else nn.Parameter(piece)
 
 
@@ -121,7 +129,7 @@ def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: n
         return {}  # new layout: `load_states` restores full states
     assert slot.bucket is not None
     return {
-        key: slot.cut(value, slot.bucket.own).to(piece.dtype).clone()
+        key: slot.elements_in(value, slot.bucket.own).to(piece.dtype).clone()
         if isinstance(value, torch.Tensor) and value.shape == slot.shape and value.is_floating_point()
         else value
         for key, value in state.items()
@@ -145,7 +153,7 @@ class SlotErrorFeedback:
         self._sums, self._axes = sums, axes
         self.buckets: Sequence[Bucket] = ()
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def residual_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's residuals in their own memory. No collective."""
         for bucket in self.buckets:
             if (coder := self._sums.debtor(bucket)) is None:
@@ -277,7 +285,7 @@ def _gather_key(
         part = torch.zeros(bucket.length, dtype=DTYPES[dtype], device=device)
         alike = [slot for slot in divided if table[slot.name][key]["dtype"] == dtype]
         for slot in alike:
-            target, value = slot.piece(part, bucket.own), _local(adoption, slot).get(key)
+            target, value = slot.view_in(part, bucket.own), _local(adoption, slot).get(key)
             if target is not None and value is not None:
                 target.copy_(value)
         flat = all_gather(part, shard)
@@ -318,7 +326,7 @@ def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> 
                 f"which has shape {tuple(slot.shape)}."
             )
         # Keep step counters on the device that the optimizer expects: fused kernels read them on the GPU.
-        value = slot.cut(saved, slot.bucket.own) if divided and saved.ndim else saved
+        value = slot.elements_in(saved, slot.bucket.own) if divided and saved.ndim else saved
         target = torch.empty_like(piece) if value.shape == piece.shape and saved.ndim else torch.empty(value.shape)
         adoption.optimizer.state[piece][key] = target.to(dtype=saved.dtype, device=piece.device).copy_(value)
 
@@ -401,7 +409,7 @@ class SlotSlices:
                     continue
                 if value.ndim and piece.numel() < slot.numel:
                     raise not_joinable(name, value.shape)
-                yield alone(name, value, found.deal.holder(0))
+                yield single_rank_slice(name, value, found.deal.holder(0))
 
     def take_states(self, adoption: SlotAdoption, source: StateSource) -> None:
         """Load an optimizer's states.
@@ -480,7 +488,7 @@ class Untrained:
             if buffer.is_floating_point()
         ]
 
-    def follow(self) -> None:
+    def broadcast(self) -> None:
         """Broadcast the first rank's updated buffers after a step."""
         broadcast_buffers(self._moving)
 
@@ -506,7 +514,7 @@ class QuantizedWeights:
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._buckets, self._axes = buckets, axes
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def flat_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of them. No collective."""
         placed = SlotSlices(self._buckets, self._axes)
         for bucket in self._buckets:
@@ -519,7 +527,7 @@ class QuantizedWeights:
     @torch.no_grad()
     def take(self, source: StateSource) -> None:
         """Load the weights that forward uses from a checkpoint, if it has them. A collective."""
-        for one in self.stretches() if source.entries else ():
+        for one in self.flat_slices() if source.entries else ():
             if one.name in source.entries:
                 one.fill(source)
         for bucket in self._buckets if source.entries else ():

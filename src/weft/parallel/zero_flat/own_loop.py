@@ -45,12 +45,12 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
     slot.version = version_of(slot.param)
     bucket = slot.bucket
     assert bucket is not None
-    piece = slot.piece(bucket.master, bucket.own)
+    piece = slot.view_in(bucket.master, bucket.own)
     if bucket.is_mixed and piece is not None:
         if bucket.host is not None:
-            bucket.host.arrive()
+            bucket.host.wait()
         with torch.no_grad():
-            piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
+            piece.copy_(slot.elements_in(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
 
 
 class LoadHooks:
@@ -139,7 +139,7 @@ class OwnLoop:
         def before(optimizer: torch.optim.Optimizer) -> None:
             del optimizer
             if (found := engine()) is not None and not adoption.is_spent:
-                found.reducer.arrive()
+                found.reducer.wait_for_sums()
                 if found.reducer.has_unbucketed:
                     found.show_gradients()
 
@@ -175,7 +175,7 @@ class OwnLoop:
             bucket.shard = engine.reducer.take(bucket)[bucket.own]
         engine.reducer.forget()
         engine.reducer.send()
-        engine.reducer.arrive()
+        engine.reducer.wait_for_sums()
         engine.show_gradients()
 
     def _wait_for_all(self) -> None:

@@ -117,7 +117,7 @@ class FlatParameters:
     def local(self) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Yield this rank's shards of the masters."""
         for slot in self.slots:
-            shard = slot.piece(bucket_of(slot).master, bucket_of(slot).own)
+            shard = slot.view_in(bucket_of(slot).master, bucket_of(slot).own)
             if shard is not None:
                 yield slot, shard.detach()
 
@@ -133,7 +133,7 @@ class FlatParameters:
     def slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
         yield from filter(None, map(self.placed.of, self.slots))
-        yield from (self._axes.stretch(name, tensor) for name, tensor in self.untrained.tensors())
+        yield from (self._axes.slice_of(name, tensor) for name, tensor in self.untrained.tensors())
 
     def check(self, wait: Callable[[], None]) -> None:
         """Update the master of each parameter that was written to. wait: waits for pending weights.

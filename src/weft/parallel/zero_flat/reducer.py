@@ -149,11 +149,11 @@ class Reducer(GradientReducer):
             if bucket.host is not None:
                 bucket.host.forget()
 
-    def arrive(self) -> None:
+    def wait_for_sums(self) -> None:
         """Wait until the host has the sums."""
         for bucket in self.buckets:
             if bucket.host is not None:
-                bucket.host.arrive()
+                bucket.host.wait()
 
     def norm(self) -> torch.Tensor:
         """Return the Euclidean norm of the full gradient, or NaN if `check` would raise."""
@@ -176,7 +176,7 @@ class Reducer(GradientReducer):
         """Multiply all gradients now, including the factor that the optimizer would apply."""
         factor, self.factor = factor * float(self.factor), 1.0
         if factor != 1.0 and self.buckets:
-            self.arrive()  # pending copies to the host must not be scaled twice
+            self.wait_for_sums()  # pending copies to the host must not be scaled twice
             foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
             for bucket in self.buckets:
                 if bucket.host is not None:

@@ -343,7 +343,7 @@ class FlatStep:
                 for key in _keys(self._optimizer, self._optimizer.param_groups[group]):
                     if key not in flat:
                         flat[key] = torch.zeros_like(bucket.master)
-                    view = slot.piece(flat[key], bucket.own)
+                    view = slot.view_in(flat[key], bucket.own)
                     assert view is not None
                     entry.views[key] = view
                 entries.append((number, entry))
@@ -480,7 +480,7 @@ class FlatOptimizers:
         for slot, param in self.local():
             bucket = slot.bucket
             if param is not slot.param and bucket is not None:
-                param.grad = slot.piece(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
+                param.grad = slot.view_in(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
 
     def drop_hosted_gradients(self) -> None:
         """Drop the gradients of slices in host memory, which publishing reuses for the weights."""

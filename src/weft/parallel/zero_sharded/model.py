@@ -137,7 +137,7 @@ class FullyShardedModel(ZeroEngine):
         """Gather the first units of forward during the optimizer step. Other units are gathered at their calls."""
         self._first_gathers.switch_on()
 
-    def arrive(self) -> None:
+    def wait_for_weights(self) -> None:
         """Drop prefetched weights, because the caller may change the shards."""
         self._first_gathers.drop()
 
@@ -158,10 +158,10 @@ class FullyShardedModel(ZeroEngine):
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's parameters by this rank's shards, or by the full parameters that it updates."""
         self._adoption.put(optimizer)
-        join_sharded(optimizer, self._adoption.whole(optimizer), self.axes, self.device)
+        join_sharded(optimizer, self._adoption.full_parameters(optimizer), self.axes, self.device)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        self.parameters.slices.tell(optimizer, self._adoption, self.parameters.plain)
+        self.parameters.slices.register_positions(optimizer, self._adoption, self.parameters.plain)
         around = {"before": self._adoption.before_step, "after": self._adoption.after_step}
         watch_steps(optimizer, weakref.ref(self), clear=lambda engine: engine.reducer.clear(), **around)
 
@@ -189,7 +189,7 @@ class FullyShardedModel(ZeroEngine):
         """Return the gradients of this rank's shards."""
         return [shard.local.grad for shard in self.parameters.shards.values() if shard.local.grad is not None]
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def model_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model. No collective."""
         self._free_gathered()
         yield from self.parameters.model_slices()

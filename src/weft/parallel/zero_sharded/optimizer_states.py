@@ -28,11 +28,11 @@ from weft.parallel.state.flat_slices import (
     FlatSlice,
     PlacedPart,
     StateSource,
-    alone,
     filled,
     flat_of,
     read_full,
     register_param_locations,
+    single_rank_slice,
 )
 from weft.parallel.state.placement import Axes, AxisMap
 from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
@@ -87,7 +87,7 @@ class ShardAdoption:
         groups: list[list[nn.Parameter | None]] = []
         for group in optimizer.param_groups:
             elementwise = is_elementwise(optimizer, group)
-            kept = [self._place(param, elementwise, held, load) for param in group["params"]]
+            kept = [self._replacement(param, elementwise, held, load) for param in group["params"]]
             groups.append(kept)
             for old, new in zip(group["params"], kept, strict=True):
                 if old is not new:
@@ -96,7 +96,7 @@ class ShardAdoption:
             fill_group(group, kept, group.get("param_names"))
         self._held[optimizer] = held
 
-    def _place(
+    def _replacement(
         self, param: nn.Parameter, elementwise: bool, held: OptimizerShards, load: list[int]
     ) -> nn.Parameter | None:
         """Return the replacement of `param` in this rank's optimizer, or None if another rank updates it."""
@@ -148,8 +148,8 @@ class ShardAdoption:
             self._hosted.before_step(name for name in held.hosted if name not in held.whole)
         for name in held.whole:
             shard = self._shards[name]
-            weight = shard.whole(shard.local)
-            grad = None if shard.local.grad is None else shard.whole(shard.local.grad)
+            weight = shard.gather(shard.local)
+            grad = None if shard.local.grad is None else shard.gather(shard.local.grad)
             if (param := held.mine.get(name)) is None:
                 continue
             if self._hosted is not None and name in held.hosted:
@@ -175,7 +175,7 @@ class ShardAdoption:
                 if not on_host:
                     param.data = shard.local.new_empty(0)
 
-    def whole(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
+    def full_parameters(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
         """Return the full parameters that this rank's optimizer updates, by name."""
         return self._held[optimizer].mine.items()
 
@@ -192,7 +192,7 @@ def _fit(shard: Shard, value: Any, cut: bool) -> Any:
         return value
     if isinstance(value, DTensor):
         part = local_part(value)
-        value = part if cut or value.shape != shard.param.shape else shard.whole(part)
+        value = part if cut or value.shape != shard.param.shape else shard.gather(part)
     elif cut and value.ndim > 0 and value.shape == shard.param.shape:
         value = shard.part(value)
     return value.clone()
@@ -212,7 +212,7 @@ class ShardSlices:
         found = self._layout(name, self._shards[name].local)
         return found if found.flat.numel() or not found.part.numel else None
 
-    def tell(
+    def register_positions(
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> None:
         """Register the positions of the optimizer's parts in full parameters, for optimizers that need them."""
@@ -276,7 +276,7 @@ class ShardSlices:
                 elif value.ndim and not is_whole:
                     raise not_joinable(full_name, value.shape)
                 else:
-                    yield alone(full_name, value, first)
+                    yield single_rank_slice(full_name, value, first)
 
     def take_states(
         self,
@@ -303,7 +303,7 @@ class ShardSlices:
                 if param is None:
                     continue
                 if name in plain:
-                    like = self._axes.stretch(name, param)
+                    like = self._axes.slice_of(name, param)
                 else:
                     shard = self._shards[name]
                     target = torch.empty(shard.param.shape, device="meta") if is_whole else shard.local
@@ -321,14 +321,14 @@ def plain_states(
 ) -> Iterator[FlatSlice]:
     """Yield the states of parameters that every rank stores in full."""
     for name, param in params.items():
-        found = axes.stretch(name, param)
+        found = axes.slice_of(name, param)
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor):
                 full_name = f"{found.name}/{key}"
                 if value.ndim and value.shape == param.shape:
-                    yield replace(axes.stretch(name, value), name=full_name)
+                    yield replace(axes.slice_of(name, value), name=full_name)
                 else:
-                    yield alone(full_name, value, found.deal.holder(0))
+                    yield single_rank_slice(full_name, value, found.deal.holder(0))
 
 
 # Error feedback of replicas under zero=3: residuals of each unit's sums over its shard ranks.
@@ -372,12 +372,12 @@ class UnitWithErrorFeedback:
         """Return the positions of this rank's matrix rows in its sums, for a low-rank wire format."""
         rank = self.coder.wire.spec.rank
         found: list[Matrix] = []
-        for shard, at in self.places() if rank else ():
+        for shard, at in self.shard_offsets() if rank else ():
             shape = tuple(shard.local.shape)
             found += matrices_of(shape, 0, shard.local.numel(), at, rank)
         return found
 
-    def places(self) -> Iterator[tuple[Shard, int]]:
+    def shard_offsets(self) -> Iterator[tuple[Shard, int]]:
         """Yield each parameter's shard, and its first element in the sums."""
         at = 0
         for shard in self.shards:
@@ -433,7 +433,7 @@ class ShardErrorFeedback:
         self.units.append(found)
         return found.sending
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def residual_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's residuals in their own memory. No collective."""
         for unit in self.units:
             if (flat := dict(unit.coder.states()).get(unit.key)) is not None:
@@ -446,7 +446,7 @@ class ShardErrorFeedback:
         if not saved:
             return []
         owing = {shard.name for unit in self.units for shard in unit.shards}
-        self._give(source, {name: one for name, one in self._held.items() if name not in owing})
+        self._give(source, {name: one for name, one in self._gradient_buffers.items() if name not in owing})
         number = self.units[0].axis.size if self.units else 0
         for unit in self.units:
             local = unit.shards[0].local
@@ -463,7 +463,7 @@ class ShardErrorFeedback:
         return [] if saved == number else [f"what {saved} replicas' compression error is shared by {number} now"]
 
     @property
-    def _held(self) -> dict[str, nn.Parameter]:
+    def _gradient_buffers(self) -> dict[str, nn.Parameter]:
         return {name: shard.local for name, shard in self._shards.items()} | dict(self._plain)
 
     def _give(self, source: StateSource, held: Mapping[str, nn.Parameter]) -> None:
@@ -472,7 +472,7 @@ class ShardErrorFeedback:
             if not param.requires_grad:
                 continue
             total = torch.zeros_like(param.detach())
-            found = self._axes.stretch(name, total) if name in self._plain else self._placed.like(name, total)
+            found = self._axes.slice_of(name, total) if name in self._plain else self._placed.like(name, total)
             read_residual(replace(found, name=f"{found.name}/residual."), source)
             if not self.units or total.any():
                 self._coders.owed[name] = total
@@ -486,7 +486,7 @@ class ShardErrorFeedback:
 
     def _of(self, unit: UnitWithErrorFeedback, flat: torch.Tensor) -> Iterator[FlatSlice]:
         """Yield flat slices of this replica's residual of a unit's parameters."""
-        for shard, at in unit.places():
+        for shard, at in unit.shard_offsets():
             numel = shard.local.numel()
             like = self._placed.like(shard.name, shard.local)
             deal = OwnershipMap(

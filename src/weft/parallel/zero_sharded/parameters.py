@@ -88,4 +88,4 @@ class ShardedParameters:
         """Yield this rank's flat slices of parameters and buffers. No collective."""
         yield from (one for name in self.shards if (one := self.slices.of(name)) is not None)
         for name, tensor in (*self.plain.items(), *self.buffers.items()):
-            yield self._axes.stretch(name, tensor)
+            yield self._axes.slice_of(name, tensor)

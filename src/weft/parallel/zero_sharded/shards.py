@@ -41,7 +41,7 @@ class Shard:
         start = min(self.axis.rank * self.rows, tensor.shape[0])
         return tensor[start : start + self.local.shape[0]]
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the full tensor from each rank's tensor like `local`. A collective over the shard axis."""
         shape = self.param.shape
         padded = local
@@ -77,7 +77,7 @@ def full_tensors(
     """Yield the full tensor of `of(param)` for each parameter, by name, except if it is None. A collective."""
     for name, shard in shards.items():
         if (local := of(shard.local)) is not None:
-            yield name, shard.whole(local)
+            yield name, shard.gather(local)
     for name, param in plain.items():
         if (tensor := of(param)) is not None:
             yield name, tensor
@@ -160,11 +160,11 @@ class HostedShards:
     def send_full(self, name: str, param: nn.Parameter, weight: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Copy a full weight and its gradient to the host."""
         part = self._parts[name]
-        part.arrive()
+        part.wait()
         part.master.copy_(weight.reshape(-1))
         if grad is not None:
             self.send(name, grad)
-            part.arrive()
+            part.wait()
         param.grad = None if grad is None else part.grad.view(param.shape)
 
     def bring_full(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class HostedShards:
                 self.send(name, grad)
         for name in chosen:
             shard, part = self._shards[name], self._parts[name]
-            part.arrive()
+            part.wait()
             if version_of(shard.local) != self._versions[name]:
                 part.master.copy_(shard.local.reshape(-1))
             has_grad = shard.local.grad is not None

@@ -50,7 +50,7 @@ class RankShare:
     width: Array
 
 
-def cut_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
+def share_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
     shape, t = job.shape, columns.tp.astype(np.float64)
     # Each narrower format reaches a smaller share of its peak.
     rows = tables.fp8_row_share if job.stack.row_scales else 1.0
@@ -166,7 +166,7 @@ def traced_kernels(
     """Return the kernels of a traced model, from its own matmuls, attentions and memory-bound kernels."""
     own = rank_share(job, columns, rate=cut.rate, half=cut.core)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
-    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.pieces)
+    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.segments)
     if (columns.cp > 1).any():
         is_cut = context_cost.is_sharded(columns)
         pieces = [context_cost.blocks_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
@@ -296,7 +296,7 @@ def _packed_s(
     to.
     """
     found = np.zeros_like(flops)
-    for length, share in job.pieces:
+    for length, share in job.segments:
         seen = min(window, float(length))
         mean = (seen + 128) / 2 if seen == length else seen - seen * seen / (2 * length)
         work = (2.5 if backward else 1.0) * share * mean * flops
@@ -422,7 +422,7 @@ def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> L
 def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
     """Return one entry per row of `columns`, computing every row. Reads only the columns of `of_costs`."""
     shape, stack = job.shape, job.stack
-    cut = cut_of(job, columns, tables)
+    cut = share_of(job, columns, tables)
     tokens, q, kv, half, width = cut.tokens, cut.q, cut.kv, cut.half, cut.width
     t = columns.tp.astype(np.float64)
     if isinstance(shape, TracedShape):

@@ -113,7 +113,7 @@ class WeightBytes:
         return WeightBytes(**{name: value[index] if value.any() else nothing for name, value in values.items()})
 
 
-def held_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
+def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     """Return the model state bytes of the rank at one position of the pipeline, one entry per plan.
 
     Args:
@@ -336,7 +336,7 @@ class _Rank:
         columns = rows.layers.rows
         layers = np.broadcast_to(layers, len(rows.states.rows))
         return cls(
-            held=held_bytes(job, rows.states.rows, (layers, rank, embedding, head)),
+            held=state_bytes(job, rows.states.rows, (layers, rank, embedding, head)),
             logits=logits_bytes(job, columns, device_bytes) if head else np.zeros(len(columns)),
             ends=end_bytes(job, columns, embedding, head),
             rank=rank,

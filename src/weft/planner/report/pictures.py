@@ -168,13 +168,13 @@ def pareto(found: Answer[Candidate]) -> Drawing:
     most_y = _round_up(max(one.tokens_per_s for one in dots))
     _axes(drawing, most_x, most_y, question.unit)
     for one in found.ranked:
-        drawing.add(Dot(*_place(one, most_x, most_y), 3, PALETTE[5], _dot_title(one)))
-    border = [_place(one, most_x, most_y) for one in found.pareto]
+        drawing.add(Dot(*_label_position(one, most_x, most_y), 3, PALETTE[5], _dot_title(one)))
+    border = [_label_position(one, most_x, most_y) for one in found.pareto]
     drawing.add(Polyline(tuple(border), PALETTE[3], 1.5))
     for one in found.pareto:
-        drawing.add(Dot(*_place(one, most_x, most_y), 4, PALETTE[3], _dot_title(one)))
+        drawing.add(Dot(*_label_position(one, most_x, most_y), 4, PALETTE[3], _dot_title(one)))
     best = found.ranked[0]
-    x, y = _place(best, most_x, most_y)
+    x, y = _label_position(best, most_x, most_y)
     drawing.add(Text(min(x, _LEFT + _WIDTH - 10), y - 10, "best", 12, "end"))
     _label(drawing, found.pareto, border, (x, y))
     return drawing
@@ -197,7 +197,7 @@ def _label(
             taken.append((x, y))
 
 
-def _place(one: Candidate, most_x: float, most_y: float) -> tuple[float, float]:
+def _label_position(one: Candidate, most_x: float, most_y: float) -> tuple[float, float]:
     x = _LEFT + _WIDTH * min(1.0, one.total_bytes / most_x)
     return x, _TOP + _HEIGHT * (1 - one.tokens_per_s / most_y)
 

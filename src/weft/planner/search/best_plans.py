@@ -169,7 +169,7 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Plan
         smaller = space.narrower()
         rows = sum(block.num_rows for block in blocks)
         if question.limit < rows <= _COUNTED * question.limit:
-            rows = sum(block.num_kept() for block in blocks)
+            rows = sum(block.num_legal() for block in blocks)
         if rows <= question.limit or smaller is None:
             return space, blocks
         # Far over the limit: two more steps, without counting between them.

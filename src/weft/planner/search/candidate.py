@@ -127,7 +127,7 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     if not peak:
         return float("nan")
     tokens = job.tokens
-    flops = sum(share * flops_per_token(job.shape, length, causal=causal) for length, share in job.pieces)
+    flops = sum(share * flops_per_token(job.shape, length, causal=causal) for length, share in job.segments)
     if job.adapter is not None:  # frozen weights have no gradients to make
         flops -= _weight_gradients(job)
     return flops * tokens / (step_s * cluster.num_devices * peak)

@@ -18,7 +18,7 @@ from weft.planner.estimator import Estimates
 from weft.planner.measured.profile_tables import HostTables
 from weft.planner.search.candidate import Candidate
 from weft.planner.search.ranks import Passes, best_split, durations, memory_by_rank, passes, schedule_of, stage_layers
-from weft.planner.uncertainty import memory_spread
+from weft.planner.uncertainty import memory_error_scale
 
 #: Terms of work that the longest rank does for every microbatch.
 _WORK = ("gemm", "attention", "memory_bound", "host", "recompute", "tp", "cp", "ep")
@@ -71,7 +71,7 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
         usable_bytes=one.usable_bytes,
         tokens=0.0,
         world_size=np.ones(1, dtype=np.int64),
-        memory_spread=memory_spread(one.question.job, one.question.cluster),
+        memory_spread=memory_error_scale(one.question.job, one.question.cluster),
         host_bytes=np.array([one.host_bytes]),
         host_limit=one.host_limit,
     )

@@ -69,7 +69,7 @@ class Question:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verdicts", Verdicts(self.rules, self.facts))
-        object.__setattr__(self, "space", Space.whole(self.job, self.cluster, self.fixed))
+        object.__setattr__(self, "space", Space.full(self.job, self.cluster, self.fixed))
 
     @classmethod
     def of(

@@ -126,9 +126,9 @@ class Job:
         return replace(self, documents=DocumentMix.parse(text))
 
     @property
-    def pieces(self) -> list[tuple[int, float]]:
+    def segments(self) -> list[tuple[int, float]]:
         """(tokens, share of all tokens) of segments with separate attention: documents, or full sequences."""
-        return [(self.seq_len, 1.0)] if self.documents is None else list(self.documents.pieces(self.seq_len))
+        return [(self.seq_len, 1.0)] if self.documents is None else list(self.documents.segments(self.seq_len))
 
     @property
     def tokens(self) -> int:

@@ -50,7 +50,7 @@ class Space:
     left_out: tuple[str, ...] = ()
 
     @classmethod
-    def whole(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
+    def full(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
         """Return the full space for a job on a cluster.
 
         Args:
@@ -128,10 +128,10 @@ def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> t
 
 def _without(name: str, *gone: Any) -> Callable[[Space], dict[str, Any]]:
     """Remove some values of a field, but never all."""
-    return _kept(name, lambda value: value not in gone)
+    return _plan_filter(name, lambda value: value not in gone)
 
 
-def _kept(name: str, keeps: Callable[[Any], bool]) -> Callable[[Space], dict[str, Any]]:
+def _plan_filter(name: str, keeps: Callable[[Any], bool]) -> Callable[[Space], dict[str, Any]]:
     def change(space: Space) -> dict[str, Any]:
         kept = tuple(value for value in space.choices[name] if keeps(value))
         return {"choices": {**space.choices, name: kept or space.choices[name]}}
@@ -150,9 +150,9 @@ _NARROWER: tuple[tuple[str, Callable[[Space], dict[str, Any]]], ...] = (
     ("fp32 (half precision is faster)", _first("precision")),
     ("sp=off (sp=on needs less memory)", _without("sp", False)),
     ("schedule=gpipe", _without("schedule", ("gpipe", 1))),
-    ("virtual_stages other than 1, 2, 4 and 8", _kept("schedule", lambda pair: pair[1] in (1, 2, 4, 8))),
+    ("virtual_stages other than 1, 2, 4 and 8", _plan_filter("schedule", lambda pair: pair[1] in (1, 2, 4, 8))),
     ("splits of data parallelism inside a node", lambda space: {"splits": "few"}),
-    ("offloads of activations", _kept("offload", lambda names: "activations" not in names)),
+    ("offloads of activations", _plan_filter("offload", lambda names: "activations" not in names)),
     ("reshard=after_step", _without("zero", (3, "after_step"))),
     ("compile=off (compile=on is faster)", _without("compile", False)),
     ("cp by gather and ulysses", _first("cp_mode")),
@@ -270,7 +270,7 @@ class PlanGrid:
         """Number of plans, including the ones that open rules refuse."""
         return len(self.meshes) * len(self.flags)
 
-    def num_kept(self) -> int:
+    def num_legal(self) -> int:
         """Return the number of plans that no rule refuses."""
         step = max(1, 2**18 // len(self.flags))
         starts = range(0, len(self.meshes), step) if self.open_rules else ()

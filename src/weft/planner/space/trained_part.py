@@ -406,7 +406,7 @@ class DocumentMix:
             found[tokens] += number
         return cls(tuple(sorted(found.items())))
 
-    def pieces(self, seq_len: int) -> Iterator[tuple[int, float]]:
+    def segments(self, seq_len: int) -> Iterator[tuple[int, float]]:
         """Yield (tokens, share of all tokens) of the segments in sequences, shortest first.
 
         A document longer than a sequence fills full sequences, and its rest is a separate segment. The splitting of

@@ -70,7 +70,7 @@ class Save:
         return self._over.is_set()
 
     @property
-    def is_held(self) -> bool:
+    def blocks_training(self) -> bool:
         """True if training waits until the save succeeds."""
         return self._holds and not self.is_over and len(self.failures) > self._retries
 

@@ -103,7 +103,7 @@ class FaultHook(Hook):
 
     def on_start(self, start_step: int) -> None:
         self._next = start_step + 1
-        if self.fault.kind == "lose_rank" and self.fault.happened and self._is_whole():
+        if self.fault.kind == "lose_rank" and self.fault.happened and self._is_complete():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_phase(self, name: str) -> None:
@@ -124,7 +124,7 @@ class FaultHook(Hook):
     def _due(self, step: int) -> bool:
         return step >= self.fault.step and not self.fault.happened
 
-    def _is_whole(self) -> bool:
+    def _is_complete(self) -> bool:
         return self.engine is not None and self.engine.plan.world_size == self.fault.world_size
 
     def _spoiling(self, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -94,7 +94,7 @@ class RunLogger:
         if self.log is not None:
             self.log(event)
 
-    def tell(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show a line."""
         if self.display is not None:
             self.display.note(text)

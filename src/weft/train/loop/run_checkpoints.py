@@ -157,7 +157,7 @@ class RunCheckpoints(Checkpoints):
             self._ends += [SaveEnd(save.step, note=f"{one} Weft tries again.") for one in failures if not save.error]
             if save.is_over and not save.is_copy and save.error is not None and not isinstance(save.error, UnfitError):
                 self._engine.wants_stop = True
-            elif save.is_over or (save.is_held and not failures):
+            elif save.is_over or (save.blocks_training and not failures):
                 self._finish()
         elif save is not None:
             self._finish()

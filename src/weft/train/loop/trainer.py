@@ -17,7 +17,7 @@ from weft.monitor.step_times import StepTimes, TimeBook, busy_seconds, memory_by
 from weft.optim.schedule import lr_factor
 from weft.train.batching_by_cost import StepBorders
 from weft.train.engine import Engine, LateResult, StepResult, TraceKind
-from weft.train.hooks import Hook, HookList, Progress, stretches
+from weft.train.hooks import Hook, HookList, Progress, step_ranges
 from weft.train.loop.callbacks import Checkpoints, Evaluations, LoopState, Requests, Saves, Stop, StopReason
 from weft.train.tasks.base import Task
 
@@ -121,7 +121,7 @@ class Trainer:
         num_steps, stop = self.task.config.train.steps, None
         while stop is None and self.progress.step < num_steps:
             # Steps without one that is left out, until an outer step moves to another one.
-            self.progress.step, end = next(stretches(self.progress.step, num_steps, self.left_out))
+            self.progress.step, end = next(step_ranges(self.progress.step, num_steps, self.left_out))
             self._has_moved = False
             with self.engine.batches.iterate(self.progress.step, end) as steps:
                 batches = iter(steps)
@@ -157,7 +157,7 @@ class Trainer:
         is_due = self._loop.is_last or self._evaluations.is_due or self._saves.is_due
         if stop or is_due or not isinstance(launched, LateResult):
             stop = self._read_last() or stop
-        self._follow(launched)
+        self._continue_from_outer(launched)
         self._saves.report()
         stop = stop or self._evaluations.after_step()
         if stop is None:
@@ -172,7 +172,7 @@ class Trainer:
         data_s, self._records.data_s = self._records.data_s, 0.0
         return _Launched(step + 1, config.optimizer.lr * factor, result, meter.end_step(), data_s)
 
-    def _follow(self, result: StepResult | LateResult) -> None:
+    def _continue_from_outer(self, result: StepResult | LateResult) -> None:
         """Continue from the step that an outer step selected, if any. Such engines have no late results."""
         if isinstance(result, StepResult) and result.goes_to is not None:
             before, self.progress.step = self.progress.step, result.goes_to

@@ -90,7 +90,7 @@ class Ema:
                 "weights. Load the last checkpoint, and call the step outside of ema.swapped()."
             )
 
-    def stretches(self) -> Iterator[FlatSlice]:
+    def flat_slices(self) -> Iterator[FlatSlice]:
         """Yield the flat slices of the averages that this rank stores, for checkpoints. No collective.
 
         Raises:
@@ -100,13 +100,13 @@ class Ema:
             raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
         averages, weights = self._paired(self._engine.local_weights())
         by_memory = {one.data_ptr(): average for average, one in zip(averages, weights, strict=True) if one.numel()}
-        for one in self._engine.stretches():
+        for one in self._engine.model_slices():
             if one.flat.numel() and one.flat.data_ptr() in by_memory:
                 yield replace(one, flat=flat_of(by_memory[one.flat.data_ptr()]))
 
     def restore(self, source: StateSource, num_updates: int) -> None:
         """Restore averages that any plan saved."""
-        for one in self.stretches():
+        for one in self.flat_slices():
             one.fill(source)
         self.num_updates = num_updates
 

@@ -333,11 +333,11 @@ def init(
         report_user_errors()
     ledger = Ledger()
     mesh = build_mesh(plan, chosen, ledger.record, route, links)
-    watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
+    watch = Watch(mesh, _log, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
     return Run(plan, mesh, ledger, seed, watch)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"weft: {text}", file=sys.stderr, flush=True)
 
 

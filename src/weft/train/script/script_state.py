@@ -29,7 +29,7 @@ from weft.parallel.state.gradients import data_parallel, is_attached, originals
 from weft.train.loop.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
 from weft.train.microbatches import call_model
-from weft.train.model_state import adapter_state, copied, pieces, resume, written
+from weft.train.model_state import adapter_state, copied, resume, state_slices, written
 from weft.train.script.script_export import Ema, export_adapter, export_pretrained, full_tensors, moving_average
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.state_io import on_each, rank_group
@@ -61,10 +61,10 @@ class ScriptObjects:
 
     def slices(self) -> tuple[Iterable[SavedSlice], list[str]]:
         """Return this rank's slices and the groups that they are in."""
-        own = pieces(self.model, self.torch_optimizer)
+        own = state_slices(self.model, self.torch_optimizer)
         if self.ema is None:
             return own, ["model", "optimizer"]
-        averages = written("ema", self.ema.stretches(), data_parallel(self.model))
+        averages = written("ema", self.ema.flat_slices(), data_parallel(self.model))
         return chain(own, averages), ["model", "optimizer", "ema"]
 
     def state(self) -> dict[str, Any]:

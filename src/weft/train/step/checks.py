@@ -104,7 +104,7 @@ class UpdateRatio:
 
     def around(self, update: Callable[[], None]) -> Callable[[], float | None]:
         """Call `update` and return a function that returns its ratio, or None if all weights are zero. It may wait."""
-        places = self._places()
+        places = self._sampled_views()
         before = [_read(views) for _, views in places]
         update()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -116,7 +116,7 @@ class UpdateRatio:
         told = LateCopy(all_reduce(sums, self._engine.axes.world))
         return lambda: _ratio(*told.values)
 
-    def _places(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    def _sampled_views(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Return the sampled views, and the number of elements that each sampled one represents: 1-D, float64.
 
         One pair for each device and dtype.

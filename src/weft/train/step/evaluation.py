@@ -13,7 +13,7 @@ from weft.comm.autograd import sum_over
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Axis, Mesh
 from weft.config.plan import Plan
-from weft.data.random_state import kept_generators, seed_generators
+from weft.data.random_state import preserve_generators, seed_generators
 from weft.models.adapters import AdaptedLinear, without_adapter
 from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.dropout.drop_state import marked_samples
@@ -122,7 +122,7 @@ def mean_loss(
             totals[0] += loss_sum
             totals[1] += number
 
-    with kept_generators(mesh.device):
+    with preserve_generators(mesh.device):
         each_output(model, one_by_one(), mesh, loss_fn, forward, add)
     loss_sum, number = all_reduce(totals, counted_ranks(mesh)).tolist()
     return loss_sum / max(number, 1.0), round(number)
@@ -147,22 +147,24 @@ def each_output(
         with expect_labels(model, loss_fn, local):
             return forward(model, local)
 
-    def here(batch: Any) -> Any:
+    def on_device(batch: Any) -> Any:
         nonlocal counts
         counts = not stands_in(batch)
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
         return shard_sequence(model, moved)
 
-    data_parallel(model).arrive()
+    data_parallel(model).wait_for_weights()
     was_training = model.training
     model.eval()
     pipeline = pipeline_of(model)
     try:
         with sequence_in_use(model):
             if pipeline is not None:
-                pipeline.evaluate(map(here, batches), forward_to_loss, lambda output, local: add(output, local, counts))
+                pipeline.evaluate(
+                    map(on_device, batches), forward_to_loss, lambda output, local: add(output, local, counts)
+                )
             else:
-                for local in map(here, batches):
+                for local in map(on_device, batches):
                     add(forward_to_loss(model, local), local, counts)
     finally:
         model.train(was_training)

@@ -227,14 +227,16 @@ class GraphedPasses:
             return None  # a stand-in at the end of an epoch
         shape = shape_of(given.batch)
         if shape is None:
-            self._say("batches have other values than tensors, numbers and text, so nothing is recorded")
+            self._warn_once("batches have other values than tensors, numbers and text, so nothing is recorded")
             return None
         if self._drops is not None and given.samples.rows:
-            self._say("the model drops by rows, and samples have different numbers of them, so nothing is recorded")
+            self._warn_once(
+                "the model drops by rows, and samples have different numbers of them, so nothing is recorded"
+            )
             return None
         if shape not in self._shapes:
             if len(self._shapes) >= MOST_SHAPES:
-                self._say(f"batches have more than {MOST_SHAPES} shapes. Those after the first {MOST_SHAPES} are "
+                self._warn_once(f"batches have more than {MOST_SHAPES} shapes. Those after the first {MOST_SHAPES} are "
                           "launched kernel by kernel; pad batches to fewer shapes")  # fmt: skip
                 return None
             self._shapes.add(shape)
@@ -249,7 +251,7 @@ class GraphedPasses:
         if count >= WARM_UPS:
             if len(self._passes) < MOST_RECORDINGS:
                 return True
-            self._say(f"weights or gradients moved to other memory, and {MOST_RECORDINGS} passes are recorded; "
+            self._warn_once(f"weights or gradients moved to other memory, and {MOST_RECORDINGS} passes are recorded; "
                       "others are launched kernel by kernel")  # fmt: skip
         self._seen[found] = count + 1
         if len(self._seen) > _MOST_SEEN:
@@ -261,7 +263,7 @@ class GraphedPasses:
         drops, keeps = self._drops, self._kernel_choice.keeps(last)
         memory = _PassMemory(given, drops, self._device)
         memory.fill(given)
-        with drops.held(memory.draws) if drops is not None and memory.draws is not None else nullcontext():
+        with drops.stored(memory.draws) if drops is not None and memory.draws is not None else nullcontext():
             act = partial(compute, memory.batch.batch, memory.scale)
             recording = self._recorder.record(act, "forward and backward", apart=keeps)
         if recording.draws and self._recomputes:
@@ -271,7 +273,7 @@ class GraphedPasses:
             )
         return _Pass(memory, recording, self._kernel_choice.left())
 
-    def _say(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         """Warn once about passes that are not recorded, with the reason."""
         if self._speaks and what not in self._said:
             warnings.warn(f"graphs=on: {what}.", WeftWarning, stacklevel=2)

@@ -107,13 +107,13 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     ranks = [rank for rank, one in enumerate(findings) if one.data == samples.data]
     first = ranks[0]
     if failed:
-        return _said("unknown", first, "", f"the second forward that looks for the cause failed ({failed})")
+        return _to_json("unknown", first, "", f"the second forward that looks for the cause failed ({failed})")
     if kind == "spike":
         return _spike(samples, findings, ranks)
     bad = [rank for rank in ranks if findings[rank].order >= 0]
     unread = [rank for rank in ranks if not findings[rank].input_finite]
     if unread:
-        return _said("input", unread[0], "", "the batch already has values that are not finite")
+        return _to_json("input", unread[0], "", "the batch already has values that are not finite")
     if bad:
         rank = min(bad, key=lambda one: (findings[one].stage, findings[one].order, one))
         return _of_module(findings[rank], rank, samples, findings)
@@ -122,8 +122,10 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
         return _gradient(findings, last)
     if not math.isfinite(samples.mean):
         text = "all modules have finite outputs, but the loss computed from them is not finite"
-        return _said("loss", last, "", text)
-    return _said("unknown", first, "", "a second forward of the same samples, in evaluation mode, gave finite numbers")
+        return _to_json("loss", last, "", text)
+    return _to_json(
+        "unknown", first, "", "a second forward of the same samples, in evaluation mode, gave finite numbers"
+    )
 
 
 def _of_module(
@@ -137,13 +139,13 @@ def _of_module(
         names = _own(findings[rank].weights, found.module)
         text = f"{', '.join(names[:_MOST_NAMED])} has values that are not finite on {_ranks(holders)}, so the output "
         text += f"of {found.module} is not finite either{every}"
-        return _said("weights", rank, found.module, text, parameters=names[:_MOST_NAMED])
+        return _to_json("weights", rank, found.module, text, parameters=names[:_MOST_NAMED])
     if not found.got_finite:
         parent = found.module.rpartition(".")[0]
         text = f"the input of {found.module} is the first value that is not finite{every}: {parent or 'the model'} "
-        return _said("module", rank, parent, text + "computes it outside of its modules")
+        return _to_json("module", rank, parent, text + "computes it outside of its modules")
     text = f"the output of {found.module} is the first that is not finite{every}; its input and its weights are finite"
-    return _said("module", rank, found.module, text)
+    return _to_json("module", rank, found.module, text)
 
 
 def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
@@ -151,11 +153,11 @@ def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
     held = [rank for rank, one in enumerate(findings) if one.gradients]
     text = "the loss and the outputs of all modules are finite, but the gradient is not"
     if not held:
-        return _said("gradient", last, "", f"{text}; the samples named have the highest loss")
+        return _to_json("gradient", last, "", f"{text}; the samples named have the highest loss")
     rank = max(held, key=lambda one: (findings[one].stage, -one))
     name = findings[rank].gradients[-1]
     text += f": that of {name} is the first in backward's order; the samples named have the highest loss"
-    return _said("gradient", rank, name.rpartition(".")[0], text, parameters=[name])
+    return _to_json("gradient", rank, name.rpartition(".")[0], text, parameters=[name])
 
 
 def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Sequence[int]) -> dict[str, Any]:
@@ -171,7 +173,7 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
     figures: dict[str, float] = {"loss": samples.mean} if math.isfinite(samples.mean) else {}
     if usual is None:
         text = "the step has no other samples to compare with"
-        return _said("unknown", rank, "", text, figures=figures)
+        return _to_json("unknown", rank, "", text, figures=figures)
     figures["usual_loss"] = usual
     if samples.mean < _STANDS_OUT * usual:
         text = (
@@ -179,17 +181,17 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
             "look at the "
         )
         text += "last updates of the weights, not at the data"
-        return _said("weights", rank, "", text, figures=figures)
+        return _to_json("weights", rank, "", text, figures=figures)
     text = f"the loss of the samples named is {samples.mean:.4g}; the median of the others is {usual:.4g}"
     if found is None:
-        return _said("samples", rank, "", text, figures=figures)
+        return _to_json("samples", rank, "", text, figures=figures)
     if _factor(found) < _UNUSUAL:
         text += "; no module's output is unusual, so look at their labels and at the loss function"
-        return _said("samples", rank, "", text, figures=figures)
+        return _to_json("samples", rank, "", text, figures=figures)
     module, size, normal = found
     figures |= {"size": size, "usual_size": normal}
     text += f"; the output of {module} is the most unusual: its size is {size:.4g}, the others' median {normal:.4g}"
-    return _said("samples", rank, module, text, figures=figures)
+    return _to_json("samples", rank, module, text, figures=figures)
 
 
 def _compared_with_others(own: RankFinding, findings: Sequence[RankFinding]) -> Sequence[Any] | None:
@@ -236,7 +238,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {named}"
 
 
-def _said(cause: str, rank: int, module: str, text: str, **more: Any) -> dict[str, Any]:
+def _to_json(cause: str, rank: int, module: str, text: str, **more: Any) -> dict[str, Any]:
     return {
         "cause": cause,
         "rank": rank,

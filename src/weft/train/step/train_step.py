@@ -15,7 +15,7 @@ from torch import nn
 from weft.comm.collectives import all_reduce, start_all_reduce
 from weft.comm.mesh import Mesh
 from weft.data.batches import move_batch
-from weft.data.random_state import kept_generators, seed_generators
+from weft.data.random_state import preserve_generators, seed_generators
 from weft.memory.graph_recorder import Recorder
 from weft.monitor.step_times import Meter
 from weft.optim.build import clip_factor
@@ -273,7 +273,7 @@ class TrainStep:
         with (
             refusing_old,
             code.recording() if code else nullcontext(),
-            kept_generators(self.mesh.device) if seeds is None else nullcontext(),
+            preserve_generators(self.mesh.device) if seeds is None else nullcontext(),
         ):
             numbers, has_watched = self._sums(batch, seeds, dropout_key)
         with self._meter.phase("reduce"):
@@ -300,7 +300,7 @@ class TrainStep:
         def compute(small: Microbatches, factor: float, seed: int) -> tuple[float, list[torch.Tensor]]:
             assert before[1] is not None
             self._nominal, self._loss = before[1] / factor, before[0].before_draws_of(seed)
-            with kept_generators(self.mesh.device):
+            with preserve_generators(self.mesh.device):
                 numbers, _ = self._sums(small, None, 0, again=True)
             self._finish(moved=False)
             self._data_parallel.scale(1.0)  # makes the gradients available
@@ -321,7 +321,7 @@ class TrainStep:
             seeds: the step's seeds.
             dropout_key: the step's dropout key.
         """
-        with kept_generators(self.mesh.device) if seeds is None else nullcontext():
+        with preserve_generators(self.mesh.device) if seeds is None else nullcontext():
             self._sums(batch, seeds, dropout_key, again=True)
         self._finish(moved=False)
         self._data_parallel.scale(1.0)  # makes the gradients available
@@ -424,9 +424,9 @@ class TrainStep:
             self._unchecked = False
             self._data_parallel.check()
 
-    def arrive(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait for the last step's weights. Call it before parameters are read outside of a forward."""
-        self._data_parallel.arrive()
+        self._data_parallel.wait_for_weights()
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that contain this rank's gradients."""

@@ -191,10 +191,10 @@ class Task:
         costs = costs_of(self, share.rows, share.microbatches)
         samples = self.samples("train") or ()
         return indexed.IndexedBatches(
-            samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.places()
+            samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.step_borders()
         )
 
-    def places(self) -> StepBorders:
+    def step_borders(self) -> StepBorders:
         """Return the samples of each step: train.global_batch samples, or as many as train.global_cost allows.
 
         Called after `prepare` or `open`.
@@ -222,7 +222,7 @@ class Task:
     #: True if samples may be as long as train.seq_len. False if the maximum of `lengths` is the longest sample.
     fills_seq_len: bool = True
 
-    def costs_beside(self) -> np.ndarray | None:
+    def extra_costs(self) -> np.ndarray | None:
         """Return the cost of each training sample in addition to its length, or None if there is no such cost.
 
         An example is the cost of the encoders of its pictures. float64 (samples,), in tokens, by index.

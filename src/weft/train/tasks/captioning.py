@@ -141,7 +141,7 @@ class CaptionTask(MixedTask):
         costs = self._text_costs(self.shapes())
         return costs.work(lengths) / costs.work(1)
 
-    def costs_beside(self) -> np.ndarray:
+    def extra_costs(self) -> np.ndarray:
         """Return the encoders' cost for the pictures and sound of each sample: float64 (samples,)."""
         model, (owners, is_sound, frames) = self.shapes(), self._media_frames()
         freeze(model, self.config.optimizer)

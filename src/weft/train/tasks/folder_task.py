@@ -169,7 +169,7 @@ class WeightsWithHead:
         if name not in self._made:
             self._stored.read(name, part, start, out)
             return
-        whole = self._whole(name)
+        whole = self._compute_full(name)
         target = np.frombuffer(out, whole.dtype)
         target[:] = 0  # padding rows
         for view in part.views(start, start + len(target)):
@@ -178,7 +178,7 @@ class WeightsWithHead:
             there = np.lib.stride_tricks.as_strided(target[view.offset :], sizes, steps)
             there[...] = whole[tuple(slice(low, high) for low, high in view.box)]
 
-    def _whole(self, name: str) -> np.ndarray:
+    def _compute_full(self, name: str) -> np.ndarray:
         """Return a new full tensor. Heads are small, so it is computed again for each slice that is read."""
         made = self._made[name]
         if made.value is not None:

@@ -152,7 +152,7 @@ class MediaTask(Task):
     def _find(self, report: Report | None) -> None:
         whole = self.source("data", self.data, _in_one_sentence(report, self.data))
         if self.eval:
-            self._take({"train": whole, "eval": self._held(whole, report)})
+            self._take({"train": whole, "eval": self._decoded_source(whole, report)})
             return
         self._take(dict(zip(("train", "eval"), whole.split(self.holdout), strict=True)))
 
@@ -160,7 +160,7 @@ class MediaTask(Task):
         self._media = found
         self.finalize()
 
-    def _held(self, whole: Source, report: Report | None) -> Source:
+    def _decoded_source(self, whole: Source, report: Report | None) -> Source:
         held = self.source("eval", self.eval, _in_one_sentence(report, self.eval))
         if isinstance(held, MediaRecords):
             return with_classes(held, whole.classes, "task.options.eval")
@@ -197,7 +197,7 @@ class MediaTask(Task):
         source = self.media(split)
         return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
 
-    def sheet_entry(self, place: int, split: str) -> GridSample:
+    def grid_entry(self, place: int, split: str) -> GridSample:
         """Return the grid entry of the sample at a position: the model's input and the target."""
         raise NotImplementedError
 
@@ -312,7 +312,7 @@ class ImageClassTask(MediaTask):
             look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
         return Pictures(source, look, self.config.seed)
 
-    def sheet_entry(self, place: int, split: str) -> GridSample:
+    def grid_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         said = [(f"class {source.classes[source.label(index)]!r}", 1.0)]
         pixels = self.made(source, split).decoded(epoch, index)
@@ -460,7 +460,7 @@ class AudioClassTask(MediaTask):
         features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
         return Sounds(source, hearing, features, self.config.seed)
 
-    def sheet_entry(self, place: int, split: str) -> GridSample:
+    def grid_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         said, sounds = [(f"class {source.classes[source.label(index)]!r}", 1.0)], self.made(source, split)
         wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)

@@ -116,10 +116,12 @@ def ready_features(asked: Encoding, forwards: Forwards) -> dict[str, list[Featur
     for name, encoder in asked.encoders.items():
         encoder.to(forwards.device, compute).eval()
         for split, (items, samples) in asked.splits.items():
-            told = items.told()
+            told = items.to_json()
             seen = [told["hearing"], told["features"]] if _ENCODERS[name] else told["look"]
             key = [name, digests[name], str(compute), seen]
-            blank = _kept(_encoded(encoder, [_blank(items, is_sound=_ENCODERS[name])], forwards.device, compute)[0])
+            blank = _to_stored(
+                _encoded(encoder, [_blank(items, is_sound=_ENCODERS[name])], forwards.device, compute)[0]
+            )
             shards = FeatureShards(folder, key, items.records, is_sound=_ENCODERS[name], blank=np.zeros_like(blank))
             for shard in _own_shards(shards, forwards):
                 if not shards.has(shard):
@@ -167,7 +169,7 @@ def _of_items(
     groups = [items[first : first + _AT_ONCE] for first in range(0, len(items), _AT_ONCE)]
     for group, coming in zip(groups, [*groups[1:], []], strict=True):
         media = samples.media([(0, item) for item in group], [(0, item) for item in coming])
-        yield from map(_kept, _encoded(encoder, media, device, compute))
+        yield from map(_to_stored, _encoded(encoder, media, device, compute))
 
 
 @torch.no_grad()
@@ -192,7 +194,7 @@ def _blank(items: MixedItems, *, is_sound: bool) -> np.ndarray:
     return np.zeros((items.bands_shape[0], _FRAMES), np.float32) if is_sound else np.zeros((3, side, side), np.uint8)
 
 
-def _kept(rows: Tensor) -> np.ndarray:
+def _to_stored(rows: Tensor) -> np.ndarray:
     """Return values as files store them. numpy has no bf16, so bf16 is stored as its bits in uint16."""
     rows = rows.cpu()
     return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
@@ -435,14 +437,14 @@ class MixedTask(MediaTask):
 
     def described(self, index: int, split: str = "train") -> str:
         source = self.media(split)
-        return f"{source.file(index)}: {self.codec.whole(source.tokens(index).tolist())!r}"
+        return f"{source.file(index)}: {self.codec.decode_all(source.tokens(index).tolist())!r}"
 
-    def sheet_entry(self, place: int, split: str) -> GridSample:
+    def grid_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         sample = self.made(source, split)
         tokens, learnt = source.tokens(index).tolist(), source.learnt(index).tolist()
         cuts = [0, *(at for at in range(1, len(tokens)) if learnt[at] != learnt[at - 1]), len(tokens)]
-        said = [(self.codec.whole(tokens[a:b]), float(learnt[a])) for a, b in pairwise(cuts) if a < b]
+        said = [(self.codec.decode_all(tokens[a:b]), float(learnt[a])) for a, b in pairwise(cuts) if a < b]
         entry = GridSample(self.grid_title(place, split), text=said)
         for item, (is_sound, _) in zip(sample.of_sample(index), source.sizes(index), strict=True):
             if is_sound and entry.bands is None:

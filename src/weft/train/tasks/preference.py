@@ -140,12 +140,12 @@ class PreferTask(DecoderTask):
         return len(self._of_train)
 
     def samples(self, split: str) -> Sequence[Any] | PairSamples | VerdictSamples | None:
-        from weft.train.tasks.preference_data import whole_batches
+        from weft.train.tasks.preference_data import fill_batches
 
         if split == "train":
             return self._of_train
         size = self.config.train.global_batch
-        return whole_batches(self._of_eval, size) if 0 < len(self._of_eval) < size else self._of_eval
+        return fill_batches(self._of_eval, size) if 0 < len(self._of_eval) < size else self._of_eval
 
     @cached_property
     def _of_train(self) -> PairSamples | VerdictSamples:

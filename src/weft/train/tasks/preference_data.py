@@ -244,7 +244,7 @@ class _Repeated(Sequence[Any]):
         return self._samples[index % len(self._samples)]
 
 
-def whole_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
+def fill_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
     """Return a small set repeated until it fills full batches, each sample the same number of times.
 
     Args:

@@ -222,15 +222,15 @@ class TableReader:
         most = _highest_draw(draws, share)
         wants_kept = split == "held out"
 
-        def wanted(broken: list[str]) -> Iterator[TableRecord]:
+        def requested_records(broken: list[str]) -> Iterator[TableRecord]:
             for record in self._records(sources, broken):
                 if (bool(share) and _draw(record) <= most) is wants_kept:
                     yield record
 
         if found is None:
-            found = self._survey(wanted([]))
+            found = self._survey(requested_records([]))
         broken, chunk = list[str](), list[TableRecord]()
-        for record in wanted(broken):
+        for record in requested_records(broken):
             chunk.append(record)
             if len(chunk) == _AT_ONCE:
                 self._add(writer, chunk, found)

@@ -117,13 +117,13 @@ class TranscribeTask(MediaTask, FolderTask):
         path = self.config.model.path
         if not path:
             raise _wrong("model.path", "", "this task trains a model of a folder. Use the folder of a Whisper")
-        features, _ = self._heard
+        features, _ = self._extractor_and_window
         shapes: Any = self.shapes()
         wanted = hugging_face.input_shapes(shapes, 1).get("input_features")
         if wanted is None or not getattr(shapes.config, "is_encoder_decoder", False):
             raise _wrong("model.path", path, f"a {type(shapes).__name__} does not write text of input_features. Give "
                          "the folder of a Whisper")  # fmt: skip
-        found = features.shape(round(self._heard[1] * features.rate))
+        found = features.shape(round(self._extractor_and_window[1] * features.rate))
         if features.name != "input_features" or tuple(wanted) != tuple(found):
             raise _wrong("model.path", path, f"its feature extractor gives {_times(found)} numbers, and its model "
                                              f"reads {_times(wanted)}. Use files of one model")  # fmt: skip
@@ -133,7 +133,7 @@ class TranscribeTask(MediaTask, FolderTask):
                          f"{most} or less")  # fmt: skip
 
     @cached_property
-    def _heard(self) -> tuple[Any, float]:
+    def _extractor_and_window(self) -> tuple[Any, float]:
         """The feature extractor, and the seconds of audio that the model reads."""
         features, seconds = folder_features(self._base)
         return features, 30.0 if seconds is None else float(seconds)
@@ -171,7 +171,7 @@ class TranscribeTask(MediaTask, FolderTask):
                 f"{option}={path}: it names no .tar, .jsonl or .parquet file, which a text for each recording would "
                 "stand in. Give such a file."
             )
-        features, seconds = self._heard
+        features, seconds = self._extractor_and_window
 
         def refuse(size: tuple[int, ...]) -> str:
             lasts = size[0] / size[1]
@@ -190,7 +190,7 @@ class TranscribeTask(MediaTask, FolderTask):
     free_options = ("data", "eval", "holdout", "gain", "noise", "masks", "generate", "pad_multiple", "audio", "text")
 
     def made(self, source: MediaRecords, split: str) -> Sounds:
-        features, seconds = self._heard
+        features, seconds = self._extractor_and_window
         hearing = AudioTransform(features.rate, seconds)
         if split == "train":
             hearing = AudioTransform(features.rate, seconds, False, self.gain, self.noise, self.masks)
@@ -200,11 +200,14 @@ class TranscribeTask(MediaTask, FolderTask):
         source = self.media(split)
         return f"{source.file(index)}, text {source.text(index)!r}"
 
-    def sheet_entry(self, place: int, split: str) -> GridSample:
+    def grid_entry(self, place: int, split: str) -> GridSample:
         source, (epoch, index) = self.media(split), self.shown(place, split)
         sounds = self.made(source, split)
         wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
-        said = [(self._words.whole([self._words.start]), 0.0), (self._words.whole(source.tokens(index).tolist()), 1.0)]
+        said = [
+            (self._words.decode_all([self._words.start]), 0.0),
+            (self._words.decode_all(source.tokens(index).tolist()), 1.0),
+        ]
         title = self.grid_title(place, split)
         return GridSample(title, wave=wave, rate=sounds.hearing.rate, bands=bands, text=said)
 
@@ -244,7 +247,7 @@ class TranscribeTask(MediaTask, FolderTask):
         costs, _ = self._costs
         return costs.work(lengths) / costs.work(1)
 
-    def costs_beside(self) -> np.ndarray:
+    def extra_costs(self) -> np.ndarray:
         """Return the encoder's cost for each sample. It is constant: recordings are padded to full length."""
         costs, encoder = self._costs
         return np.full(len(self.media("train")), encoder / float(costs.work(1)))
@@ -339,7 +342,7 @@ class _Words:
         """Return the target tokens of a text, including the end token."""
         return [*self._inner(list(self._tokenizer(text).input_ids)), self.end]
 
-    def whole(self, ids: list[int]) -> str:
+    def decode_all(self, ids: list[int]) -> str:
         """Return the text of tokens, including special tokens."""
         return self._tokenizer.decode(ids)
 

@@ -467,7 +467,7 @@ def read_dcp(source: Path, taken: Taken) -> None:
         if not isinstance(name, str) or not all(isinstance(one, str | int) for one in place):
             raise NotTaken(f".metadata: {str(name)[:80]!r} is not a tensor name")
         if isinstance(entry, _Tensor):
-            taken.tensor(place, _whole(source, name, entry, stored[name], taken))
+            taken.tensor(place, _join(source, name, entry, stored[name], taken))
         else:
             _value(source, name, place, stored[name], taken)
 
@@ -481,7 +481,7 @@ def _value(source: Path, name: str, place: Any, stored: list[tuple[_Index, _Stor
             taken.value(place, value)
 
 
-def _whole(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken) -> torch.Tensor:
+def _join(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken) -> torch.Tensor:
     """Join a tensor from its chunks, each element from one of them."""
     properties, shape = entry.get("properties"), entry.get("size")
     dtype = properties.get("dtype", 0) if isinstance(properties, _Record) else None
