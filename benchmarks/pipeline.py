@@ -70,7 +70,7 @@ class _Sleeps(torch.autograd.Function):
         block.clock.sleep()
         product = _SleepingProduct(block.weight, block.clock)
         if block.held.is_open:
-            block.held.hold(product)
+            block.held.store(product)
             return grads[0], None, None
         return grads[0], product.multiply(), None
 

@@ -39,7 +39,7 @@ def test_an_error_comes_over_whole(monkeypatch, error):
     def here(asked: Preparation) -> RunFolder:
         raise error
 
-    monkeypatch.setattr(Preparation, "here", here)
+    monkeypatch.setattr(Preparation, "prepare_locally", here)
     answer = Preparation(RunConfig(), 2, 2).answered()
     with pytest.raises(WeftError) as raised:
         outcome(answer, 0)

@@ -107,7 +107,7 @@ def test_apprise_sends_to_what_it_knows(monkeypatch):
         (body,) = server.bodies()
         assert (body["title"], body["message"].splitlines()) == ("title", ["text", "last line"])
         monkeypatch.setenv("PLACE", f"nosuch://{SECRET}")
-        with pytest.raises(SinkTrouble, match="does not know") as caught:
+        with pytest.raises(SinkTrouble, match="does not support") as caught:
             send_message(channel("apprise", url="env:PLACE"), MESSAGE)
     assert SECRET not in str(caught.value)
 

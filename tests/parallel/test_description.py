@@ -191,7 +191,7 @@ def test_an_encoders_output_travels_beside_what_its_decoder_makes():
 
 def test_what_the_runtime_cannot_divide_is_said_with_the_reason():
     limits = {name: limit.reason for name, limit in trace(f"{HERE}encoder").limits}
-    assert "its attention cannot be replaced" in limits["cp"]
+    assert "every rank would compute the attention of Sequential, a model of your own, for all tokens" in limits["cp"]
     limits = {name: limit.reason for name, limit in trace(f"{HERE}perceptron").limits}
     assert "it has no repeated modules that are called" in limits["pp"]
     assert "has no sequence dimension" in limits["sp"]

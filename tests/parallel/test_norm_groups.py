@@ -217,6 +217,6 @@ def test_what_cannot_be_grouped_is_refused(text):
 
 def test_a_loop_of_ones_own_is_refused_and_evaluation_is_not():
     model = parallelize(network(), build_mesh(Plan.parse("precision=fp64")), norm_group=4)
-    with pytest.raises(ModelError, match=r"only run\.train_step tells it"):
+    with pytest.raises(ModelError, match=r"only run\.train_step passes the sample numbers"):
         model.train()(data(0)[0])
     assert model.eval()(data(0)[0]).shape == (SAMPLES, 3)

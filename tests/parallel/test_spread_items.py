@@ -37,7 +37,7 @@ def test_grids_and_counts_tell_borders():
 
 @pytest.mark.parametrize("args, said", [
     ((torch.zeros(20, 6),), r"tower=spread: of its input of shape \(20, 6\) the rows of each item are unknown"),
-    ((torch.zeros(20, dtype=torch.long),), "called without a tensor of numbers"),
+    ((torch.zeros(20, dtype=torch.long),), "called without a floating-point tensor"),
 ])  # fmt: skip
 def test_borders_that_cannot_be_told_are_refused(args, said):
     with pytest.raises(LayoutError, match=said):

@@ -186,7 +186,7 @@ def test_resuming_with_and_without_offload_gives_the_same_bits(layout, request):
 
 def test_the_matrix_sees_a_wait_that_is_missing(monkeypatch):
     """Copies that nobody waits for never happen here."""
-    monkeypatch.setattr(offload.HostPart, "arrive", lambda self: None)
+    monkeypatch.setattr(offload.HostPart, "wait", lambda self: None)
     with pytest.raises(AssertionError, match="forward uses other weights"):
         train_quietly("precision=fp64 offload=optimizer", {"cnn": ImageCase()})
 

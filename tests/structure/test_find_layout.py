@@ -135,7 +135,7 @@ def test_what_keeps_features_apart(name):
 
 @pytest.mark.parametrize("name", MIXES)
 def test_what_mixes_features_is_not_cut(name):
-    with pytest.raises(LayoutError, match="nothing in Pair can be cut"):
+    with pytest.raises(LayoutError, match="nothing in Pair can be sharded"):
         trace_layout(Pair(MIXES[name]))
 
 

@@ -232,7 +232,7 @@ def test_steps_take_samples_while_their_cost_lasts(costs, most, step, place):
 @pytest.mark.parametrize(
     ("case", "more", "sentence"),
     [
-        ("embed", "data.batching=cost", "task.name=embed does not say how long"),
+        ("embed", "data.batching=cost", "task.name=embed does not report the length"),
         ("classify", "data.microbatch_cost=300", "only data.batching=cost reads it"),
         ("classify", "train.global_cost=300", "train.global_cost=300: only data.batching=cost uses costs"),
     ],

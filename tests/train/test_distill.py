@@ -162,9 +162,7 @@ def test_what_cannot_teach_is_refused(place, tmp_path):
     )
     nowhere = DistillTask("nowhere")
     nowhere.config = task.config
-    with pytest.raises(
-        ConfigError, match=r"task\.options\.teacher=nowhere: it holds no config\.json\. Give the folder"
-    ):
+    with pytest.raises(ConfigError, match=r"task\.options\.teacher=nowhere: it has no config\.json\. Use the folder"):
         nowhere.prepare(RunFolder(tmp_path), None)
     other = json.loads((place / "teacher" / "tokenizer.json").read_text())
     other["added_tokens"][0]["content"] = "<other>"

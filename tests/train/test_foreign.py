@@ -218,7 +218,7 @@ DAMAGES = {
     "climbs": (climb, "'../secret.dc' names a file outside of the checkpoint's folder"),
     "link": (link, "__0_0.distcp is missing or is not a plain file"),
     "missing": (lambda source: (source / "__0_0.distcp").unlink(), "__0_0.distcp is missing or is not a plain file"),
-    "cut": (lambda source: os.truncate(source / "__0_0.distcp", 100), "__0_0.distcp is shorter than .metadata says"),
+    "cut": (lambda source: os.truncate(source / "__0_0.distcp", 100), "__0_0.distcp is shorter than .metadata records"),
     "empty": (lambda source: (source / ".metadata").write_bytes(b""), ".metadata: it cannot be read as weights"),
 }
 

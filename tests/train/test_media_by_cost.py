@@ -91,7 +91,7 @@ def assert_alike(got: Any, wanted: Any) -> None:
 def bound_of(task: Any, samples: float) -> float:
     """What so many of the most costly samples cost."""
     lengths = np.asarray(task.lengths())
-    beside = task.costs_beside()
+    beside = task.extra_costs()
     return float((task.length_costs(lengths) + (0.0 if beside is None else beside)).max()) * samples
 
 
@@ -112,7 +112,7 @@ def test_steps_of_pictures_by_cost_are_the_same_under_every_plan(root: Path, ran
     wanted = trained("dp_replicate=1", made)
     for found in ranks2.run(trained, "dp_shard=2 zero=3", by_cost(made, microbatch_cost=most / 2)):
         assert_alike(found, wanted)
-    places = opened(made).places()
+    places = opened(made).step_borders()
     assert len({places.first(step + 1) - places.first(step) for step in range(6)}) > 1
 
 
@@ -143,7 +143,7 @@ def test_what_is_not_trained_costs_a_third_and_what_is_kept_nothing(root: Path) 
     values["data"]["cache_features"] = True
     kept = RunConfig.model_validate(values)
     owners, sizes = opened(made).media("train").media_sizes()
-    costs = [opened(one).costs_beside() for one in (made, frozen, kept)]
+    costs = [opened(one).extra_costs() for one in (made, frozen, kept)]
     pictures = np.bincount(owners[sizes[:, 0] == 0], minlength=len(costs[0]))
     alone = (pictures > 0) & (np.bincount(owners[sizes[:, 0] > 0], minlength=len(pictures)) == 0)
     assert alone.any()
@@ -156,5 +156,5 @@ def test_what_is_not_trained_costs_a_third_and_what_is_kept_nothing(root: Path) 
 
 
 def test_a_task_that_compares_samples_has_no_batches_by_cost(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task\.name=contrast does not say how long"):
+    with pytest.raises(ConfigError, match=r"task\.name=contrast does not report the length"):
         find_task(by_cost(test_mixed_tasks.config(root, "contrast")))

@@ -142,7 +142,7 @@ def test_bad_sizes_of_a_job():
 
 
 def test_a_description_without_a_shape_is_refused():
-    with pytest.raises(WeftError, match="but not its shape"):
+    with pytest.raises(WeftError, match="not its shape"):
         read_model(ModelSpec(name="mine", layers=()))
     assert isinstance(read_model("tiny").spec, DecoderSpec)
 

@@ -228,7 +228,7 @@ class _Stream(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def position(self) -> int:
+    def tell(self) -> int:
         return self._at
 
 

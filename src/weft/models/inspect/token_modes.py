@@ -43,7 +43,7 @@ class TokenOperations(TorchFunctionMode):
             name = getattr(func.__self__, "__name__", name)
         if name in ("__contains__", "__bool__") and args[0].is_meta:
             if self.flow.of(args[0]) is not None:
-                self.flow.meet(name.strip("_"))
+                self.flow.record_mixing(name.strip("_"))
             return False  # "is there padding in these ids?" has no answer without numbers
         self.name = name.strip("_") if name.startswith("_") else name
         if name in _DROPOUT and args and self.flow.of(args[0]) is not None:
@@ -89,7 +89,7 @@ class TokenOperations(TorchFunctionMode):
             elif name in RESHAPES and isinstance(result, torch.Tensor):
                 self._check_reshape(name, args, kwargs, mark, result)
             elif name not in _ASKED and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-                flow.meet(self.name)
+                flow.record_mixing(self.name)
         if next(counted_in((args, kwargs)), None) is not None:
             self._check_sizes(name, args, kwargs, result, is_marked=mark is not None)
         return result

@@ -116,15 +116,15 @@ class TokenTrace:
     def record_mixing(self, operation: str) -> None:
         """Record that an operation mixes tokens outside of modules that get all of them."""
         self._fail(
-            f"{self.module_name} calls `{operation}` outside of sharded layers, which mixes tokens or is not known to keep "
-            "them separate, and tokens are sharded there."
+            f"{self.module_name} calls `{operation}` outside of sharded layers, which mixes tokens or is not known to "
+            "keep them separate, and tokens are sharded there."
         )
 
     def misuse(self, operation: str) -> None:
         """Record that code depends on the number of tokens."""
         self._fail(
-            f"{self.module_name} {operation.format('the number of tokens')}, and outside of sharded layers that is the number "
-            "of a rank's tokens, not of all."
+            f"{self.module_name} {operation.format('the number of tokens')}, and outside of sharded layers that is the "
+            "number of a rank's tokens, not of all."
         )
 
     def of(self, value: Any) -> TokenDim | None:
@@ -434,8 +434,8 @@ class TokenTrace:
             self._check_foreign(name, given)
         elif not self._division.has_own_loss and any(id(leaf) in self._owned and leaf.requires_grad for leaf in given):
             self._fail(
-                f"{self.module_name} reads a parameter of a block outside of it, in `{name}`, where its gradient is no sum "
-                "over the ranks."
+                f"{self.module_name} reads a parameter of a block outside of it, in `{name}`, where its gradient is no "
+                "sum over the ranks."
             )
 
     def _propagate_tokens(self, name: str, step: TokenStep, is_uniform: bool) -> None:

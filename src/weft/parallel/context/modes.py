@@ -155,9 +155,9 @@ class _Gather(torch.autograd.Function):
         view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
         all_kv = _gathered(kv_2BKTC, axis)
         all_grads = torch.zeros_like(all_kv, dtype=dtype)
-        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.positions(axis.rank, device))
         for source, kv in enumerate(all_kv):
-            grads.add(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), all_grads[source])
+            grads.add(kv, view.blocks_of(source, ctx.scoring.sight), view.positions(source, device), all_grads[source])
         own = reduce_scatter(all_grads, axis, out=torch.empty_like(kv_2BKTC, dtype=dtype))
         return *_returned(grads, own, q_BHTC), sink_gradient(grad_BHTC, out_BHTC, lse_BHT, sink_H), None, None
 
@@ -185,13 +185,13 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H = ctx.saved_tensors
         view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
-        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.positions(axis.rank, device))
         own = torch.zeros_like(kv_2BKTC, dtype=dtype)
         kv, grad_coming = kv_2BKTC, None
         for step in range(axis.size):
             coming = start_shift(kv, axis) if step + 1 < axis.size else None
             part, source = own if step == 0 else torch.zeros_like(own), (axis.rank - step) % axis.size
-            grads.add(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), part)
+            grads.add(kv, view.blocks_of(source, ctx.scoring.sight), view.positions(source, device), part)
             if step:
                 # The gradient of these keys, from the ranks that held them before, arrives one step behind them.
                 part = part if grad_coming is None else part.add_(grad_coming.wait())

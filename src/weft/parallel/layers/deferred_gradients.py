@@ -104,7 +104,7 @@ class _Linear(Function):
                 ctx.param, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), ctx.is_transposed
             )
             if ctx.held is not None and ctx.held.is_open and isinstance(ctx.param, nn.Parameter):
-                ctx.held.hold(product)
+                ctx.held.store(product)
             else:
                 grad_weight = product.multiply()
         return grad_x, grad_weight, grad_bias, None, None, None, None

@@ -309,7 +309,7 @@ class _Columns(Function):
             wanted = index in flat and needs_params[index]
             weight = member.weight
             if wanted and held is not None and held.is_open and isinstance(weight, nn.Parameter):
-                held.hold(DeferredProduct(weight, whole_ND, flat[index], member.is_transposed))
+                held.store(DeferredProduct(weight, whole_ND, flat[index], member.is_transposed))
                 wanted = False
             found.append(flat[index].t() @ whole_ND if wanted else None)
         for index, member in enumerate(members):
@@ -503,7 +503,7 @@ class _RowFactors(Function):
             weight, held, transposed = ctx.layer
             product = DeferredProduct(weight, by_chunks(x_BTD, axis, count), whole_NF, transposed)
             if held is not None and held.is_open and isinstance(weight, nn.Parameter):
-                held.hold(product)
+                held.store(product)
             else:
                 grad_weight = whole_NF.t().mm(product.x_RI)  # gradient of the weight in (F, D)
         return grad_BTD, grad_weight, None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,7 @@ from weft.comm.collectives import all_reduce, start_all_reduce
 from weft.comm.mesh import Mesh
 from weft.data.batches import move_batch
 from weft.data.random_state import preserve_generators, seed_generators
+from weft.errors import WeftWarning
 from weft.memory.graph_recorder import Recorder
 from weft.monitor.step_times import Meter
 from weft.optim.build import clip_factor
@@ -427,6 +429,11 @@ class TrainStep:
     def wait_for_weights(self) -> None:
         """Wait for the last step's weights. Call it before parameters are read outside of a forward."""
         self._data_parallel.wait_for_weights()
+
+    def arrive(self) -> None:
+        """Call `wait_for_weights`, the new name of this method, with a warning."""
+        warnings.warn("TrainStep.arrive is now wait_for_weights. Call that.", WeftWarning, stacklevel=2)
+        self.wait_for_weights()
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that contain this rank's gradients."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +15,7 @@ import numpy as np
 
 from weft.config.rule import Facts
 from weft.config.run_config import RunConfig
+from weft.errors import WeftWarning
 from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
 from weft.train.data_share import Batches, MapDataset, Share
 from weft.units import format_count
@@ -221,6 +223,12 @@ class Task:
 
     #: True if samples may be as long as train.seq_len. False if the maximum of `lengths` is the longest sample.
     fills_seq_len: bool = True
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "costs_beside" in vars(cls):
+            warnings.warn(f"{cls.__name__}.costs_beside is now extra_costs. Rename it.", WeftWarning, stacklevel=2)
+            setattr(cls, "extra_costs", vars(cls)["costs_beside"])  # noqa: B010
 
     def extra_costs(self) -> np.ndarray | None:
         """Return the cost of each training sample in addition to its length, or None if there is no such cost.

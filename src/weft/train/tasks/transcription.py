@@ -182,7 +182,7 @@ class TranscribeTask(MediaTask, FolderTask):
             most = self.target_len
             return found if len(found) <= most else f"its text has {len(found)} tokens, more than target_len={most}"
 
-        key = (self._row_key(), features.told(), seconds)
+        key = (self._row_key(), features.to_json(), seconds)
         columns = RecordColumns(self.audio, self.text, SOUND, is_text=True)
         survey = Survey(key, refuse, tokens)
         return find_records(path, files, columns, cache_folder(self.config.data), told, survey)
