@@ -101,7 +101,7 @@ def test_a_last_batch_that_is_short_is_shared_out():
         (
             loader_of(8, 4, sampler=DistributedSampler(range(8), 2, 0)),
             2,
-            r"sampler=DistributedSampler: run.shard\(\) replaces a DistributedSampler.*Leave the sampler out, and use shuffle=True",
+            r"sampler=DistributedSampler: run.shard\(\) replaces a DistributedSampler.*Leave the sampler out",
         ),
         (loader_of(8, 4, sampler=EndlessSampler(range(8))), 2, r"sampler=EndlessSampler: it has no length.*__len__"),
         (

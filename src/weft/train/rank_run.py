@@ -234,9 +234,8 @@ class _RankRun:
         if progress.step >= self.config.train.steps and not others.is_unsaved:
             engine.end()
             if is_first:
-                print_wrapped(
-                    self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.start.command)]
-                )
+                lines = already_done(self.folder, self.task, progress.step, self.start.command)
+                print_wrapped(self.terminal, [*notes, *lines])
             return RunResult(progress.step, StopReason.FINISHED.value)
         start_step, book = progress.step, TimeBook()
         observers = _observers(self.job, engine, self.terminal, began, book, progress, notes)
