@@ -255,8 +255,7 @@ class _RankRun:
         try:
             if observers.requests:
                 observers.requests.start()
-            stop = trainer.fit()
-            reason = others.end(checkpoints, trainer, stop)
+            reason = others.end(checkpoints, trainer, stop := trainer.fit())
             until_left.callback(observers.recorder.draw)
             parting = _parting(self.folder, engine, checkpoints, trainer.parting, progress.step)
             times, shown = engine.report(book, start_step), ""
