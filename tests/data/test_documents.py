@@ -41,6 +41,7 @@ def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
         ({"m": ["x"]}, CHAT, "a message lacks its role or content"),
         ({"m": [{"from": "human"}]}, CHAT, "a message lacks its role or content"),
         (turns(("human", "a")), CHAT, "no assistant turn"),
+        (turns(("ai", "a")), CHAT, "no turn before the answer"),
         (turns(("wizard", "a"), ("gpt", "b")), CHAT, "unknown role"),
         (turns(("human", None), ("gpt", "b")), CHAT, "content is not text"),
         (turns(("human", [{"type": "image"}]), ("gpt", "b")), CHAT, "content is not text"),

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -349,6 +351,18 @@ def test_each_mistake_in_the_data_is_one_sentence_with_its_place(config, tmp_pat
     assert said("classify", GOOD, BAD, more=["data.train.0.weight=2"]).startswith(
         "data.train.0.weight=2.0: this task reads columns that task.options name, of all records once an epoch. Leave"
     )
+
+
+def test_class_names_in_the_metadata_of_a_parquet_file_are_used(config, tmp_path):
+    names = {"names": ["bad", "good"], "_type": "ClassLabel"}
+    texts = pa.table({"text": [f"text {n}" for n in range(8)], "label": [n % 2 for n in range(8)]})
+    described = {"info": {"features": {"text": {"dtype": "string"}, "label": names}}}
+    pq.write_table(texts.replace_schema_metadata({"huggingface": json.dumps(described)}), tmp_path / "a.parquet")
+    folder = prepare_run(config("classify", f"data.train={tmp_path / 'a.parquet'}"), world_size=1)
+    task = find_task(folder.config())
+    task.open(folder)
+    assert [task.tables.train[n]["label"][0] for n in range(4)] == [0, 1, 0, 1]
+    assert task.tables.found["labels"] == ["bad", "good"]
 
 
 def test_a_label_that_only_the_evaluation_has_is_refused(config, tmp_path):

@@ -417,7 +417,7 @@ def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord
             schema = parquet.schema_arrow
             names = dict.fromkeys(schema.names)
             media, label = columns.media_column(names, path), columns.label_column(names, path)
-            classes, number = _class_names(schema.metadata or {}, label), 0
+            classes, number = class_names(schema.metadata or {}, label), 0
             for batch in parquet.iter_batches(batch_size=64, columns=[media, label], use_threads=False):
                 for record in rows_of(batch):
                     if record is None:
@@ -448,11 +448,17 @@ def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
         return None
 
 
-def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
-    """Return the class names that the datasets library stored with an integer column."""
+def class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
+    """Return the class names that the datasets library stored with a column of integers or of lists of integers.
+
+    Args:
+        metadata: metadata of a parquet file's schema.
+        label: name of the column.
+    """
     try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return [str(name) for name in features[label]["names"]]
+        feature = json.loads(metadata[b"huggingface"])["info"]["features"][label]
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+        return [str(name) for name in feature["names"]]
     except (KeyError, ValueError, TypeError, RecursionError):
         return ()
 

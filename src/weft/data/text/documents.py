@@ -337,6 +337,8 @@ def _messages(record: Record, schema: Schema) -> Document:
     turns = read_turns(messages, schema.role, schema.content, filled)
     if not any(turn.role == "assistant" for turn in turns):
         raise Unusable("no assistant turn")
+    if all(turn.role == "assistant" for turn in turns):
+        raise Unusable("no turn before the answer")
     return _conversation(record, turns, taken_for_assistant(messages, schema.role), tools)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from weft.config.run_config import DataSection, SourceSection
+from weft.data.media.files import class_names
 from weft.data.order.stream import derive_key
 from weft.data.store.prepare import cache_folder
 from weft.data.store.prepared import content_digests
@@ -254,6 +255,7 @@ class TableReader:
         for files in sources:
             for file in files.files:
                 reader = RecordReader(file, max_record_bytes=self._data.max_record_bytes)
+                classes = _named_columns(Path(file.path)) if files.format == "parquet" else {}
                 for count, record in enumerate(reader):
                     if self._report is not None and not count % 4096:
                         self._report(f"read {files.path}", done + reader.position(), total)
@@ -261,8 +263,31 @@ class TableReader:
                         broken.append(f"{record.file}, record {record.number}: {record.reason}")
                     else:
                         value = {"text": record.value} if files.format == "text" else record.value
+                        if classes:
+                            value = {name: _named(one, classes.get(name, ())) for name, one in value.items()}
                         yield TableRecord(record.file, record.number, value)
                 done += file.size_bytes
+
+
+def _named_columns(path: Path) -> dict[str, Sequence[str]]:
+    """Return the class names of a parquet file's columns, as the datasets library stores them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        schema = pq.read_schema(path)
+    except (pa.ArrowException, OSError):
+        return {}  # the reader of records refuses the file
+    found = {name: class_names(schema.metadata or {}, name) for name in schema.names}
+    return {name: names for name, names in found.items() if names}
+
+
+def _named(value: Any, names: Sequence[str]) -> Any:
+    """Return class names for numbers of classes."""
+    if isinstance(value, list):
+        return [_named(one, names) for one in value]
+    is_class = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
+    return names[value] if is_class else value
 
 
 def _draw(record: TableRecord) -> float:
