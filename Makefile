@@ -1,6 +1,7 @@
 # make train    train a small model on this machine (settings: make train ARGS="train.steps=500 run.name=second")
 # make test     what must hold before a change lands: linters, types, tests
 # make test-all the same with the tests that take long, marked `full`
+# make test-touched BASE=main    the tests, `full` ones too, that changes since BASE may affect
 # make test-torch TORCH=2.11.0    the tests with another release of torch and the newest of all else, in an environment of its own
 # make check    the linters and types alone        make clean    remove what make and the tools have made
 #
@@ -9,7 +10,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-torch check lint clean
+.PHONY: help train test test-all test-touched test-torch check lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 train: $(VENV)/.ready-to-train
 	@$(BIN)/weft train $(ARGS)
@@ -38,6 +39,12 @@ test: check
 test-all: check
 	@echo "==> pytest, all of it"
 	@$(PYTEST) $(PYTEST_ARGS)
+
+BASE ?= main
+
+test-touched: check
+	@echo "==> pytest, the files that changes since $(BASE) may affect"
+	@$(PYTEST) $(PYTEST_ARGS) $$($(BIN)/python tools/touched_tests.py $(BASE))
 
 # A release of torch, such as 2.11.0, and where it lies: TORCH_INDEX=https://download.pytorch.org/whl/cpu spares the
 # gigabytes that builds for CUDA bring along.

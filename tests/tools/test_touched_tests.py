@@ -1,0 +1,26 @@
+"""Tests that a change may affect, by the import graph."""
+
+from __future__ import annotations
+
+from tools.touched_tests import ROOT, touched
+
+
+def names(changed: str) -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in touched({ROOT / changed})}
+
+
+def test_a_low_module_affects_what_imports_it_indirectly():
+    found = names("src/weft/units.py")
+    assert {"tests/test_units.py", "tests/cli/test_main.py", "tests/planner/search/test_model_source.py"} <= found
+
+
+def test_a_module_that_few_import_affects_few_tests():
+    found = names("src/weft/monitor/plots.py")
+    assert {"tests/repo/test_layout.py", "tests/cli/test_main.py"} <= found
+    assert not [name for name in found if name.startswith(("tests/planner/", "tests/parity/", "tests/comm/"))]
+
+
+def test_a_test_affects_itself():
+    found = names("tests/test_units.py")
+    assert "tests/test_units.py" in found
+    assert all(name == "tests/test_units.py" or name.startswith("tests/repo/") for name in found)

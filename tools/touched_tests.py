@@ -1,0 +1,74 @@
+"""Print the test files that a change may affect, for `make test-touched`.
+
+    python tools/touched_tests.py [BASE]    changes since BASE (default: the last commit of main), uncommitted ones too
+
+A test file is affected if it, or a module that it imports directly or indirectly, has changed. Tests that start
+`weft` as a command import no module of it; they run if any module of their own package or of `cli` or `train` changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("src/weft", "tests", "tools", "benchmarks")
+#: Packages whose changes may affect every command.
+_OF_COMMANDS = ("weft.cli", "weft.train")
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a source file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "src" else parts).removesuffix(".__init__")
+
+
+def imports_of(path: Path, known: Iterable[str]) -> Iterator[str]:
+    """Yield the modules among `known` that a file imports, including those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def changed_since(base: str) -> set[Path]:
+    """Return the files that differ from a commit, and untracked files."""
+    listed = subprocess.check_output(["git", "diff", "--name-only", base], cwd=ROOT, text=True)
+    listed += subprocess.check_output(["git", "ls-files", "--others", "--exclude-standard"], cwd=ROOT, text=True)
+    return {ROOT / line for line in listed.splitlines()}
+
+
+def touched(changed: set[Path]) -> list[Path]:
+    """Return the test files that the changed files may affect."""
+    files = {module_of(path): path for source in SOURCES for path in sorted((ROOT / source).rglob("*.py"))}
+    graph = {name: set(imports_of(path, files)) & set(files) for name, path in files.items()}
+    affected = {name for name, path in files.items() if path in changed}
+    size = -1
+    while size != len(affected):
+        size = len(affected)
+        affected |= {name for name, needed in graph.items() if needed & affected}
+    commands = any(name.startswith(_OF_COMMANDS) for name in affected)
+    return [
+        path
+        for name, path in files.items()
+        if path.name.startswith("test_")
+        and name.startswith("tests.")
+        and (name in affected or name.startswith("tests.repo.") or (commands and name.startswith("tests.cli.")))
+    ]
+
+
+def main() -> None:
+    """Print the affected test files, one per line."""
+    base = sys.argv[1] if len(sys.argv) > 1 else "main"
+    for path in touched(changed_since(base)):
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
