@@ -53,7 +53,9 @@ def train(run: Run, name: str, steps: int, **options: Any) -> Trained:
             return trained
     trained.said = [str(one.message) for one in caught if one.category is WeftWarning]
     trained.losses = losses
-    trained.weights = {path: one.detach().clone() for path, one in model.named_parameters() if not one.is_meta}
+    # A rank may hold a shared weight only under its second name.
+    weights = model.named_parameters(remove_duplicate=False)
+    trained.weights = {path: one.detach().clone() for path, one in weights if not one.is_meta}
     return trained
 
 

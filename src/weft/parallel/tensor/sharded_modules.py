@@ -466,6 +466,8 @@ class _LocalSizes(TorchFunctionMode):
             dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
             if args[0].shape[dim] in self._outputs:
                 args = (args[0], args[1] // self._ranks, *args[2:])
+        elif func is torch.Tensor.unflatten:  # equivalent; torch.compile cannot trace the method
+            func = torch.unflatten
         return func(*args, **kwargs)
 
 

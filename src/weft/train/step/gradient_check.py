@@ -91,8 +91,11 @@ class BackwardCode:
                 self.found.setdefault(f"a hook of the parameter {name}")
 
     def _add(self, function: type) -> None:
-        if function.__module__.startswith("torch._library") or not function.__module__.startswith(_TRUSTED):
-            self.found.setdefault(f"the backward of {function.__name__.removeprefix('GeneratedBackwardFor_')}")
+        # torch._library makes the classes of torch.library's operators, whoever registered them.
+        is_operator = function.__module__.startswith("torch._library")
+        name = function.__name__.removeprefix("GeneratedBackwardFor_")
+        if not _is_weft_operator(name) if is_operator else not function.__module__.startswith(_TRUSTED):
+            self.found.setdefault(f"the backward of {name}")
 
     def __str__(self) -> str:
         names = list(self.found)
@@ -195,6 +198,8 @@ def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode, fir
     mesh = probe.mesh
     limit = limit_of(mesh) * (4 if mesh.plan.precision == "fp8" else 1)
     loss_sum, sums = first
+    if not _agree(mesh, bool(sums.isfinite().all()), "min"):
+        return ""  # the run reports gradients that are not finite
     for factor in _HALF_FACTORS if mesh.plan.precision == "fp16" else _FACTORS:
         if _agree(mesh, _differ(sums, probe.run(small[0], factor, 2)[1], limit), "max"):
             return (
@@ -234,6 +239,12 @@ def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
                 "of ranks and microbatches are added. Use register_hook to multiply a gradient, and an optimizer to "
                 "apply it."
             )
+
+
+def _is_weft_operator(name: str) -> bool:
+    """Return True for `weft_<operator>_<overload>`, the name that torch derives for an operator of Weft."""
+    # A user's namespace may also begin with "weft_".
+    return name.startswith("weft_") and hasattr(torch.ops.weft, name.removeprefix("weft_").rpartition("_")[0])
 
 
 def _is_untrusted(hook: Any) -> bool:
