@@ -104,37 +104,38 @@ def test_credentials_in_a_url_are_refused_and_not_told(url):
 
 
 def said(capsys, *words: str) -> tuple[int, str]:
-    """Exit code and words of `weft ckpt`."""
-    code = run(["ckpt", *words])
+    """Exit code and words of `weft`."""
+    code = run([*words])
     told = capsys.readouterr()
     return code, told.out + told.err
 
 
 def check_verbs(root, tmp_path, capsys) -> None:
-    """Each verb of `weft ckpt` on steps 3 and 6 of a store, and on what is not there."""
-    assert said(capsys, "show", f"{root}@3", "model/w") == (
+    """Each verb of `weft ckpt`, and `weft export`, on steps 3 and 6 of a store, and on what is not there."""
+    assert said(capsys, "ckpt", "show", f"{root}@3", "model/w") == (
         0,
         f"{root}/step_00000003: step 3, no plan\n"
         "tensor   dtype  shape       size  files\n"
         "model/w  F32    [1000]  3.91 KiB  model.safetensors\n"
         "1 tensor, 3.91 KiB\n",
     )
-    code, told = said(capsys, "diff", f"{root}@3", str(root), "--json")
+    code, told = said(capsys, "ckpt", "diff", f"{root}@3", str(root), "--json")
     assert code == 1
     assert [one["name"] for one in json.loads(told)["numbers"]] == ["model/w", "model/b", "optimizer/m"]
-    assert said(capsys, "diff", f"{root}/step_00000003", f"{root}@3") == (0, "identical: 3 tensors\n")
+    assert said(capsys, "ckpt", "diff", f"{root}/step_00000003", f"{root}@3") == (0, "identical: 3 tensors\n")
     assert said(capsys, "export", str(root), str(tmp_path / "out"), "--dtype", "bf16")[0] == 0
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], content(6)[0]["model"]["w"].bfloat16())
     code, told = said(capsys, "export", str(root), f"{root}/out")
     assert (code, "FOLDER=" in told, "Give a path" in told) == (2, True, True)
-    code, told = said(capsys, "show", f"{root}@5")
+    code, told = said(capsys, "ckpt", "show", f"{root}@5")
     assert (code, told) == (
         2,
         f"error: RUN={root}@5: it has no finished checkpoint of step '5'. Use one of: 3, 6.\n",
     )
-    assert "whole" in said(capsys, "verify", f"{root}@3", "--fast")[1]
-    assert said(capsys, "prune", str(root), "--keep-last", "1")[1].startswith(f"would delete {root}/step_00000003")
-    lists = "RUN=" in said(capsys, "ls", f"{root}/nothing")[1]
+    assert "whole" in said(capsys, "ckpt", "verify", f"{root}@3", "--fast")[1]
+    pruned = said(capsys, "ckpt", "prune", str(root), "--keep-last", "1")[1]
+    assert pruned.startswith(f"would delete {root}/step_00000003")
+    lists = "RUN=" in said(capsys, "ckpt", "list", f"{root}/nothing")[1]
     assert (lists, steps(root)) == (True, [3, 6])
 
 
@@ -152,9 +153,9 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
     monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"model": {"w": torch.ones(3)}, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert said(capsys, "import", str(tmp_path / "dcp"), str(root))[0] == 0
+    assert said(capsys, "ckpt", "import", str(tmp_path / "dcp"), str(root))[0] == 0
     assert torch.equal(load_checkpoint(root / "step_00000004", verify=True).tensors("model")["w"], torch.ones(3))
-    code, told = said(capsys, "import", str(root), str(tmp_path / "run"))
+    code, told = said(capsys, "ckpt", "import", str(root), str(tmp_path / "run"))
     assert (code, told) == (2, f"error: SOURCE={root}: it is a URL, and only a folder works here. Give a path.\n")
 
 
@@ -165,8 +166,8 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
 def test_a_package_that_is_missing_is_named_with_its_command(url, package, extra, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url[: url.index(":")], raising=False)
-    for words in (("ls", url), ("show", url), ("verify", url), ("diff", url, url), ("prune", url, "--keep-last", "1")):
-        assert said(capsys, *words) == (
+    for words in (("list", url), ("show", url), ("verify", url), ("diff", url, url), ("prune", url, "--keep-last", "1")):
+        assert said(capsys, "ckpt", *words) == (
             2,
             f"error: {package} is not installed: {url[:-3]} needs it. In a checkout of Weft, run: "
             f'pip install -e ".[{extra}]".\n',
@@ -208,9 +209,15 @@ def refusing(monkeypatch):
 
 
 def test_refused_access_is_one_sentence(refusing, tmp_path, capsys):
-    for words in (("ls", refusing), ("show", f"{refusing}@3"), ("show", f"{refusing}/step_00000003"),
-                  ("verify", refusing), ("diff", refusing, refusing), ("export", refusing, str(tmp_path / "out")),
-                  ("prune", refusing, "--keep-last", "1")):  # fmt: skip
+    for words in (
+        ("ckpt", "list", refusing),
+        ("ckpt", "show", f"{refusing}@3"),
+        ("ckpt", "show", f"{refusing}/step_00000003"),
+        ("ckpt", "verify", refusing),
+        ("ckpt", "diff", refusing, refusing),
+        ("ckpt", "prune", refusing, "--keep-last", "1"),
+        ("export", refusing, str(tmp_path / "out")),
+    ):
         code, told = said(capsys, *words)
         assert code == 2
         assert told.startswith(f"error: {refusing}")
@@ -299,7 +306,7 @@ def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3, tmp_path, capsys):
     assert CliRunner().invoke(app, ["verify", str(root)]).exit_code == 0
     assert CliRunner().invoke(app, ["prune", str(root), "--keep-last", "1", "--yes"]).exit_code == 0
     assert steps(root) == [6]
-    assert said(capsys, "ls", "s3://nowhere/x") == (
+    assert said(capsys, "ckpt", "list", "s3://nowhere/x") == (
         2,
         "error: RUN=s3://nowhere/x: the store has no s3://nowhere. Check its name.\n",
     )

@@ -40,26 +40,26 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
-def test_ls_says_step_size_state_and_plan(three, capsys):
+def test_list_says_step_size_state_and_plan(three, capsys):
     (three / "checkpoints" / "step_00000040").mkdir()
     (three / "checkpoints" / "step_00000010").rename(three / "checkpoints" / "step_00000010.aside")
-    assert run(["ckpt", "ls", str(three)]) == 0
+    assert run(["ckpt", "list", str(three)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "10", "20", "30", "40"]
     assert "set aside" in lines[1]
     assert lines[2].endswith("committed   dp_shard=2")
     assert "unfinished" in lines[4]
-    assert run(["ckpt", "ls", str(three / "checkpoints"), "--json"]) == 0
+    assert run(["ckpt", "list", str(three / "checkpoints"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     size = sum(file.stat().st_size for file in (three / "checkpoints" / "step_00000030").iterdir())
     assert (found[2]["step"], found[2]["num_bytes"], found[2]["num_files"]) == (30, size, 5)
 
 
-def test_ls_takes_a_link_to_itself_for_a_file_that_cannot_be_read(three, capsys):
+def test_list_takes_a_link_to_itself_for_a_file_that_cannot_be_read(three, capsys):
     commit = three / "checkpoints" / "step_00000020" / "COMMIT"
     commit.unlink()
     commit.symlink_to(commit)
-    assert run(["ckpt", "ls", str(three)]) == 0
+    assert run(["ckpt", "list", str(three)]) == 0
     assert "unreadable: COMMIT is not a plain file" in capsys.readouterr().out.splitlines()[2]
 
 
@@ -165,12 +165,12 @@ def test_diff_lists_weights_first_and_the_largest_relative_difference_first(tmp_
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 def test_export_writes_whole_tensors_that_the_public_reader_reads(three, capsys, dtype):
     out = three / "out"
-    assert run(["ckpt", "export", str(three), str(out), *([] if dtype is None else ["--dtype", dtype])]) == 0
+    assert run(["export", str(three), str(out), *([] if dtype is None else ["--dtype", dtype])]) == 0
     found, whole = load_file(out / "model.safetensors"), load_checkpoint(three / "checkpoints/step_00000030")
     wanted = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     assert torch.equal(found["w"], whole.tensors("model")["w"].to(wanted))
     assert json.loads((out / "shared_names.json").read_text()) == {"head": "w"}
-    assert run(["ckpt", "export", str(three), str(out)]) == 2
+    assert run(["export", str(three), str(out)]) == 2
     assert "the folder exists, and Weft does not overwrite it" in capsys.readouterr().err
 
 
@@ -187,7 +187,7 @@ def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
     weights = {name: one.detach() for name, one in model.named_parameters()}
     save_checkpoint(tmp_path / "checkpoints", 1, {"model": weights, "optimizer": {}}, {})
     like = ["--like", str(tmp_path / "like")]
-    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "out"), "--dtype", "bf16", *like]) == 0
+    assert run(["export", str(tmp_path), str(tmp_path / "out"), "--dtype", "bf16", *like]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {
         "config.json",
         "tokenizer.json",
@@ -199,7 +199,7 @@ def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
         assert torch.equal(tensor, weights[name].bfloat16())
     config.num_hidden_layers = 2
     config.save_pretrained(tmp_path / "like")
-    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
+    assert run(["export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
     assert "the checkpoint lacks it. Give the folder of the model that was trained." in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
@@ -226,20 +226,20 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, ca
     with torch.no_grad():
         wanted = model(ids).logits
         if norm:
-            assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 2
+            assert run(["export", str(tmp_path), str(tmp_path / "alone")]) == 2
             assert "'model.norm.weight': it was trained in addition to the adapter" in capsys.readouterr().err
         else:
-            assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 0
+            assert run(["export", str(tmp_path), str(tmp_path / "alone")]) == 0
             written = {path.name for path in (tmp_path / "alone").iterdir()}
             assert written == {"adapter_config.json", "adapter_model.safetensors"}
             again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
             torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, wanted)
-        assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "merged"), *like]) == 0
+        assert run(["export", str(tmp_path), str(tmp_path / "merged"), *like]) == 0
         merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(merged(ids).logits, wanted)
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "like")
-    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
+    assert run(["export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
     assert "an adapter of another base: 'lm_head" not in (said := capsys.readouterr().err)
     assert "an adapter of another base: 'model." in said
 
@@ -289,9 +289,9 @@ def test_prune_never_takes_the_last_whole_one(three, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["ls", "{}/nowhere"], "RUN={}/nowhere: there is no such folder. Give a run's folder"),
-        (["ls", "{}/empty"], "RUN={}/empty: it has no checkpoints. "),
-        (["show", "{}@7"], "RUN={}@7: it has no finished checkpoint of step '7'. Use one of: 10, 20, 30."),
+        (["ckpt", "list", "{}/nowhere"], "RUN={}/nowhere: there is no such folder. Give a run's folder"),
+        (["ckpt", "list", "{}/empty"], "RUN={}/empty: it has no checkpoints. "),
+        (["ckpt", "show", "{}@7"], "RUN={}@7: it has no finished checkpoint of step '7'. Use one of: 10, 20, 30."),
         (["export", "{}", "{}/out", "--dtype", "int4"],
             "--dtype int4: not a format for weights. Use fp32, bf16, fp16."),
         (["export", "{}", "{}/out", "--group", "modle"], "has no tensors named 'modle'"),
@@ -300,7 +300,7 @@ def test_prune_never_takes_the_last_whole_one(three, capsys):
 )  # fmt: skip
 def test_mistakes_are_sentences(three, capsys, words, text):
     (three / "empty").mkdir()
-    assert run(["ckpt", *(word.replace("{}", str(three)) for word in words)]) == 2
+    assert run([word.replace("{}", str(three)) for word in words]) == 2
     assert text.replace("{}", str(three)) in capsys.readouterr().err
 
 
@@ -310,9 +310,9 @@ def test_looking_needs_no_torch(three):
 
     code = (
         "import sys; from weft.cli.app import run;"
-        "run(['ckpt', 'ls', sys.argv[1]]); run(['ckpt', 'verify', sys.argv[1]]);"
+        "run(['ckpt', 'list', sys.argv[1]]); run(['ckpt', 'verify', sys.argv[1]]);"
         "run(['ckpt', 'show', sys.argv[1]]); run(['ckpt', 'diff', sys.argv[1] + '@10', sys.argv[1] + '@20']);"
-        "run(['ckpt', 'export', sys.argv[1], sys.argv[1] + '/out', '--dtype', 'bf16']);"
+        "run(['export', sys.argv[1], sys.argv[1] + '/out', '--dtype', 'bf16']);"
         "run(['ckpt', 'prune', sys.argv[1], '--keep-last', '1']); assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code, str(three)], capture_output=True).returncode == 0

@@ -129,7 +129,7 @@ def test_the_report_says_what_was_survived(tmp_path):
 
 
 def test_a_campaign_counts_what_its_folder_holds(tmp_path):
-    campaign = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "drill.py"))
+    campaign = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "drill_campaign.py"))
     rows = [
         (1, 1, DrillRow("hang", state="the last loss differs by 1e-02")),
         (1, 2, DrillRow("hang", detected_s=5.0, back_s=9.0, steps_lost=1, state="equal")),

@@ -132,7 +132,7 @@ def test_the_last_restart_is_the_last(tmp_path):
 def test_a_held_run_goes_on_when_it_is_told(tmp_path):
     run = Run(tmp_path, DIED, DIED, None, restarts=1, on_failure="hold")
     assert len(run.keep()) == 3
-    assert any("To continue: weft resume" in line for line in run.said)
+    assert any("To continue: weft runs resume" in line for line in run.said)
     assert not (tmp_path / GO_ON).exists()
 
 

@@ -467,8 +467,8 @@ class TwoRanks:
                     "network", "two ranks", f"gloo all_reduce failed on rank {rank}: {last}", "fail", _REMEDY
                 )
                 return
-        met_s, sum_s = (float(ends[0][0].split()[index]) for index in (3, 5))
-        text = f"gloo: met in {1e3 * met_s:.0f} ms, all_reduce in {1e3 * sum_s:.1f} ms"
+        connect_s, sum_s = (float(ends[0][0].split()[index]) for index in (3, 5))
+        text = f"gloo: connected in {1e3 * connect_s:.0f} ms, all_reduce in {1e3 * sum_s:.1f} ms"
         yield CheckLine("network", "two ranks", text)
 
     def close(self) -> None:

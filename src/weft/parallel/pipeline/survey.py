@@ -165,7 +165,11 @@ class ValueSurvey:
         number, device = len(self._calls), _device_of(tensors)
         marker = RemoteTensor.of(torch.empty(0, device="meta"), device, "")
         self._calls.append(_Call(site, tensors, marker.created))
-        return remote_outputs(self.probes[site], args, kwargs, number, device, {})
+        drawn = random.getstate()
+        try:
+            return remote_outputs(self.probes[site], args, kwargs, number, device, {})
+        finally:
+            random.setstate(drawn)  # a block may draw: only its own stage runs it
 
     def _routed(self, outputs: list[torch.Tensor]) -> StageRoute:
         of_call = [self.stages[call.site] for call in self._calls]

@@ -129,8 +129,23 @@ class GradientProbe:
             return loss_sum, _sums(grads) / factor
 
 
+def needs_check(mesh: Mesh, code: BackwardCode) -> bool:
+    """Return True if the gradients of the first step must be checked. A collective.
+
+    Args:
+        mesh: the ranks.
+        code: the functions and hooks that the first step ran.
+    """
+    if mesh.plan.compress != "none":  # rounds gradients more than this check tolerates
+        return False
+    # Compiled code calls no custom functions: only a run without it finds them.
+    return mesh.plan.compile or _agree(mesh, bool(code.found), "max")
+
+
 def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, samples: SampleNumbers) -> None:
     """Warn once, on one rank, if custom functions or hooks make gradients depend on the plan. A collective.
+
+    Call it if `needs_check` is True.
 
     Args:
         probe: the model and its gradients.
@@ -139,11 +154,6 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
         samples: its samples.
     """
     mesh, plan = probe.mesh, probe.mesh.plan
-    if plan.compress != "none":  # rounds gradients more than this check tolerates
-        return
-    # Compiled code calls no custom functions: only a run without it finds them.
-    if not plan.compile and not _agree(mesh, bool(code.found), "max"):
-        return
     has_few_buffers = sum(buffer.nbytes for buffer in probe.model.buffers()) <= _MOST_BUFFERS
     if not _agree(mesh, has_few_buffers and not samples.is_empty, "min"):
         return

@@ -40,7 +40,7 @@ from weft.train.microbatches import Microbatches, call_model, microbatches_of, s
 from weft.train.step.batch_check import check_first_batch
 from weft.train.step.checks import ReplicaWatch, UpdateRatio
 from weft.train.step.errors import explains_memory, fingerprint, names_the_module, warn_if_identical
-from weft.train.step.gradient_check import BackwardCode, GradientProbe, check_gradients, refuse_hooks
+from weft.train.step.gradient_check import BackwardCode, GradientProbe, check_gradients, needs_check, refuse_hooks
 from weft.train.step.graphed_passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
 
 
@@ -289,7 +289,7 @@ class TrainStep:
         with self._meter.phase("optimizer"):
             metrics = self._update_unread(numbers) if known is None else self._update_jointly(known)
         self.mesh.pulse.in_step = self._is_first = False
-        if code is not None:
+        if code is not None and needs_check(self.mesh, code):
             self._check_gradients(code, batch)
         return metrics
 
