@@ -87,7 +87,7 @@ def test_a_graph_holds_it_and_gives_the_same_gradients(blocks, way, backend):
         for found, one in zip(gradients(compiled, run, x), want, strict=True):
             torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
     gc.collect()
-    assert opaque.num_kept == 0
+    assert opaque.num_records == 0
 
 
 @pytest.mark.parametrize(("way", "kept", "runs"), [("plain", 3, 1), ("checkpoint", 0, 2), ("selective", 3, 1)])
@@ -97,10 +97,10 @@ def test_a_recomputed_block_keeps_nothing_of_it(blocks, way, kept, runs):
     hidden = torch.randn(4, 8, dtype=torch.float64)
     for block in compiled:
         hidden = run(block, hidden)
-    assert opaque.num_kept == kept
+    assert opaque.num_records == kept
     hidden.sum().backward()
     del hidden
-    assert opaque.num_kept == 0
+    assert opaque.num_records == 0
     assert [block.branching.num_runs for block in compiled] == [runs] * 3
 
 
@@ -115,7 +115,7 @@ def test_two_forwards_wait_for_their_own_backward(blocks):
         for block in compiled:
             hidden = run(block, hidden)
         losses.append(hidden.square().sum())
-    assert opaque.num_kept == 6
+    assert opaque.num_records == 6
     for loss, one in zip(losses, want, strict=True):
         loss.backward()
         for found, expected in zip([p.grad for p in compiled.parameters()], one, strict=True):
@@ -127,7 +127,7 @@ def test_without_gradients_nothing_is_kept(blocks):
     opaque, compiled = blocks
     with torch.no_grad():
         torch.compile(WAYS["plain"], backend="aot_eager", fullgraph=True)(compiled[0], torch.ones(4, 8).double())
-    assert opaque.num_kept == 0
+    assert opaque.num_records == 0
 
 
 def test_code_that_gives_another_shape_is_an_error():

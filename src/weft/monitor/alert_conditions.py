@@ -112,7 +112,7 @@ _BUCKETS, _QUARTERS = 64, 4
 class Judge:
     """Base of all judges.
 
-    `holds` is True while the condition is true. `said` is the reason as text. `since` is the first step at which it
+    `holds` is True while the condition is true. `message` is the reason as text. `since` is the first step at which it
     held, if available. `figures` names the figures that the judge reads.
     """
 
@@ -120,7 +120,7 @@ class Judge:
 
     def __init__(self) -> None:
         self.holds = False
-        self.said = ""
+        self.message = ""
         self.since: int | None = None
 
     def take(self, reading: FigureReading) -> None:
@@ -168,7 +168,7 @@ class _CompareJudge(Judge):
             self._true.pop(reading.label, None)
         self.holds = bool(self._true)
         if self._true:
-            self.said, self.since = next(iter(self._true.values()))
+            self.message, self.since = next(iter(self._true.values()))
 
     def _bound(self, label: str, value: float, reading: FigureReading) -> tuple[float | None, str]:
         """Return the bound for the value, and its description."""
@@ -221,7 +221,7 @@ class _StateJudge(Judge):
         streak = self._streaks.setdefault(reading.label, Streak(condition.hold))
         if streak.see(is_so, reading):
             self._true[reading.label] = streak.since
-            self.said = f"{reading.series} is {'nan' if is_nan else 'inf'}"
+            self.message = f"{reading.series} is {'nan' if is_nan else 'inf'}"
         else:
             self._true.pop(reading.label, None)
         self.holds = bool(self._true)
@@ -249,7 +249,7 @@ class _NoImprovementJudge(Judge):
         if self.holds and self._best is not None:
             self.since = self._best_at[0]
             at = f" of step {self.since}" if self.since is not None else ""
-            self.said = (
+            self.message = (
                 f"{reading.series} is {_shown(reading, reading.value)}; the best is {_shown(reading, self._best)}{at}"
             )
 
@@ -298,7 +298,7 @@ class _TrendJudge(Judge):
         else:
             self._true.pop(reading.label, None)
         self.holds = bool(self._true)
-        self.said = next(iter(self._true.values()), self.said)
+        self.message = next(iter(self._true.values()), self.message)
 
     def _moved(self, buckets: deque[tuple[float, float, int]], at: float) -> float | None:
         """Return the change over the span, or None with too little data or if the direction changes."""
@@ -336,7 +336,7 @@ class _MissingJudge(Judge):
         if self._last is None or now - self._last < self._condition.span.amount:
             return
         self.holds, self.since = True, self._step
-        self.said = f"no {self._condition.series} since {format_seconds(now - self._last)}"
+        self.message = f"no {self._condition.series} since {format_seconds(now - self._last)}"
 
 
 class _HappenedJudge(Judge):
@@ -346,7 +346,7 @@ class _HappenedJudge(Judge):
 
     def add_event(self, event: str, time: float) -> None:
         self.holds = event == self._event
-        self.said = f"the run's event: {event}"
+        self.message = f"the run's event: {event}"
 
 
 class _JoinedJudge(Judge):
@@ -364,7 +364,7 @@ class _JoinedJudge(Judge):
 
     @property
     def message(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
-        return "; ".join(dict.fromkeys(part.said for part in self._parts if part.holds))
+        return "; ".join(dict.fromkeys(part.message for part in self._parts if part.holds))
 
     @property
     def since(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
