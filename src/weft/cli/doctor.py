@@ -456,7 +456,7 @@ class TwoRanks:
                 rank.communicate(timeout=max(0.1, self._begin + _LIMIT_S - time.monotonic())) for rank in self._ranks
             ]
         except subprocess.TimeoutExpired:
-            yield CheckLine("network", "two ranks", f"did not meet within {_LIMIT_S:.0f} s", "fail", _REMEDY)
+            yield CheckLine("network", "two ranks", f"did not connect within {_LIMIT_S:.0f} s", "fail", _REMEDY)
             return
         finally:
             self.close()

@@ -216,8 +216,8 @@ def _write_adapter(
     own = {f"{path}.{name}" for path, name in record.params()}
     if more := sorted(tensors.keys() - own):
         raise CheckpointError(
-            f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
-            "--merge, or --like with the folder of the base, to write both as one model."
+            f"tensor {more[0]!r}: it was trained in addition to the adapter, and files of an adapter cannot hold it. "
+            "Use --merge, or --like with the folder of the base, to write both as one model."
         )
     if dtype is not None:
         tensors = {name: tensor.to(getattr(torch, _TORCH_DTYPES[dtype])) for name, tensor in tensors.items()}
