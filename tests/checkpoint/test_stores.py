@@ -166,7 +166,13 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
 def test_a_package_that_is_missing_is_named_with_its_command(url, package, extra, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url[: url.index(":")], raising=False)
-    for words in (("list", url), ("show", url), ("verify", url), ("diff", url, url), ("prune", url, "--keep-last", "1")):
+    for words in (
+        ("list", url),
+        ("show", url),
+        ("verify", url),
+        ("diff", url, url),
+        ("prune", url, "--keep-last", "1"),
+    ):
         assert said(capsys, "ckpt", *words) == (
             2,
             f"error: {package} is not installed: {url[:-3]} needs it. In a checkout of Weft, run: "

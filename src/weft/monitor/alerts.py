@@ -373,7 +373,9 @@ class AlertDesk:
         sends = state == "fired" and now - alert.sent_at >= rule.quiet_s
         if sends:
             alert.sent_at = now
-        said = judge.message if state == "fired" else (alert.until.message if alert.until else f"no longer: {rule.when}")
+        said = (
+            judge.message if state == "fired" else (alert.until.message if alert.until else f"no longer: {rule.when}")
+        )
         return Notice(rule, state, said, self._step or None, now, judge.since, self._good_before(judge.since), sends)
 
     def _remember(self, kind: str, event: Mapping[str, Any]) -> None:
