@@ -508,3 +508,23 @@ def test_parts_are_recomputed_if_blocks_are_not_called():
     model = TakenApart()
     recompute = apply_recompute(model, Plan(recompute="full"))
     assert list(recompute.policies) == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+
+
+class CalledWithOtherWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            scaled = {name: param * 1.01 for name, param in block.named_parameters()}
+            x = torch.func.functional_call(block, scaled, (x,))
+        return x
+
+
+@pytest.mark.parametrize("setting", POLICIES)
+def test_blocks_that_are_called_with_other_weights_are_refused(setting):
+    model = CalledWithOtherWeights()
+    apply_recompute(model, Plan(recompute=setting))
+    with pytest.raises(ModelError, match=r"blocks\.0 is called with other values of 0\.weight"):
+        model(torch.ones(2, 4))
