@@ -230,7 +230,7 @@ def campaign(undamaged: Path, tmp_path: Path, first: int, last: int) -> None:
         check_reading(place / "checkpoints", forged)
         if seed % 11 == 0:  # all faults come by: 11 and 8 share no factor
             assert run(["ckpt", "verify", str(place)]) in (0, 1)
-            assert run(["ckpt", "ls", str(place)]) == 0
+            assert run(["ckpt", "list", str(place)]) == 0
             assert run(["ckpt", "show", str(folder)]) in (0, 2)
             assert run(["ckpt", "diff", f"{place}@1", str(folder)]) in (0, 1, 2)
             save_whole(place / "checkpoints", 3)

@@ -305,7 +305,7 @@ def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3, tmp_path, capsys):
     path, whole = halves(root, 3)[0][0], halves(root, 6)[1]
     assert str(path) == "s3://bucket/run/step_00000003"
     assert torch.equal(load_checkpoint(path, verify=True).tensors("model")["w"], whole)
-    shown = CliRunner().invoke(app, ["ls", str(root), "--json"])
+    shown = CliRunner().invoke(app, ["list", str(root), "--json"])
     assert [(one["step"], one["state"], one["num_files"]) for one in json.loads(shown.output)] == [
         (3, "committed", 5), (6, "committed", 5)
     ]  # fmt: skip
