@@ -18,7 +18,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import WeftError
 from weft.parallel.context.context import sequence_in_use, shard_sequence
-from weft.parallel.parallelize import cut
+from weft.parallel.parallelize import Application, shard
 
 WIDE = 2 * DIM
 
@@ -762,7 +762,7 @@ def context_outcome(build: Callable[[], nn.Module]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            cut(other, mesh)
+            shard(Application(other, mesh))
             part = shard_sequence(other, (ids, labels))
             with sequence_in_use(other):
                 found = _cross_entropy(other(part[0]), part[1])

@@ -79,7 +79,7 @@ def test_all_that_mixes_tokens_in_a_block_is_refused_by_name():
 def test_what_tracing_cannot_see_is_tried(ranks2):
     found = check(ranks2, token_cases.token_outcomes, in_block(UNSEEN[1:]), "tp=2 sp=on", ())
     for name, outcome in found.items():
-        assert outcome.startswith("refused tp=2 sp=on: a trial step on small inputs gives other numbers"), name
+        assert outcome.startswith("refused tp=2 sp=on: a trial step on small inputs differs from one process"), name
 
 
 @PARTS
