@@ -2,8 +2,10 @@
 
     python tools/touched_tests.py [BASE]    changes since BASE (default: the last commit of main), uncommitted ones too
 
-A test file is affected if it, or a module that it imports directly or indirectly, has changed. Tests that start
-`weft` as a command import no module of it; they run if any module of their own package or of `cli` or `train` changed.
+A test file is affected if it, or a module that it imports directly or indirectly, has changed. A changed
+`conftest.py`, or a file that is no module, such as a table in TOML, affects the modules of its folder and below. The
+requirements affect all tests. Tests in `tests/cli` start `weft` as a command, so a change that affects `weft.cli` or
+`weft.train` affects them all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("src/weft", "tests", "tools", "benchmarks")
 #: Packages whose changes may affect every command.
 _OF_COMMANDS = ("weft.cli", "weft.train")
+_REQUIREMENTS = ("pyproject.toml", "constraints.txt")
 
 
 def module_of(path: Path) -> str:
@@ -48,7 +51,13 @@ def touched(changed: set[Path]) -> list[Path]:
     """Return the test files that the changed files may affect."""
     files = {module_of(path): path for source in SOURCES for path in sorted((ROOT / source).rglob("*.py"))}
     graph = {name: set(imports_of(path, files)) & set(files) for name, path in files.items()}
-    affected = {name for name, path in files.items() if path in changed}
+    parents = {parent for path in files.values() for parent in path.parents}
+    folders = set[Path]()
+    for path in changed:
+        if path.suffix != ".py" or path.name == "conftest.py":
+            folder = next(one for one in path.parents if one in parents)  # static files are below their modules
+            folders |= {folder} if folder != ROOT or path.name in _REQUIREMENTS else set()
+    affected = {name for name, path in files.items() if path in changed or folders & set(path.parents)}
     size = -1
     while size != len(affected):
         size = len(affected)

@@ -111,7 +111,7 @@ def said(capsys, *words: str) -> tuple[int, str]:
 
 
 def check_verbs(root, tmp_path, capsys) -> None:
-    """Each verb of `weft ckpt`, and `weft export`, on steps 3 and 6 of a store, and on what is not there."""
+    """Run each verb of `weft ckpt`, and `weft export`, on steps 3 and 6 of a store, and on missing steps."""
     assert said(capsys, "ckpt", "show", f"{root}@3", "model/w") == (
         0,
         f"{root}/step_00000003: step 3, no plan\n"

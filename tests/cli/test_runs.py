@@ -1,4 +1,4 @@
-"""`weft runs compare`: nothing where nothing changed, and one line for each thing that did."""
+"""`weft runs compare` prints one line per changed setting, and none without a change."""
 
 from __future__ import annotations
 

@@ -24,3 +24,12 @@ def test_a_test_affects_itself():
     found = names("tests/test_units.py")
     assert "tests/test_units.py" in found
     assert all(name == "tests/test_units.py" or name.startswith("tests/repo/") for name in found)
+
+
+def test_files_that_are_no_modules_affect_their_folder():
+    assert "tests/spec/test_conditions.py" in names("src/weft/config/devices.toml")
+    assert "tests/watch/test_server.py" in names("src/weft/monitor/dashboard/static/js/page.js")
+    assert "tests/parity/test_matrix.py" in names("tests/parity/conftest.py")
+    everything = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert names("pyproject.toml") == everything
+    assert all(name.startswith("tests/repo/") for name in names("docs/map.md"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.comm.mesh import build_mesh
 from weft.config.files import load_config
 from weft.config.plan import Plan
-from weft.errors import ConfigError, DataError, PlanError
+from weft.errors import ConfigError, DataError, PlanError, WeftWarning
 from weft.monitor.events import tail_events
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
@@ -28,6 +29,7 @@ from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.step.train_step import TrainStep
+from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
 from weft.verify.verifier import Float64Throughout
 
@@ -271,3 +273,17 @@ def test_a_pipeline_and_a_small_bound_are_refused(root):
         prepare_run(load_config(None, words).config, world_size=2)
     with pytest.raises(DataError, match=r"data\.microbatch_cost=4: sample"):
         prepared(root, "classify", "data.batching=cost", "data.microbatch_cost=4", "run.name=refused")
+
+
+def test_old_public_names_work_and_warn():
+    with pytest.warns(WeftWarning, match=r"Old\.costs_beside is now extra_costs"):
+
+        class Old(Task):
+            def costs_beside(self):
+                return np.ones(2)
+
+    assert Old.extra_costs is Old.costs_beside
+    calls = []
+    with pytest.warns(WeftWarning, match=r"TrainStep\.arrive is now wait_for_weights"):
+        TrainStep.arrive(SimpleNamespace(wait_for_weights=lambda: calls.append(1)))
+    assert calls == [1]

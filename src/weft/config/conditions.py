@@ -298,7 +298,12 @@ Severity = Literal["info", "warning", "critical"]
 
 @dataclass(frozen=True, slots=True)
 class StandardAlert:
-    """One standard alert. says: advice that follows its message. after_step: the alert ignores earlier steps."""
+    """A standard alert.
+
+    Attributes:
+        says: advice that follows the alert's message.
+        after_step: steps up to this one never trigger it.
+    """
 
     name: str
     when: str

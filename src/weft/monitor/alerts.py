@@ -226,7 +226,12 @@ _REMEMBERED = 512
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """State of one alert's condition. It sends at most once per `quiet_s` seconds. `says`: advice in the message."""
+    """Settings of one alert.
+
+    Attributes:
+        quiet_s: minimum seconds between two messages.
+        says: advice that follows the message.
+    """
 
     name: str
     when: str

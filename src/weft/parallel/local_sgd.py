@@ -42,11 +42,16 @@ _ATTRIBUTE = "_weft_rare_sync"
 
 @dataclass(slots=True)
 class Bundle:
-    """Tensors that are synchronized together. anchor: their flat anchor. momentum: of the outer step, or None.
+    """Tensors that replicas synchronize in one call.
 
-    places: index of each tensor among all stored tensors. sizes: elements of each. name: equal on all ranks that store
-    the same tensors. fragment: its fragment of the model, if fragments synchronize one after another. owed: residual of
-    a checkpoint's replicas, added to the next outer step.
+    Attributes:
+        anchor: flat copy of the weights after the last outer step.
+        momentum: momentum of the outer optimizer, or None.
+        places: index of each tensor among all stored tensors.
+        sizes: number of elements of each tensor.
+        name: name that is equal on all ranks that store the same tensors.
+        fragment: index of the model's fragment, if fragments synchronize in turn.
+        owed: residual from a checkpoint, added to the next outer step.
     """
 
     anchor: torch.Tensor

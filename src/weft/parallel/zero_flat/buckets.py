@@ -460,8 +460,7 @@ class BucketSums:
         if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)
         if parts is None:
-            # A wire format that decodes a non-finite block also writes the padding between parameters, where it would
-            # persist.
+            # Decoding a block that is not finite also fills the padding between parameters. No later step resets it.
             own = slice(0, bucket.size) if bucket.num_shards == 1 else bucket.own
             for gap in bucket.gaps:
                 sums[max(gap.start - own.start, 0) : max(gap.stop - own.start, 0)].zero_()

@@ -1,4 +1,4 @@
-"""What the training loop does after a step: evaluate, save, and act on requests. One class each, on a shared state."""
+"""Callbacks of the training loop: evaluation, saves and requests. They share one `LoopState`."""
 
 from __future__ import annotations
 

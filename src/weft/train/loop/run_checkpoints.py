@@ -1,4 +1,4 @@
-"""The checkpoints of one run of `weft train`: where it starts from, saves to its folder, copies in memory."""
+"""Checkpoints of a run of `weft train`: the one it resumes from, its saves, and its copies in memory."""
 
 from __future__ import annotations
 

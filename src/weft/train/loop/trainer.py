@@ -146,7 +146,7 @@ class Trainer:
         return found
 
     def _train_step(self, batches: list[Any]) -> Stop | None:
-        """Take one step and do what is due after it. Return a reason to stop, or None."""
+        """Run one step and the callbacks after it. Return a reason to stop, or None."""
         before, self._unread = self._unread, self._launch(self.progress.step, batches)
         launched = self._unread.result
         self.progress.step += 1

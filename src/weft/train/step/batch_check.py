@@ -30,7 +30,7 @@ from weft.train.step.pure_forward import ForwardState, traceless
 from weft.train.step.small_forwards import Probed, Ran, Small, run_each, small_batches
 
 #: Maximum bytes of buffers and tensors in attributes of a checked model: the check copies them.
-_MOST_BUFFERS = 2**30
+MAX_COPIED_BYTES = 2**30
 #: Relative mean differences that count as rounding, by the plan's precision. Half dtypes and TF32 use _COARSE.
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
 _COARSE = 5e-2
@@ -104,14 +104,14 @@ def limit_of(mesh: Mesh) -> float:
 def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) -> None:
     """Warn once, on one rank, if results depend on how the plan divides the batch. A collective."""
     small = small_batches(batch, samples)
-    is_small = ForwardState.copied_bytes(probed.model) <= _MOST_BUFFERS
-    if not _agree(mesh, small is not None and is_small, "min") or small is None:
+    is_small = ForwardState.copied_bytes(probed.model) <= MAX_COPIED_BYTES
+    if not agree(mesh, small is not None and is_small, "min") or small is None:
         return
     with traceless(probed.model) as state:
         runs = _first_runs(probed, small, state)
         findings = [] if runs is None else _suspected(probed, runs)
         # Forward may communicate, so all ranks look closer, or none.
-        looks = _agree(mesh, bool(findings), "max"), _agree(mesh, bool({*findings} - {"state"}), "max")
+        looks = agree(mesh, bool(findings), "max"), agree(mesh, bool({*findings} - {"state"}), "max")
         if not looks[0] or runs is None:
             return
         causes = {cause.kind: cause for cause in find_causes(probed, small, state, runs, compares=looks[1])}
@@ -154,8 +154,14 @@ def _first_runs(probed: Probed, small: list[Small], state: ForwardState) -> list
     return runs
 
 
-def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
-    """Return True if it holds on all ranks (min) or on any (max)."""
+def agree(mesh: Mesh, holds: bool, op: str) -> bool:
+    """Return True if a condition holds on all ranks or on any. A collective.
+
+    Args:
+        mesh: the ranks.
+        holds: True if it holds on this rank.
+        op: "min" for all ranks, "max" for any.
+    """
     if mesh.world_size == 1:
         return holds
     return bool(all_reduce(torch.tensor(float(holds), device=mesh.device), mesh.world, op))

@@ -30,16 +30,14 @@ from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.stale_references import hook_refusal
 from weft.private_torch import backward_calls, hooks_of_parameter, named_modules
 from weft.train.microbatches import Microbatches
-from weft.train.step.batch_check import limit_of
-from weft.train.step.pure_forward import owner_of_hook, traceless
+from weft.train.step.batch_check import MAX_COPIED_BYTES, agree, limit_of
+from weft.train.step.pure_forward import ForwardState, owner_of_hook, traceless
 from weft.train.step.small_forwards import Small, small_batches
 
 #: Factors of the loss: powers of two, so that rounding does not change. They reach limits that gradients reach later.
 _FACTORS = (2.0**-20, 2.0**20)
 #: The same under fp16, whose gradients have a small range.
 _HALF_FACTORS = (2.0**-4,)
-#: Maximum bytes of buffers in a checked model: the check copies them.
-_MOST_BUFFERS = 2**30
 #: Models with more parameters are not run on two samples if a microbatch has one: activations need twice the memory.
 _MOST_PARAMETERS = 10**8
 #: Elements of a gradient that are compared by one sum, and the number of sums with random weights.
@@ -91,7 +89,7 @@ class BackwardCode:
                 self.found.setdefault(f"a hook of the parameter {name}")
 
     def _add(self, function: type) -> None:
-        # torch._library makes the classes of torch.library's operators, whoever registered them.
+        # Operators of torch.library have a class of torch._library, whichever package registered them.
         is_operator = function.__module__.startswith("torch._library")
         name = function.__name__.removeprefix("GeneratedBackwardFor_")
         if not _is_weft_operator(name) if is_operator else not function.__module__.startswith(_TRUSTED):
@@ -139,7 +137,7 @@ def needs_check(mesh: Mesh, code: BackwardCode) -> bool:
     if mesh.plan.compress != "none":  # rounds gradients more than this check tolerates
         return False
     # Compiled code calls no custom functions: only a run without it finds them.
-    return mesh.plan.compile or _agree(mesh, bool(code.found), "max")
+    return mesh.plan.compile or agree(mesh, bool(code.found), "max")
 
 
 def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, samples: SampleNumbers) -> None:
@@ -154,8 +152,8 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
         samples: its samples.
     """
     mesh, plan = probe.mesh, probe.mesh.plan
-    has_few_buffers = sum(buffer.nbytes for buffer in probe.model.buffers()) <= _MOST_BUFFERS
-    if not _agree(mesh, has_few_buffers and not samples.is_empty, "min"):
+    is_small = ForwardState.copied_bytes(probe.model) <= MAX_COPIED_BYTES
+    if not agree(mesh, is_small and not samples.is_empty, "min"):
         return
     small = small_batches(batch, samples)
     if (
@@ -164,26 +162,19 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
         and sum(p.numel() for p in probe.model.parameters()) > _MOST_PARAMETERS
     ):
         small = None
-    if not _agree(mesh, small is not None, "min") or small is None:
+    if not agree(mesh, small is not None, "min") or small is None:
         small = [Small(batch, samples)]
     with code.recording() if plan.compile else nullcontext():
         first = _try(probe, small[0])
-    if not _agree(mesh, first is not None, "min"):
+    if not agree(mesh, first is not None, "min"):
         small, first = [Small(batch, samples)], None
-    if plan.compile and not _agree(mesh, bool(code.found), "max"):
+    if plan.compile and not agree(mesh, bool(code.found), "max"):
         return
     cause = _cause(probe, small, code, first or probe.run(small[0], 1.0, 1))
     # Of the ranks that ran such code, the first warns.
     mine = torch.tensor(mesh.rank if cause and code.found else 2**40, dtype=torch.float64, device=mesh.device)
     if cause and mesh.rank == int(all_reduce(mine, mesh.world, "min") if mesh.world_size > 1 else mine):
         warnings.warn(cause, WeftWarning, stacklevel=6)
-
-
-def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
-    """Return True if it holds on all ranks (min) or on any (max). A collective."""
-    if mesh.world_size == 1:
-        return holds
-    return bool(all_reduce(torch.tensor(float(holds), device=mesh.device), mesh.world, op))
 
 
 def _try(probe: GradientProbe, small: Small) -> tuple[float, Tensor] | None:
@@ -208,10 +199,10 @@ def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode, fir
     mesh = probe.mesh
     limit = limit_of(mesh) * (4 if mesh.plan.precision == "fp8" else 1)
     loss_sum, sums = first
-    if not _agree(mesh, bool(sums.isfinite().all()), "min"):
+    if not agree(mesh, bool(sums.isfinite().all()), "min"):
         return ""  # the run reports gradients that are not finite
     for factor in _HALF_FACTORS if mesh.plan.precision == "fp16" else _FACTORS:
-        if _agree(mesh, _differ(sums, probe.run(small[0], factor, 2)[1], limit), "max"):
+        if agree(mesh, _differ(sums, probe.run(small[0], factor, 2)[1], limit), "max"):
             return (
                 f"backward: {code} returns gradients that are not proportional to its input, or draws random "
                 "numbers. Weft scales the loss before backward and divides gradients afterwards, so results are not "
@@ -223,7 +214,7 @@ def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode, fir
     (one_loss, one), (other_loss, other) = (probe.run(half, 1.0, 1) for half in small[1:])
     if abs(loss_sum - one_loss - other_loss) > 10 * limit * max(abs(loss_sum), abs(one_loss), abs(other_loss)):
         return ""  # forward mixes samples or draws random numbers: the check of forwards has warned
-    if not _agree(mesh, _differ(sums, one + other, limit), "max"):
+    if not agree(mesh, _differ(sums, one + other, limit), "max"):
         return ""
     parts = mesh.data.size * mesh.plan.microbatches_per_step
     return (

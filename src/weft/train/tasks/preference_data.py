@@ -221,7 +221,7 @@ class VerdictSamples:
         return {"rows": rows[:1], "mixed": rows[1:], "wanted": wanted, **_known(self.reference, index)}
 
     def _other(self, index: int, ids: np.ndarray, weights: np.ndarray) -> int:
-        """Return the index of the next answer (for pairs: of the next pair) with another prompt, if there is one."""
+        """Return the index of the next answer, or pair, with another prompt. Without one, return the next index."""
         begins = int(np.argmax(weights != 0))
         for step in (1, 2):
             found = (index + step) % len(self)
