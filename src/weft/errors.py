@@ -46,6 +46,11 @@ class Problem:
     message: str
     origin: str = ""
 
+    @classmethod
+    def of(cls, field: str, value: object, rule: str) -> Problem:
+        """Return the problem of one value: "<field>=<value>: <rule>", where the rule ends with the remedy."""
+        return cls(field, f"{field}={value}: {rule}")
+
     def __str__(self) -> str:
         return f"{self.origin}: {self.message}" if self.origin else self.message
 

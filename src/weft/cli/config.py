@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from weft.cli.console import print_line, split_words
-from weft.config.config_rules import config_problems
 from weft.config.files import format_config, run_name
+from weft.config.rules.config_rules import config_problems
 from weft.errors import ConfigError
 from weft.interop.deepspeed import Imported
 from weft.interop.deepspeed_keys import Outcome
@@ -151,14 +151,14 @@ def show(
     ] = False,
 ) -> None:
     """Check a config and print it in full, as a TOML file."""
-    from weft.config.files import format_config, load_config, show_origins
+    from weft.config.files import format_config, load_config
 
     path, overrides = split_words(words or [])
     loaded = load_config(path, overrides)
     if not origin:
         typer.echo(format_config(loaded.config), nl=False)
         return
-    rows = [(f"{key} = {value}", place) for key, value, place in show_origins(loaded)]
+    rows = [(f"{key} = {value}", place) for key, value, place in loaded.rows()]
     width = min(60, max(len(text) for text, _ in rows))
     for text, place in rows:
         typer.echo(f"{text:<{width}}  # {place}")

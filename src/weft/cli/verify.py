@@ -131,7 +131,7 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
 
 
 def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool) -> int:
-    from weft.config.plan_rules import check
+    from weft.config.rules.plan_rules import check
     from weft.verify.matrix import layout_of, legal
     from weft.verify.subject import Sweep, covering_plans
     from weft.verify.verifier import Verifier

@@ -141,7 +141,7 @@ def divide_layers(
 
 @functools.lru_cache(maxsize=256)
 def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: float) -> tuple[int, ...]:
-    """Compute the result of `divide_layers`. It is cached because a search repeats the same divisions."""
+    """Return the result of `divide_layers`, cached because a search repeats the same divisions."""
     num_layers = len(costs)
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")

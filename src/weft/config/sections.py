@@ -2,26 +2,121 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal, cast
+from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Strict, WithJsonSchema
 
-from weft.config.setting_types import (
-    Address,
-    CodeName,
-    Count,
-    Duration,
-    Fraction,
-    HostPort,
-    Name,
-    NonNegative,
-    OptionValue,
-    PositiveFloat,
-    PositiveInt,
-    SecretRef,
-    ShareOrSize,
-    Width,
-)
+# TOML has 64-bit integers. Sizes have generous limits that still catch typing errors.
+PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Extent = Annotated[int, Field(gt=0, le=10**9)]
+Width = Annotated[int, Field(gt=0, le=10**6)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _text(pattern: str, rule: str, **more: bool) -> Any:
+    return Field(pattern=pattern, json_schema_extra={"x-rule": rule, **more})
+
+
+Name = Annotated[
+    str,
+    _text(
+        r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        "a name of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
+    ),
+]
+ShareOrSize = Annotated[
+    str,
+    _text(
+        r"^([1-9][0-9]?%|([1-9][0-9]{0,8}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])([KMGT]i?|k)B)$",
+        "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
+    ),
+]
+CodeName = Annotated[str, _text(r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$", "a class as package.module:Class")]
+#: Named tasks; `find_task` maps them to classes. These train the model of a Hugging Face folder.
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
+#: These train the text decoder by another loss.
+TEXT_TASKS = ("prefer", "distill")
+#: These train networks for pictures, sound and text, from new weights or a folder's.
+MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast")
+TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
+#: The goal of each named task on preferences and tables.
+TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
+TaskName = Annotated[
+    str,
+    _text(
+        rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$",
+        f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class",
+    ),
+]
+OptionValue = Annotated[
+    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
+    WithJsonSchema({"x-rule": "true, false, a number, a string or a list of numbers"}),
+]
+StoreOrFolder = Annotated[
+    str,
+    _text(
+        r"^([^:?#@]|:[^/?#@])[^?#@]*$",
+        "a folder, or a URL of bucket and prefix alone (credentials belong in the environment)",
+    ),
+]
+_DURATION = "^(" + "|".join(
+    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
+    for unit in "dhms"
+) + ")$"  # fmt: skip
+Duration = Annotated[str, _text(_DURATION, "a time such as 3h30m, 90s or 1d12h")]
+HostPort = Annotated[
+    str,
+    _text(
+        r"^[^\s:/]([^\s/]{0,250}[^\s:/])?:[1-9][0-9]{0,4}$", "the name or address of a machine and a port: HOST:PORT"
+    ),
+]
+_SECRET_REF = r"env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:/?[^/\x00][^\x00]{0,3999}"
+_SECRET_RULE = "env:NAME or file:PATH, with the secret (a config must not contain it)"
+SecretRef = Annotated[str, _text(rf"^({_SECRET_REF})$", _SECRET_RULE, **{"x-secret": True})]
+Address = Annotated[
+    str,
+    _text(
+        rf"^(https?://[^/?#@\s]+(/[^?#@\s]*)?|{_SECRET_REF})$",
+        "an http(s) URL without user, password and query, or env:NAME or file:PATH where a secret one is",
+        **{"x-secret": True},
+    ),
+]
+ColumnPart = Literal[
+    "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
+    "mask", "tools", "chosen", "rejected", "label",
+]  # fmt: skip
+
+
+# What differs between two configs, by dotted key.
+
+
+def value_at(tables: Any, key: str) -> Any:
+    """Return the value under a dotted key."""
+    for part in key.split("."):
+        tables = tables[part]
+    return tables
+
+
+def changed_keys(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """Return (old, new) by dotted key, of all values below `key` that differ.
+
+    Args:
+        key: dotted key of both values.
+        old: a value, or nested dicts of them.
+        new: the same; what only one of them has counts as None in the other.
+    """
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new else {key: (old, new)}
+    before, now = cast(dict[str, Any], old), cast(dict[str, Any], new)
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys([*before, *now]):
+        found |= changed_keys(f"{key}.{name}", before.get(name), now.get(name))
+    return found
 
 
 class Section(BaseModel):
@@ -331,3 +426,55 @@ class ScheduleSection(Section):
     def decay(self, num_steps: int) -> int:
         """Return the number of steps of the wsd schedule's decay in a run of `num_steps`."""
         return self.decay_steps or max(1, num_steps // 5)
+
+
+#: Services whose addresses are secrets, by a part of the URL.
+_SERVICES = re.compile(
+    r"hooks\.slack\.com|discord(app)?\.com/api/webhooks|webhook\.office\.com|outlook\.office\.com/webhook|"
+    r"logic\.azure\.com|powerplatform\.com|open\.feishu\.cn|open\.larksuite\.com|oapi\.dingtalk\.com|qyapi\.weixin|"
+    r"api\.telegram\.org/bot|chat\.googleapis\.com|hooks\.zapier\.com|maker\.ifttt\.com|webhook\.site/|ntfy\.sh/|"
+    r"\.pipedream\.net",
+    re.IGNORECASE,
+)
+_URL = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?P<query>[?#].*)?", re.DOTALL
+)
+#: A readable part of a path: up to three capitalized terms and a short number.
+_WORD = re.compile(r"([A-Z]?[a-z]{2,20}){1,3}\d{0,3}|[A-Za-z]\d{0,4}|[A-Z]{1,5}\d{0,3}|[A-Z]{2,4}[a-z]{1,12}|\d{1,5}|")
+_BETWEEN_WORDS = re.compile(r"[-_.~ :,+]")
+#: A path part after one of these is a secret, unless it is short and lowercase or one of the names below.
+_BEFORE_SECRETS = re.compile(r"(?i)services?|(web)?hooks?|bot|robots?|tokens?|(api)?keys?|secrets?|auth|integrations?")
+_PUBLIC = frozenset({"collector", "event", "events", "metrics", "messages", "training", "monitoring"})
+_SHORT = 8
+
+
+def holds_secret(url: str) -> bool:
+    """Return True if a URL may hold a secret: user info, a query, a listed service, or an unreadable path."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        return False
+    return "@" in match["host"] or bool(match["query"]) or _SERVICES.search(url) is not None or _in_path(match["path"])
+
+
+def hide_secret(url: str) -> str:
+    """Return a URL without user info, path and query if it holds a secret, else the URL."""
+    match = _URL.fullmatch(url)
+    if match is None or not holds_secret(url):
+        return url
+    _, at, host = match["host"].rpartition("@")
+    hides_path = _SERVICES.search(url) is not None or _in_path(match["path"])
+    path = "/(hidden)" if hides_path else match["path"]
+    return f"{match['scheme']}://{'(hidden)@' if at else ''}{host}{path}{'?(hidden)' if match['query'] else ''}"
+
+
+def _in_path(path: str) -> bool:
+    before = ""
+    for part in unquote(path).split("/"):
+        words = _BETWEEN_WORDS.split(part)
+        if not all(_WORD.fullmatch(word) for word in words) or sum(word.isdigit() for word in words) > 3:
+            return True
+        is_short_word = len(part) < _SHORT and part.islower()
+        if part and _BEFORE_SECRETS.fullmatch(before) and part not in _PUBLIC and not is_short_word:
+            return True
+        before = part or before
+    return False

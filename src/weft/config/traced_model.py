@@ -54,13 +54,7 @@ class Matmul:
     weight_grad: bool = True
 
     def sizes(self, batch: Any, seq: Any, t: Any) -> tuple[Any, Any, Any, Any]:
-        """Return m, n, k and the number of products on one rank.
-
-        Args:
-            batch: sequences.
-            seq: tokens of each sequence on this rank.
-            t: tensor-parallel ranks of a sharded layer.
-        """
+        """Return m, n, k and the number of products on one of t ranks, for `batch` sequences of `seq` tokens on it."""
         found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
         place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
         if place is not None:
@@ -68,13 +62,7 @@ class Matmul:
         return found[0], found[1], found[2], found[3]
 
     def flops(self, batch: Any, seq: Any, t: Any) -> Any:
-        """Return the FLOPs of forward on one rank.
-
-        Args:
-            batch: sequences.
-            seq: tokens of each sequence on this rank.
-            t: tensor-parallel ranks of a sharded layer.
-        """
+        """Return the FLOPs of forward on one rank; the arguments are those of `sizes`."""
         m, n, k, count = self.sizes(batch, seq, t)
         return 2.0 * m * n * k * count
 
@@ -97,14 +85,7 @@ class TracedAttention:
     cut: bool = False
 
     def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
-        """Return the FLOPs of forward on one rank. A causal mask halves the scores.
-
-        Args:
-            batch: sequences.
-            seq: tokens of each sequence on this rank.
-            t: tensor-parallel ranks, if heads are sharded.
-            c: context-parallel ranks; keys come from the full sequence.
-        """
+        """Return the FLOPs of forward on one rank, with keys of the full sequence. A causal mask halves the scores."""
         heads = self.heads / t if self.cut else self.heads
         rows = self.queries.at(batch, seq)
         return 4.0 * rows * self.keys.at(batch, seq * c) * heads * self.head_dim * (0.5 if self.causal else 1.0)
@@ -119,14 +100,7 @@ class DividedBytes:
     whole: Growth = Growth()
 
     def at(self, batch: Any, seq: Any, t: Any, between: Any) -> Any:
-        """Return the bytes on one rank.
-
-        Args:
-            batch: sequences.
-            seq: tokens of each sequence.
-            t: divisor of sharded tensors.
-            between: divisor of activations outside sharded regions: t under sp, else 1.
-        """
+        """Return the bytes on one rank. between: divisor of activations outside sharded regions, t under sp, else 1."""
         return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
 
     def __add__(self, other: DividedBytes) -> DividedBytes:
@@ -175,14 +149,9 @@ class TracedLayer:
         return self.params_cut + self.params_whole
 
     def flops(self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, backward: bool = False) -> Any:
-        """Count FLOPs of matrix products and attention on one rank, which has 1/cp of each sequence.
+        """Return the FLOPs of matrix products and attention on one rank, in forward or in backward.
 
-        Args:
-            batch: sequences.
-            seq: tokens of each full sequence.
-            tp: tensor-parallel ranks.
-            cp: context-parallel ranks.
-            backward: count backward instead of forward.
+        seq: tokens of each full sequence; a rank has 1/cp of them.
         """
         part = seq / cp
         products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
@@ -192,30 +161,18 @@ class TracedLayer:
     def saved_bytes(
         self, batch: Any, seq: Any, policy: str = "none", *, tp: Any = 1, cp: Any = 1, sp: bool = False
     ) -> Any:
-        """Return the bytes that one pass saves for backward on one rank.
+        """Return the bytes that one pass saves for backward on one rank under a recompute policy.
 
-        Args:
-            batch: sequences.
-            seq: tokens of each full sequence.
-            policy: the recompute policy.
-            tp: tensor-parallel ranks.
-            cp: context-parallel ranks.
-            sp: True if tp also divides the other activations.
+        seq: tokens of each full sequence. sp: True if tp also divides the other activations.
         """
         return dict(self.saved)[policy].at(batch, seq / cp, tp, tp if sp else 1)
 
     def moved_bytes(
         self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, sp: bool = False, backward: bool = False
     ) -> Any:
-        """Return the bytes that memory-bound kernels read and write on one rank.
+        """Return the bytes that memory-bound kernels read and write on one rank, in forward or in backward.
 
-        Args:
-            batch: sequences.
-            seq: tokens of each full sequence.
-            tp: tensor-parallel ranks.
-            cp: context-parallel ranks.
-            sp: True if tp also divides the other activations.
-            backward: count backward instead of forward.
+        seq: tokens of each full sequence. sp: True if tp also divides the other activations.
         """
         return (self.moved_backward if backward else self.moved_forward).at(batch, seq / cp, tp, tp if sp else 1)
 
@@ -267,12 +224,9 @@ class TracedModel:
         return next((each for layer in self.layers for each in layer.attentions), None)
 
     def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:
-        """Return the model's own FLOPs of forward and backward, head included; what kernels do again is not counted.
+        """Return the model's own FLOPs of forward and backward, with the head and without recomputation.
 
-        Args:
-            batch: sequences.
-            seq: tokens of each.
-            causal: False counts attention's whole square.
+        causal: False counts the full square of causal attention.
         """
         total = 6.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
@@ -285,12 +239,7 @@ class TracedModel:
         return total
 
     def weight_flops(self, batch: Any, seq: Any) -> Any:
-        """Return the FLOPs of backward that make gradients of weights, the head's included.
-
-        Args:
-            batch: sequences.
-            seq: tokens of each.
-        """
+        """Return the FLOPs of backward for gradients of weights, with the head."""
         total = 2.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
             total = total + layer.count * sum(
@@ -317,9 +266,8 @@ class TracedModel:
             values = {name: table[name] for name in (each.name for each in fields(cls))}
             values["layers"] = tuple(_layer(each) for each in values["layers"])
             values |= {name: _layer(values[name]) for name in ("before", "after")}
-            values["limits"] = tuple(
-                (name, Limit(tuple(each["values"]), each["reason"])) for name, each in values["limits"]
-            )
+            limits = ((name, Limit(tuple(each["values"]), each["reason"])) for name, each in values["limits"])
+            values["limits"] = tuple(limits)
             values["linears"] = tuple((int(i), int(o), int(count)) for i, o, count in values["linears"])
             return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

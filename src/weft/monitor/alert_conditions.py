@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from weft.config import conditions as kinds
-from weft.config.conditions import Condition, RunSpan
-from weft.config.metrics import FIGURES
+from weft.config import metrics as kinds
+from weft.config.metrics import FIGURES, Condition, RunSpan
 from weft.monitor.metrics import FigureReading
 from weft.units import format_bytes, format_seconds
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from weft.config.conditions import STANDARD, parse_condition
 from weft.config.files import format_config, parse_config
+from weft.config.metrics import STANDARD, parse_condition
 from weft.config.run_config import RunConfig
 from weft.config.sections import AlertSection
 from weft.errors import ConfigError, WeftError, did_you_mean

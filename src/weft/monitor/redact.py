@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from weft.config.secret_urls import hide_secret
+from weft.config.sections import hide_secret
 
 HIDDEN = "(hidden)"
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

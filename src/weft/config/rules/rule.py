@@ -97,8 +97,8 @@ def _known(fact: _T | None) -> _T:
     return fact
 
 
-def _no_fix(plan: Plan, facts: Facts) -> Plan | None:
-    return None
+#: This plan's case or remedy: the text, or a function that returns it.
+Text = str | Callable[[Plan, Facts], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +108,16 @@ class Rule:
     name: for tests and docs. field: the plan's field, or the dotted config key, that is to blame.
     predicate: True if the plan breaks the rule. reason: why, in one sentence that holds for every plan.
     finding: this plan's case in numbers, without a full stop. remedy: the text to type instead, likewise.
-    fix: the nearest legal plan, or None if the plan alone cannot be fixed.
+    fix: the fields to change, or a function that returns the nearest legal plan; None if no plan can be fixed.
     """
 
     name: str
     field: str
     reason: str
     predicate: Callable[[Plan, Facts], bool]
-    finding: Callable[[Plan, Facts], str]
-    remedy: Callable[[Plan, Facts], str]
-    fix: Callable[[Plan, Facts], Plan | None] = _no_fix
+    finding: Text
+    remedy: Text
+    fix: Mapping[str, object] | Callable[[Plan, Facts], Plan | None] | None = None
 
     def is_broken(self, plan: Plan, facts: Facts) -> bool:
         """Return True if the plan breaks the rule; False if a fact is unknown."""
@@ -131,17 +131,17 @@ class Rule:
         try:
             if not self.predicate(plan, facts):
                 return None
-            case = f"{self.field}={self._value(plan, facts)}"
-            message = f"{case}: {self.finding(plan, facts)}. {self.remedy(plan, facts)}."
-            return Violation(self.name, self.field, message, self._mended(plan, facts))
+            finding, remedy = (
+                text if isinstance(text, str) else text(plan, facts) for text in (self.finding, self.remedy)
+            )
+            message = f"{self.field}={self._value(plan, facts)}: {finding}. {remedy}."
+            try:
+                fix = self.fix(plan, facts) if callable(self.fix) else plan.replace(**self.fix) if self.fix else None
+            except PlanError:
+                fix = None  # numbers so large that no plan can hold the corrected one
+            return Violation(self.name, self.field, message, fix)
         except UnknownFact:
             return None
-
-    def _mended(self, plan: Plan, facts: Facts) -> Plan | None:
-        try:
-            return self.fix(plan, facts)
-        except PlanError:
-            return None  # numbers so large that no plan can hold the corrected one
 
     def _value(self, plan: Plan, facts: Facts) -> str:
         if self.field == facts.open_axis:
@@ -170,5 +170,5 @@ def alternatives(values: Sequence[object], field: str) -> str:
 
 
 def asks(plan: Plan, facts: Facts, axis: str) -> bool:
-    """Whether the plan uses this axis: more than one rank on it, or `*`."""
+    """Return True if the plan uses this axis: more than one rank on it, or `*`."""
     return facts.open_axis == axis or getattr(plan, axis) > 1
