@@ -180,7 +180,6 @@ def _current_form(args: list[str]) -> list[str]:
 
 
 def _option_of(error: Any) -> str:
-    """Return the option of a usage error without its dashes, or "" without one."""
     words = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
     return max(words, key=len).lstrip("-")
 

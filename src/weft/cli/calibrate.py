@@ -109,7 +109,6 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _link_lines(profile: LinkProfile) -> list[str]:
-    """Return the results for users: the time of an all_reduce by layout, transport and size."""
     sizes = sorted({sample.size for sample in profile.samples})
     head = ("all_reduce", "by", *(format_bytes(size) for size in sizes))
     rows: list[tuple[str, ...]] = []
@@ -123,7 +122,6 @@ def _link_lines(profile: LinkProfile) -> list[str]:
 
 
 def _lines(profile: Profile) -> list[str]:
-    """Return the results for users: the best rates at each number of ranks."""
     machine = profile.machine
     lines = [f"machine     {machine.device}, {machine.cores} cores, torch {machine.torch}"]
     for count in profile.ranks:

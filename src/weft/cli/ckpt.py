@@ -38,7 +38,9 @@ def root_of(word: str | Location) -> Location:
         raise ConfigError(f"RUN={word}: there is no such folder.{hint}")
     own = RunFolder(word).checkpoints if isinstance(word, Path) else word / "checkpoints"
     for root in (own, word):
-        if root.is_dir() and any(_is_named_step(path) for path in root.iterdir()):
+        if root.is_dir() and any(
+            (step_in_name(path.name.split(".")[0]) is not None and path.is_dir()) for path in root.iterdir()
+        ):
             return root
     raise ConfigError(
         f"RUN={word}: it has no checkpoints. Give a run's folder, such as runs/quickstart, or the folder that holds "
@@ -82,10 +84,6 @@ def _of_step(root: Location, step: str, word: str) -> Location:
         known = ", ".join(map(str, saved)) or "none"
         raise ConfigError(f"RUN={word}: it has no finished checkpoint of step {step!r}. Use one of: {known}.")
     return saved[int(step)]
-
-
-def _is_named_step(path: Location) -> bool:
-    return step_in_name(path.name.split(".")[0]) is not None and path.is_dir()
 
 
 # `weft ckpt list`: every checkpoint of a folder, one per line, including unfinished ones.

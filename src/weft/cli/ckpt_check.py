@@ -149,7 +149,6 @@ def _complete_tensors(file: Location, num_bytes: int) -> set[str]:
 
 
 def _bar(path: Location, report: Callable[[str, int, int], None]) -> Callable[[int], None]:
-    """Return a callback that adds bytes from several threads to a stage of the progress bar."""
     try:
         total = sum(load_checkpoint(path, lazily=True).files.values())
     except CheckpointError:

@@ -71,7 +71,6 @@ def _after(line: Outcome) -> str:
 
 
 def _comments(imported: Imported) -> str:
-    """Return the report as TOML comments."""
     lines = [f"Imported from {imported.name} by `weft config import`.", ""]
     lines += [str(line) for line in imported.lines]
     for title, texts in sections(imported):

@@ -20,30 +20,26 @@ Report = Callable[[str, int, int], None]
 _STYLES = {"error": "1;31", "fail": "1;31", "warn": "1;33", "weft": "1;36", "faint": "2"}
 
 
-def use_colour(stream: TextIO) -> bool:
-    """Return True if the stream is a terminal and NO_COLOR is unset."""
-    return stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
-
-
 def paint(text: str, style: str, stream: TextIO) -> str:
     """Return `text` in a style of this module, if the stream shows colours."""
-    return f"\033[{_STYLES[style]}m{text}\033[0m" if use_colour(stream) else text
+    return (
+        f"\033[{_STYLES[style]}m{text}\033[0m"
+        if (stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb")
+        else text
+    )
 
 
 def print_line(text: str) -> None:
     """Print one line of the command on stderr."""
-    print(f"{paint('weft:', 'weft', sys.stderr)} {_incompatible_setting('weft: ', text)}", file=sys.stderr, flush=True)
+    print(f"{paint('weft:', 'weft', sys.stderr)} {_wrapped('weft: ', text)}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
     """Print one error on stderr. Further lines of it follow unchanged."""
-    print(
-        f"{paint('error:', 'error', sys.stderr)} {_incompatible_setting('error: ', text)}", file=sys.stderr, flush=True
-    )
+    print(f"{paint('error:', 'error', sys.stderr)} {_wrapped('error: ', text)}", file=sys.stderr, flush=True)
 
 
-def _incompatible_setting(label: str, text: str) -> str:
-    """Wrap `text` to fit next to a label, if stderr is a terminal."""
+def _wrapped(label: str, text: str) -> str:
     from weft.monitor.terminal import columns_of, wrapped  # many commands print nothing
 
     return wrapped(label + text, columns_of(sys.stderr), indent=2)[len(label) :]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from weft.config.run_config import RunConfig
     from weft.data.order.loader import SampleView
-    from weft.data.store.prepared import PreparedData, PreparedSource
+    from weft.data.store.prepared import PreparedData
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.media import MediaTask
 
@@ -80,7 +80,6 @@ def preview(
 
 
 def _media_task(config: RunConfig) -> MediaTask | None:
-    """Return the config's task if it trains on pictures or sound."""
     if config.task.name is None:
         return None
     from weft.train.tasks.media import MediaTask
@@ -91,7 +90,6 @@ def _media_task(config: RunConfig) -> MediaTask | None:
 
 
 def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None) -> None:
-    """Show samples of pictures or sound, one line per tensor."""
     from weft.train.tasks.base import described
 
     with progress_report(sys.stderr) as report:
@@ -143,11 +141,6 @@ def _load(arguments: list[str] | None) -> RunConfig:
 
 
 def _task(config: RunConfig) -> DecoderTask:
-    """Return the config's task, which defines how its data is read.
-
-    Raises:
-        ConfigError: if the task has no text.
-    """
     from weft.errors import ConfigError, Problem
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
@@ -175,7 +168,6 @@ def _prepare(task: DecoderTask) -> PreparedData:
 def _sequences(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
-    """Return the number of sequences, and some of them, each with a heading."""
     from weft.data.order.loader import view_sample
     from weft.data.order.stream import SampleStream
 
@@ -203,7 +195,11 @@ def _answers(
     from weft.data.token_files import SplitReader
 
     sources = prepared.train if split == "train" else prepared.eval
-    rows = [(source, place) for source in sources for place in range(_preferences(source))]
+    rows = [
+        (source, place)
+        for source in sources
+        for place in range(source.num_documents // (1 + (source.kind == "preference")))
+    ]
 
     def views() -> Iterator[tuple[str, SampleView]]:
         for index in which:
@@ -220,10 +216,6 @@ def _answers(
                 yield f"sample {index}, {verdict}: {source.name}, {_counts(view)}", view
 
     return f"{len(rows)} preferences per epoch", views()
-
-
-def _preferences(source: PreparedSource) -> int:
-    return source.num_documents // (1 + (source.kind == "preference"))
 
 
 def _console() -> Console:
@@ -256,5 +248,4 @@ def _show(console: Console, head: str, view: SampleView, coloured: bool) -> None
 
 
 def _colour(weight: float) -> str:
-    """Return the colour of text with this loss weight."""
     return "dim" if weight == 0 else "red" if weight < 0 else "green" if weight == 1 else "yellow"

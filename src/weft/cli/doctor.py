@@ -254,7 +254,6 @@ def _disk(name: str, folder: Path) -> CheckLine:
 
 
 def _write_speed(folder: Path) -> float:
-    """Measure the write speed to the disk in bytes per second with a temporary file."""
     block = os.urandom(2**20)
     path = folder / f".weft-doctor-{os.getpid()}"
     begin = time.perf_counter()

@@ -182,7 +182,6 @@ class Trial:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env.child_env(WEFT_DRILL=text))
 
     def _watch(self, process: subprocess.Popen[bytes], row: DrillRow, folder: RunFolder, end: float) -> bool:
-        """Wait for the process to end, recording detection and recovery times. Return True if the fault occurred."""
         acted = False
         while True:
             over = process.poll() is not None

@@ -80,7 +80,16 @@ def export_weights(
                 written = write_files(tensors, "model", draft, dtype)
                 write_companions(run, checkpoint, draft, written)
             else:
-                _write_shards(checkpoint, group, draft, dtype)
+                entries = checkpoint.entries(group)
+                own = (
+                    (name, checkpoint.block(f"{group}/{name}"))
+                    for name, entry in entries.items()
+                    if entry.same_as is None
+                )
+                write_files(own, group, draft, dtype)
+                tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
+                if tied:
+                    (draft / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
             if out.exists():
                 out.rmdir()
             os.rename(draft, out)
@@ -95,16 +104,6 @@ def refuse_existing(out: Path) -> None:
         raise ConfigError(
             f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
         )
-
-
-def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
-    """Write a group with its own names."""
-    entries = checkpoint.entries(group)
-    own = ((name, checkpoint.block(f"{group}/{name}")) for name, entry in entries.items() if entry.same_as is None)
-    write_files(own, group, out, dtype)
-    tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
-    if tied:
-        (out / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
 
 
 def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
@@ -163,7 +162,6 @@ def converted(block: RawArray, dtype: str | None) -> RawArray:
 
 
 def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None, like: Path) -> None:
-    """Write a folder with transformers, and copy the other files of `like`."""
     try:
         import torch
         import transformers

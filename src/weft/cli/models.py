@@ -58,7 +58,10 @@ def build_model(name: str) -> tuple[Any, Any]:
 
     with torch.device("meta"):
         if ":" in name:
-            return _from_function(name)
+            from weft.models.inspect.dry_run import call_function
+
+            built, rest = call_function(name)
+            return built, rest[0] if rest and not callable(rest[0]) else None
         folder = Path(name)
         if name in model_names():
             return _from_size(name), None
@@ -75,13 +78,6 @@ def _from_size(name: str) -> Any:
         hint = did_you_mean(name, model_names()) or " `weft models` lists the sizes."
         raise ModelError(f"model={name}: not a size, a folder with a config.json, or package.module:function.{hint}")
     return build_decoder(decoder_spec(name), device="meta")
-
-
-def _from_function(name: str) -> tuple[Any, Any]:
-    from weft.models.inspect.dry_run import call_function
-
-    built, rest = call_function(name)
-    return built, rest[0] if rest and not callable(rest[0]) else None
 
 
 # `weft models`: the named model sizes.

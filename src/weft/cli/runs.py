@@ -147,7 +147,6 @@ def first_start(run: Path) -> dict[str, Any]:
 
 
 def _next_start(run: Path, words: list[str]) -> dict[str, Any]:
-    """Return the context of a command that would be typed now."""
     from weft.cli.console import split_words
     from weft.config.files import load_config
     from weft.train.folder import RunFolder
@@ -159,7 +158,6 @@ def _next_start(run: Path, words: list[str]) -> dict[str, Any]:
 
 
 def _comparable(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat keys for comparison, with plans parsed."""
     from weft.config.plan import Plan
 
     kept = {key: event[key] for key in ("weft", "torch", "python", "machine", "data", "config") if key in event}
@@ -200,7 +198,6 @@ def _print_rows(rows: list[tuple[str, ...]], if_none: str) -> None:
 
 
 def _compared_runs(runs: list[Path]) -> dict[str, Any]:
-    """Return the settings that differ between runs, and the figures of each, as lists in the order of the runs."""
     from weft.monitor.dashboard.top import comparison
 
     tables = [_comparable(first_start(run)) for run in runs]

@@ -441,7 +441,6 @@ def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, flo
 
 
 def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the kinds of any rank, compute first and host last."""
     found = {kind for one in ranks for kind in one if kind != "total"}
     axes = sorted(kind for kind in found if kind.startswith("over "))
     order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "tracing", "host"]

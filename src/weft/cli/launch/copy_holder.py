@@ -58,7 +58,6 @@ def _name(agent: int) -> str:
 
 
 def _reachable(place: env.RankEnv) -> str:
-    """Return the address at which other hosts reach this one."""
     with socket.socket(socket.AF_INET6 if ":" in place.master_addr else socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((place.master_addr, place.master_port))  # sends nothing, but selects the interface
         own = str(way.getsockname()[0])

@@ -121,12 +121,13 @@ def write_failure(logs: Path, failure: Failure) -> None:
 
 def first_failure(failures: list[Failure]) -> Failure:
     """Return the earliest failure that is not the consequence of another."""
-    return min(failures, key=lambda failure: (_is_consequence(failure), failure.when))
-
-
-def _is_consequence(failure: Failure) -> bool:
-    # The launcher ends the other ranks with SIGTERM, and gloo's threads abort when a peer is gone.
-    return failure.lost_peer or (not failure.kind and -failure.exit_code in (signal.SIGTERM, signal.SIGABRT))
+    return min(
+        failures,
+        key=lambda failure: (
+            (failure.lost_peer or (not failure.kind and -failure.exit_code in (signal.SIGTERM, signal.SIGABRT))),
+            failure.when,
+        ),
+    )
 
 
 def _lost_peer(error: BaseException) -> bool:

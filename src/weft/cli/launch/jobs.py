@@ -76,11 +76,6 @@ class JobAsked:
             f"# The run saves and ends {self.warn_s} s before the limit, finished or not; start it again to resume.\n"
         )
 
-    @property
-    def limit_words(self) -> list[str]:
-        """The setting that saves and stops before the scheduler's limit."""
-        return [] if self.time_s is None else [f"train.max_time={self.time_s - self.warn_s}s"]
-
     def torchrun_words(self, endpoint: str) -> list[str]:
         """Return torchrun's arguments on one machine. `endpoint` is the rendezvous address, which is not quoted."""
         return [
@@ -94,7 +89,7 @@ class JobAsked:
             f"--signals-to-handle={_SIGNALS}",
             "-m",
             *self.train_words,
-            *self.limit_words,
+            *([] if self.time_s is None else [f"train.max_time={self.time_s - self.warn_s}s"]),
         ]
 
     def entering(self) -> list[str]:
@@ -361,7 +356,6 @@ def torchrun_job(job: JobAsked) -> str:
 
 
 def _clock(seconds: int) -> str:
-    """Return a duration in SLURM's format: 4:00:00 for 4 hours."""
     minutes, rest = divmod(seconds, 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 

@@ -104,7 +104,6 @@ def usable_cores() -> int:
 
 
 def _quota_cores(otherwise: int) -> int:
-    """Return the cgroup's CPU quota in whole cores, or `otherwise` without a quota."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return int(quota) // int(period) or 1
@@ -303,7 +302,6 @@ class _Watch:
             self._send(signal.SIGKILL)
 
     def _await(self, rank: int, started: Started) -> None:
-        """Record the end of a rank's process. The first failure ends the others."""
         code = started.wait(rank)
         self.codes[rank], self.ended[rank] = code, time.time()
         if code:

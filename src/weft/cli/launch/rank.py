@@ -177,7 +177,6 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
 
 
 def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherLine | None) -> None:
-    """Report a failure, first without the disk, which may be the cause of the failure."""
     if line is not None:
         line.report_failure(failure)
     with contextlib.suppress(OSError):

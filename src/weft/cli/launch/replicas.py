@@ -173,7 +173,6 @@ class Replicas:
             threading.Thread(target=_pass_on, args=(process.stderr, one.number), daemon=True).start()
 
     def _look_at(self, one: _Replica) -> None:
-        """Record the end of a replica's launcher, or restart it if it was killed."""
         if one.code is not None:
             return
         if one.process is None:
@@ -199,7 +198,6 @@ class Replicas:
             self._say(f"replica {one.number} has failed (exit code {one.code}); {_listed(others)} without it")
 
     def _ended(self) -> int:
-        """Return the exit code of the run."""
         failed = [one for one in self._replicas if one.code]
         if not failed:
             return 0
@@ -227,7 +225,6 @@ class Replicas:
         self._send(signum)
 
     def _kill(self) -> None:
-        """Kill remaining launchers. Their ranks die with them."""
         self._send(signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
@@ -237,7 +234,6 @@ class Replicas:
 
 
 def _visible(gpus: int) -> list[str]:
-    """Return the names of the GPUs for ranks."""
     given = [one.strip() for one in env.get("CUDA_VISIBLE_DEVICES").split(",") if one.strip()]
     return (given or [str(number) for number in range(gpus)])[:gpus]
 
@@ -248,7 +244,6 @@ def _listed(others: Sequence[int]) -> str:
 
 
 def _pass_on(stream: IO[bytes], number: int) -> None:
-    """Print the output of a replica's launcher, each line with the replica's number."""
     for line in stream:
         text = line.decode(errors="replace").rstrip()
         if text:

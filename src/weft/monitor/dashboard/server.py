@@ -77,10 +77,6 @@ class AccessRules:
         scheme = "https" if self.secure else "http"
         return origin is None or origin == f"{scheme}://{headers.get('host', '')}"
 
-    def has_shown_token(self, cookie: str | None) -> bool:
-        """Return True if no token is required, or if the cookie proves that this browser has sent it."""
-        return self.token is None or (cookie is not None and _same(cookie, self.cookie))
-
     def is_token(self, said: str, address: str) -> bool:
         """Return True if this is the token, and record the guess. Check `guesses.wait_s` first.
 
@@ -91,10 +87,6 @@ class AccessRules:
         right = self.token is not None and _same(said, self.token)
         self.guesses.note(address, right=right)
         return right
-
-    def may_ask(self, headers: Mapping[str, str]) -> bool:
-        """Return True if a request with side effects comes from the page, by its Origin and its CSRF secret."""
-        return self.knows_origin(headers) and _same(headers.get(CSRF_HEADER, ""), self.csrf)
 
 
 def is_loopback(host: str) -> bool:
@@ -186,7 +178,9 @@ class Guard:
         access = self.access
         if not access.knows_host(headers.get("host")):
             return PlainTextResponse("This server does not go by this name. Start it with --name NAME.", 421)
-        if path not in _OPEN and not access.has_shown_token(_cookie(headers.get("cookie"))):
+        cookie = _cookie(headers.get("cookie"))
+        has_access = access.token is None or (cookie is not None and _same(cookie, access.cookie))
+        if path not in _OPEN and not has_access:
             refusal = self._without_cookie(path, headers.get("authorization"), address)
             if refusal is not None:
                 return refusal
@@ -195,7 +189,11 @@ class Guard:
         if method != "POST":
             return PlainTextResponse("This address is only read.", 405)
         # The CSRF secret is not available before login, which changes only the browser's cookie.
-        fits = access.knows_origin(headers) if path == "/login" else access.may_ask(headers)
+        fits = (
+            access.knows_origin(headers)
+            if path == "/login"
+            else (access.knows_origin(headers) and _same(headers.get(CSRF_HEADER, ""), access.csrf))
+        )
         return None if fits else PlainTextResponse("Only this server's own page may send requests.", 403)
 
     def _without_cookie(self, path: str, authorization: str | None, address: str) -> Response | None:
