@@ -22,11 +22,8 @@ _STYLES = {"error": "1;31", "fail": "1;31", "warn": "1;33", "weft": "1;36", "fai
 
 def paint(text: str, style: str, stream: TextIO) -> str:
     """Return `text` in a style of this module, if the stream shows colours."""
-    return (
-        f"\033[{_STYLES[style]}m{text}\033[0m"
-        if (stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb")
-        else text
-    )
+    shows_colours = stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if shows_colours else text
 
 
 def print_line(text: str) -> None:
@@ -85,21 +82,10 @@ def _plain_report(stream: TextIO) -> Report:
 
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return rows as lines with aligned columns.
-
-    Args:
-        rows: rows of equal length.
-        right: columns to align to the right.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    """Return rows of equal length as lines with aligned columns; those in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = [f"{{:{'>' if column in right else '<'}{width}}}" for column, width in enumerate(widths)]
+    return ["  ".join(form).format(*row).rstrip() for row in rows]
 
 
 def seconds_of(option: str, text: str) -> float:

@@ -60,7 +60,9 @@ def preview(
     prepared = _prepare(task)
     if not (prepared.train if split == "train" else prepared.eval):
         raise DataError("split=eval: this run has no evaluation data. Set data.holdout or data.eval.")
-    console = _console()
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
     coloured = console.is_terminal and not console.no_color and console.color_system is not None
     samples = _answers if task.learns_preferences else _sequences
     title, shown = samples(task.config, prepared, split, range(first, first + num))
@@ -195,11 +197,8 @@ def _answers(
     from weft.data.token_files import SplitReader
 
     sources = prepared.train if split == "train" else prepared.eval
-    rows = [
-        (source, place)
-        for source in sources
-        for place in range(source.num_documents // (1 + (source.kind == "preference")))
-    ]
+    sizes = [(source, source.num_documents // (1 + (source.kind == "preference"))) for source in sources]
+    rows = [(source, index) for source, size in sizes for index in range(size)]
 
     def views() -> Iterator[tuple[str, SampleView]]:
         for index in which:
@@ -216,12 +215,6 @@ def _answers(
                 yield f"sample {index}, {verdict}: {source.name}, {_counts(view)}", view
 
     return f"{len(rows)} preferences per epoch", views()
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True)
 
 
 def _counts(view: SampleView) -> str:

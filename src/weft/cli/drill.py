@@ -143,7 +143,11 @@ class Trial:
         row = DrillRow(self.kind, rank=self.rank)
         folder = RunFolder(self.place / self.kind)
         try:
-            with _port_taken(self.kind == "port_taken"):
+            with socket.socket() as taken:
+                if self.kind == "port_taken":
+                    with contextlib.suppress(OSError):  # already in use, which has the same effect
+                        taken.bind(("", 29500))
+                        taken.listen()
                 self._to_the_end(row, folder)
         except (subprocess.TimeoutExpired, RuntimeError) as error:
             row.error = str(error)
@@ -168,10 +172,13 @@ class Trial:
                 finally:
                     process.kill()
                     process.wait()
-            if process.returncode == 0 and _is_done(folder):
+            events = read_events(folder.events)
+            if process.returncode == 0 and events and events[-1].get("reason") == "finished":
                 break
         else:
-            raise RuntimeError(f"the command ended with exit code {process.returncode}: {_last_line(log)}")
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            last = next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "")
+            raise RuntimeError(f"the command ended with exit code {process.returncode}: {last}")
         if not happened:
             raise RuntimeError("the fault did not happen: the run has too few steps for it")
 
@@ -288,26 +295,6 @@ def end_all(folder: Path) -> int:
 
 def _newest(folder: RunFolder) -> Path:
     return Path(str(list_checkpoints(folder.checkpoints)[-1]))
-
-
-def _is_done(folder: RunFolder) -> bool:
-    events = read_events(folder.events)
-    return bool(events) and events[-1].get("reason") == "finished"
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "")
-
-
-@contextlib.contextmanager
-def _port_taken(wanted: bool) -> Any:
-    with socket.socket() as taken:
-        if wanted:
-            with contextlib.suppress(OSError):  # already in use, which is just as good
-                taken.bind(("", 29500))
-                taken.listen()
-        yield
 
 
 # `weft drill`.

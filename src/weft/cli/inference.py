@@ -178,7 +178,10 @@ def evaluate(
     if not names:
         raise ConfigError("--tasks: it names no task. Use --tasks arc_easy or a task of --task-folder.")
     known = _known_tasks(task_folder)
-    _expect_tasks(known, names)
+    for name in names:
+        if not known.match_tasks([name]):
+            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
+            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
     from weft.checkpoint.load import load_checkpoint
 
     folder, opened = _trained(run), load_checkpoint(one_of(run), verify=True)
@@ -206,13 +209,6 @@ def _known_tasks(folder: Path | None) -> Any:
             raise
         raise MissingExtra("lm-eval", "eval", "weft eval") from error
     return TaskManager(include_path=str(folder) if folder is not None else None)
-
-
-def _expect_tasks(known: Any, names: Sequence[str]) -> None:
-    for name in names:
-        if not known.match_tasks([name]):
-            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
-            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:

@@ -63,9 +63,7 @@ def build_model(name: str) -> tuple[Any, Any]:
             built, rest = call_function(name)
             return built, rest[0] if rest and not callable(rest[0]) else None
         folder = Path(name)
-        if name in model_names():
-            return _from_size(name), None
-        if (folder / "config.json").exists() or folder.name == "config.json":
+        if name not in model_names() and ((folder / "config.json").exists() or folder.name == "config.json"):
             return hugging_face.model_of_config(hugging_face.load_model_config(folder)), None
         return _from_size(name), None
 

@@ -175,13 +175,9 @@ def _print_changes(run: Path, started: Mapping[str, Any], changes: list[tuple[st
     from datetime import datetime
 
     when = datetime.fromtimestamp(float(started.get("time", 0))).isoformat(sep=" ", timespec="seconds")
-    if "config" not in started:
-        print(
-            f"{run}: started {when} by a version of Weft that did not record config and machine; comparing versions "
-            "and plan only:"
-        )
-    else:
-        print(f"{run}: started {when} at step {started.get('step', 0)}")
+    old = "by a version of Weft that did not record config and machine; comparing versions and plan only:"
+    began = f"at step {started.get('step', 0)}"
+    print(f"{run}: started {when} {began if 'config' in started else old}")
     _print_rows([("", "started", "now"), *changes], "nothing changed since")
 
 
@@ -214,10 +210,8 @@ def _print_compared(found: Mapping[str, Any]) -> None:
     for line in table([head, *figures]):
         print(line)
     print()
-    _print_rows(
-        [("setting", *found["runs"]), *((key, *values) for key, values in found["settings"].items())],
-        "all settings are equal",
-    )
+    settings = ((key, *values) for key, values in found["settings"].items())
+    _print_rows([("setting", *found["runs"]), *settings], "all settings are equal")
 
 
 def _cell(value: Any) -> str:
@@ -330,10 +324,8 @@ def send(run: Run) -> None:
     if not wanted:
         raise ConfigError(f"{run}: its config has no sink that keeps a past. Add a table [[sink]] to its config.toml.")
     values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    pumps = [
-        Pump(one.name or one.kind, make_sink, SinkJob(one, folder.path, config.run.name, values), print_line)
-        for one in wanted
-    ]
+    jobs = [SinkJob(sink, folder.path, config.run.name, values) for sink in wanted]
+    pumps = [Pump(job.settings.name or job.settings.kind, make_sink, job, print_line) for job in jobs]
     for pump in pumps:
         pump.start()
         pump.finish()

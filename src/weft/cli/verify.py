@@ -90,13 +90,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Selection among all plans.
-
-    Attributes:
-        full: run every plan.
-        sample: maximum number of plans.
-        part: (2, 10) selects the second of 10 parts.
-    """
+    """Selection among all plans: every one, at most `sample` of them, or (2, 10), the second of 10 parts."""
 
     full: bool = False
     sample: int | None = None

@@ -38,16 +38,9 @@ def copy_home(place: env.RankEnv) -> CopyHome | None:
             return home if alone else replace(home, host=_reachable(place))
         if place.local_rank == 0 and not started:
             started = True
-            words = [sys.executable, "-m", __name__, str(agent), "127.0.0.1" if alone else ""]
+            words, null = [sys.executable, "-m", __name__, str(agent), "127.0.0.1" if alone else ""], subprocess.DEVNULL
             # A new session, because torchrun kills the process groups of its ranks.
-            subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=env.bare_env(),
-                start_new_session=True,
-            )
+            subprocess.Popen(words, stdin=null, stdout=null, stderr=null, env=env.bare_env(), start_new_session=True)
         time.sleep(_LOOK_S)
     return None
 

@@ -159,10 +159,10 @@ class _Forks:
         while len(self._codes) < len(self.pids):
             said = self._server._receive_message()
             if not said:  # the server was killed, and its ranks with it
+                # Wait until they have ended, so that their memory and ports are free for the next start.
+                killed = [pid for rank, pid in self.pids.items() if rank not in self._codes]
                 until = time.monotonic() + _END_S
-                while time.monotonic() < until and any(
-                    map(_is_running, [pid for rank, pid in self.pids.items() if rank not in self._codes])
-                ):
+                while time.monotonic() < until and any(map(_is_running, killed)):
                     time.sleep(0.02)
             ended = {said["rank"]: said["code"]} if said else dict.fromkeys(self.pids.keys() - self._codes, _KILLED)
             with self._in_one_sentence:

@@ -100,15 +100,21 @@ def visible_gpus() -> int:
 def usable_cores() -> int:
     """Return the number of cores for this process: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _quota_cores(cores)))
-
-
-def _quota_cores(otherwise: int) -> int:
-    try:
+    with suppress(OSError, ValueError):  # a machine without cgroups, or no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return int(quota) // int(period) or 1
-    except (OSError, ValueError):
-        return otherwise
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
+@contextmanager
+def stop_signals(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Handle stop signals during a block, and restore the former handlers."""
+    old = {signum: signal.signal(signum, handler) for signum in heeded_signals()}
+    try:
+        yield
+    finally:
+        for signum, former in old.items():
+            signal.signal(signum, former)
 
 
 # Start the ranks of one machine, pass signals on, and report the rank that failed first.
@@ -185,7 +191,7 @@ def launch_ranks(
     with switchboard(settings, lock) as board:
         threads = threads_variables(num_ranks, cores) if cores is not None else {}
         children = {**threads, "WEFT_LAUNCHED": str(os.getpid()), "WEFT_LINE": board.address}
-        with watch.signals():
+        with stop_signals(watch.on_signal):
             try:
                 started = starter.start(dict.fromkeys(range(num_ranks), children))
             except (OSError, RuntimeError) as error:
@@ -279,17 +285,8 @@ class _Watch:
         """Return True if this launcher sent `signum` to that rank."""
         return (rank, signum) in self._sent
 
-    @contextmanager
-    def signals(self) -> Generator[None]:
-        """Handle signals in a block: a stop signal asks the ranks to save and stop, and a second SIGINT kills them."""
-        old = {signum: signal.signal(signum, self._on_signal) for signum in heeded_signals()}
-        try:
-            yield
-        finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Request the ranks to save and stop. A second SIGINT kills them."""
         now = time.monotonic()
         if self.first_signal is None:
             self.first_signal, self._first_signal_at = signum, now

@@ -48,7 +48,12 @@ def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | Non
     """
     argv = sys.argv if argv is None else argv
     if parent is None:
-        parent = _parent()
+        import psutil
+
+        parent = []
+        with contextlib.suppress(psutil.Error):  # not permitted, or gone
+            found = psutil.Process().parent()
+            parent = found.cmdline() if found is not None else []
     for place, word in enumerate(parent):
         if word in _TORCHRUN or Path(word).name == "torchrun":
             launcher = ["torchrun"] if Path(word).name == "torchrun" else ["python", "-m", word]
@@ -56,16 +61,6 @@ def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | Non
     name = Path(argv[0]).name
     program = ["python", "-m", "weft"] if name == "__main__.py" else [name]
     return [*program, *argv[1:]]
-
-
-def _parent() -> list[str]:
-    import psutil
-
-    try:
-        found = psutil.Process().parent()
-        return found.cmdline() if found is not None else []
-    except psutil.Error:
-        return []  # not permitted, or gone
 
 
 @dataclass(frozen=True, slots=True)

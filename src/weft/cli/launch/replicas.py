@@ -16,14 +16,13 @@ from types import FrameType
 from typing import IO
 
 from weft import env
-from weft.cli.launch.launch import Stopped, threads_variables
+from weft.cli.launch.launch import Stopped, stop_signals, threads_variables
 from weft.cli.launch.spec import LaunchSpec
 from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.train.engine import ReplicaWorld
 from weft.train.folder import run_folder
-from weft.train.loop.signals import heeded_signals
 from weft.units import parse_seconds
 
 # Rendezvous server for replicas on several machines, hosted by the machine of replica 0.
@@ -95,7 +94,8 @@ class Replicas:
         self._config, self._command, self._say = config, list(command), say
         plan = Plan.parse(config.plan)
         self._ranks = plan.world_size // plan.dp_replicate
-        self._gpus = _visible(gpus)
+        named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name.strip()]
+        self._gpus = (named or [str(number) for number in range(gpus)])[:gpus]
         self._threads = threads_variables(plan.world_size, cores)
         self._replicas = [_Replica(number) for number in range(plan.dp_replicate)]
         self._first_signal: int | None = None
@@ -113,7 +113,7 @@ class Replicas:
             until_over.callback(place.close)
             self._meet_at = place.address
             until_over.callback(self._kill)
-            until_over.enter_context(self._signals())
+            until_over.enter_context(stop_signals(self._on_signal))
             first, *others = self._replicas
             if not self._start_first(first):
                 assert first.process is not None
@@ -210,17 +210,7 @@ class Replicas:
             self._say(f"replica {names} failed, and the others have ended. {remedy}")
         return failed[0].code or 1
 
-    @contextmanager
-    def _signals(self) -> Generator[None]:
-        """Pass stop signals on to the launchers during a block."""
-        old = {signum: signal.signal(signum, self._pass_signal) for signum in heeded_signals()}
-        try:
-            yield
-        finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
-
-    def _pass_signal(self, signum: int, frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._first_signal = self._first_signal or signum
         self._send(signum)
 
@@ -231,11 +221,6 @@ class Replicas:
         for one in self._replicas:
             if one.process is not None and one.process.poll() is None:
                 one.process.send_signal(signum)
-
-
-def _visible(gpus: int) -> list[str]:
-    given = [one.strip() for one in env.get("CUDA_VISIBLE_DEVICES").split(",") if one.strip()]
-    return (given or [str(number) for number in range(gpus)])[:gpus]
 
 
 def _listed(others: Sequence[int]) -> str:

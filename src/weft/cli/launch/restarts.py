@@ -125,7 +125,7 @@ class Restarts:
             if ranks - 1 < launch.min_ranks:
                 raise failed
             self.say(f"rank {failed.failure.rank} failed twice in a row: going on with {ranks - 1} of {ranks} ranks")
-            ranks = ranks - 1
+            ranks -= 1
         if self._in_row:
             self._pause(failed)
         return ranks, config
