@@ -141,13 +141,7 @@ class OutOfMemory(WeftError, MemoryError):
 
 
 class MissingExtra(WeftError, ImportError):
-    """An optional dependency is not installed. The message has the pip command.
-
-    Args:
-        package: the missing package.
-        extra: Weft's extra that installs it.
-        purpose: the feature that needs it.
-    """
+    """An optional dependency is not installed. The message has the pip command."""
 
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(f"{package} is not installed: {purpose} needs it. {install_extra(extra)}.")

@@ -92,11 +92,6 @@ def resolved_inside(folder: Path, file: Path) -> Path:
 def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES) -> bytes:
     """Return the contents of a regular file of `folder`.
 
-    Args:
-        file: path of the file.
-        folder: links must not lead out of it, see `resolved_inside`.
-        max_bytes: larger files are refused.
-
     Raises:
         CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.
     """
@@ -106,12 +101,6 @@ def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES)
 
 def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES) -> None:
     """Copy the contents of a regular file of `folder` to `target`.
-
-    Args:
-        file: path of the file.
-        target: path of the copy.
-        folder: links must not lead out of it, see `resolved_inside`.
-        max_bytes: larger files are refused.
 
     Raises:
         CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.

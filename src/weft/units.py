@@ -106,13 +106,7 @@ def format_count(count: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """Return a number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'.
-
-    Args:
-        number: the number.
-        one: the singular.
-        more: the plural, if it is not the singular with an "s".
-    """
+    """Return a number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'."""
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 

@@ -96,11 +96,7 @@ def gpus() -> Iterator[CheckLine]:
 
 
 def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
-    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, in one line or one per GPU.
-
-    Args:
-        pci_ids: one per GPU, such as "0000:3b:00.0".
-    """
+    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, in one line or one per GPU."""
     from weft.comm.gpu_settings import Topology, choose_cores
 
     if not hasattr(os, "sched_getaffinity"):

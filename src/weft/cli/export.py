@@ -195,15 +195,7 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
 def _write_adapter(
     checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run.
-
-    Args:
-        checkpoint: an open checkpoint.
-        said: the checkpoint's record of its adapter.
-        out: output folder.
-        dtype: a key of DTYPES.
-        run: a `weft train` run, whose base the adapter's config then names.
-    """
+    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run."""
     import torch
 
     from weft.models.adapters import Adapted

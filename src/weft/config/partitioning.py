@@ -83,13 +83,7 @@ def samples_per_microbatch(global_batch: int, data_ranks: int, num_microbatches:
 @overload
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any: ...
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
-    """Return the number of samples in one microbatch of one rank, rounded down.
-
-    Args:
-        global_batch: samples of a step.
-        data_ranks: ranks with different samples; an array gives an array.
-        num_microbatches: microbatches per rank, or an array.
-    """
+    """Return the number of samples in one microbatch of one rank, rounded down."""
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
 
@@ -110,12 +104,6 @@ def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int
 
     The batch is distributed as the first microbatch of every rank, then the second of every rank, and so on. So ranks
     differ by at most one sample, as do microbatches. The last ones may be empty.
-
-    Args:
-        global_batch: samples of a step.
-        data_ranks: ranks with different samples.
-        num_microbatches: microbatches per rank.
-        rank: index of this rank among them.
     """
     return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
@@ -265,12 +253,6 @@ def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> boo
 
     The number of query heads must be divisible. Key-value heads are divided, or each is repeated on several ranks if
     there are fewer heads than ranks.
-
-    Args:
-        cp: ranks that share a sequence.
-        num_heads: query heads of the full model.
-        num_kv_heads: key-value heads of the full model.
-        tp: ranks that share the heads.
     """
     heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
     return num_heads % (cp * tp) == 0 and heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
@@ -308,13 +290,7 @@ def num_chunks(mode: str, cp: int) -> int:
 
 
 def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence.
-
-    Args:
-        mode: "gather", "ring" or "ulysses".
-        cp: ranks that share a sequence.
-        rank: on the axis cp.
-    """
+    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence."""
     return (rank,) if mode == "ulysses" else (rank, 2 * cp - 1 - rank)
 
 

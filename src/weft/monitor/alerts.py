@@ -35,11 +35,7 @@ HELD = "held.json"
 
 
 class PauseFiles:
-    """The files in the run folder by which the launcher and the user communicate about a paused run.
-
-    Args:
-        folder: the run's folder.
-    """
+    """The files in the run folder by which the launcher and the user communicate about a paused run."""
 
     def __init__(self, folder: Path):
         self._word, self._note = folder / GO_ON, folder / HELD
@@ -292,11 +288,7 @@ class _Watched:
 
 
 class AlertDesk:
-    """Judges a run's events in order.
-
-    Args:
-        rules: the alerts.
-    """
+    """Judges a run's events in order."""
 
     def __init__(self, rules: Sequence[AlertRule]):
         self._alerts = [_Watched(rule) for rule in rules]

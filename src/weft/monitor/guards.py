@@ -151,9 +151,6 @@ class GarbageTurns:
     """A context in which Python collects garbage only after steps that are multiples of `every`.
 
     Objects that exist after the first step are frozen. Nothing changes if `every` is 0 or the collector was off before.
-
-    Args:
-        every: steps between collections.
     """
 
     def __init__(self, every: int):
@@ -175,11 +172,7 @@ class GarbageTurns:
         self._has_frozen = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Run a collection if it is due.
-
-        Args:
-            step: number of the step, the same on all ranks. None uses the number of calls.
-        """
+        """Run a collection if it is due."""
         self._num_steps += 1
         if not self._was_on:
             return  # every is 0, or the collector was off before

@@ -245,11 +245,7 @@ Reader = Callable[[], Mapping[str, float]]
 
 
 class StepMeans:
-    """Means of the figures of a rank's steps since the last report.
-
-    Args:
-        totals: cumulative figures. Their increase per step is reported.
-    """
+    """Means of the figures of a rank's steps since the last report."""
 
     def __init__(self, totals: Reader | None):
         self.step = 0

@@ -37,11 +37,6 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
     The subtitle shows model, plan, steps and date. The loss axis is logarithmic if the loss spans more than a factor of
     3. The file is replaced atomically.
 
-    Args:
-        events: from `read_events`; repeated steps are drawn once.
-        path: the PNG file; it is also the return value.
-        title: "" becomes "Training loss".
-
     Raises:
         DataError: if there is no step to draw, or the file cannot be written.
     """
@@ -337,13 +332,7 @@ LATE_S = 180.0
 
 
 class Artist:
-    """Draws a run's picture from time to time in another process. Calls do not block, except for `close`.
-
-    Args:
-        events: the log to draw.
-        png: the picture, replaced each time.
-        title: above the picture.
-    """
+    """Draws a run's picture from time to time in another process. Calls do not block, except for `close`."""
 
     def __init__(self, events: Path, png: Path, title: str):
         self._png = png

@@ -187,12 +187,7 @@ class Meter:
         return times
 
     def count(self, times: StepTimes, number: int) -> None:
-        """Record the amount that a step trained: tokens or samples over all ranks. Waits for the step's end.
-
-        Args:
-            times: the step's times.
-            number: 0 if the step trained nothing.
-        """
+        """Record the amount that a step trained: tokens or samples over all ranks. Waits for the step's end."""
         self._recent.append((number, times.total_s))
 
     @property
@@ -337,12 +332,7 @@ def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
 
 
 def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
-    """Return the seconds that a rank spent on its own work in a step, by kind, without waits for other ranks.
-
-    Args:
-        times: the step's times.
-        data_s: seconds that the host waited for the step's data before it.
-    """
+    """Return the seconds that a rank spent on its own work in a step, by kind, without waits for other ranks."""
     found = {"compute": 0.0, "data": min(data_s, times.gap_s), "optimizer": 0.0, "host": 0.0}
     known = 0.0
     for phase, seconds in times.phases.items():
@@ -390,11 +380,7 @@ def time_lines(
 def draw_times(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> str:
-    """Draw the report as SVG text, with one row for each rank (at most 64, evenly chosen).
-
-    Args:
-        ranks, num_steps, sizes, start_step: as in `time_lines`.
-    """
+    """Draw the report as SVG text, with one row for each rank (at most 64, evenly chosen)."""
     ranks = [_over_wide(one, sizes) for one in ranks]
     kinds = _kinds(ranks)
     axes = [kind for kind in kinds if kind.startswith("over ")]

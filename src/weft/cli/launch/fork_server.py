@@ -36,14 +36,7 @@ _PROGRAM = (sys.executable, "-m", "weft.cli.launch.fork_server")
 
 @contextlib.contextmanager
 def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -> Generator[Starter]:
-    """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules.
-
-    Args:
-        run_dir: the run's folder.
-        config: the run's config.
-        num_ranks: number of ranks of the first start.
-        cores: cores of this machine, which the ranks divide.
-    """
+    """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules."""
     from weft.cli.launch.launch import threads_variables
     from weft.cli.launch.start import Programs, preloaded_modules
 

@@ -27,13 +27,7 @@ _LOOK_S = 0.5
 
 @contextmanager
 def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
-    """Run the monitor process during a block, if the config has alerts or sinks.
-
-    Args:
-        folder: the run's folder, which the caller holds.
-        config: the run's config.
-        say: shows a line to the user.
-    """
+    """Run the monitor process during a block, if the config has alerts or sinks."""
     if not Companion.is_needed(config):
         yield
         return

@@ -141,12 +141,6 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
     """Run `body` as one rank. On failure, report it and end the process with the error's exit code.
 
     File descriptors 1 and 2 are redirected to logs/rank_N.log. The process dies with its launcher.
-
-    Args:
-        logs: folder of the logs, and of a failure record.
-        place: the rank and the world size.
-        body: the rank's function, called with the terminal's stream.
-        line: connection to the launcher for the failure; None to write it to the original stderr.
     """
     die_with(env.parent_pid())
     outcry = None

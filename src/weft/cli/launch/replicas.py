@@ -34,11 +34,6 @@ def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str
 
     On exit, the server runs until the other replicas have ended, or sent nothing for `launch.meeting_timeout`.
 
-    Args:
-        config: the run's config.
-        world: the replica that this machine starts.
-        say: shows a line to the user.
-
     Raises:
         LaunchError: if this machine cannot listen at `launch.meet_at`.
     """
@@ -65,12 +60,7 @@ _LOOK_S = 0.05
 
 @dataclass
 class _Replica:
-    """The launcher of one replica.
-
-    Attributes:
-        begins_at: time of its next start, in seconds of time.monotonic.
-        code: exit code, once it has ended.
-    """
+    """The launcher of one replica."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -80,15 +70,7 @@ class _Replica:
 
 
 class Replicas:
-    """The replicas of a run on this machine.
-
-    Args:
-        config: the run's config with its full plan.
-        gpus: number of GPUs for ranks; 0 to run ranks on CPU cores.
-        cores: number of usable cores.
-        command: the command line of the user.
-        say: shows a line to the user.
-    """
+    """The replicas of a run on this machine."""
 
     def __init__(self, config: RunConfig, gpus: int, cores: int, command: Sequence[str], say: Callable[[str], None]):
         self._config, self._command, self._say = config, list(command), say

@@ -76,13 +76,7 @@ class LaunchSpec:
         return self.config.launch.replicas_apart and self.world is None
 
     def preparation(self, config: RunConfig, num_ranks: int, num_local: int) -> Preparation:
-        """Return the preparation of a run.
-
-        Args:
-            config: the run's config.
-            num_ranks: ranks of this world.
-            num_local: ranks on this machine.
-        """
+        """Return the preparation of a run."""
         from weft.cli.launch.start import Preparation
 
         if self.world is None:

@@ -23,17 +23,7 @@ class UnknownFact(Exception):
 
 
 class Facts:
-    """Facts besides the plan. None is unknown. Reading an unknown fact ends the rule that reads it.
-
-    Args:
-        model: the model's shape.
-        world_size: number of started ranks.
-        global_batch: sequences in one optimizer step.
-        seq_len: tokens in one sequence.
-        device: the device of each rank.
-        limits: values that a traced model allows of a plan's fields.
-        open_axis: the mesh axis that is still `*`, and 1 in the plan, or None.
-    """
+    """Facts besides the plan. None is unknown. Reading an unknown fact ends the rule that reads it."""
 
     __slots__ = ("_device", "_global_batch", "_limits", "_model", "_seq_len", "_world_size", "open_axis")
 

@@ -23,9 +23,6 @@ class BoundedSeries:
     """A figure over a run: minimum, mean and maximum of its readings, in at most `places` buckets.
 
     When all buckets are full, neighbors are merged and each bucket covers twice as many readings.
-
-    Args:
-        places: maximum number of buckets; even.
     """
 
     def __init__(self, places: int = 1024):
@@ -67,11 +64,7 @@ def _joined(one: list[float], other: list[float]) -> list[float]:
 
 
 class RankHeat:
-    """Seconds of each rank over a run: one row per rank, at most `places` columns.
-
-    Args:
-        places: maximum number of columns; even.
-    """
+    """Seconds of each rank over a run: one row per rank, at most `places` columns."""
 
     def __init__(self, places: int = 480):
         self._places, self._width, self._inside = places, 1, 0
@@ -157,11 +150,7 @@ _LONGEST = 64 * 2**20
 
 
 class LogTail:
-    """Returns the complete lines that were appended to a log since the last call.
-
-    Args:
-        path: the log, which may not exist yet.
-    """
+    """Returns the complete lines that were appended to a log since the last call."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -182,11 +171,7 @@ class LogTail:
         return found.st_size != self.offset or found.st_ino != self._file
 
     def read(self, limit: int = PIECE) -> tuple[list[bytes], bool]:
-        """Return the lines of the next chunk, and True if earlier lines are void because the file was replaced.
-
-        Args:
-            limit: maximum number of bytes to read.
-        """
+        """Return the lines of the next chunk, and True if earlier lines are void because the file was replaced."""
         try:
             with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())

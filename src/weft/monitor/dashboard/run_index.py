@@ -95,12 +95,7 @@ class RunState:
         return self._state, self._reason
 
     def feed(self, events: Sequence[dict[str, Any]], *, with_ledger: bool = True) -> None:
-        """Add events.
-
-        Args:
-            events: the next ones.
-            with_ledger: add them to the time ledger too.
-        """
+        """Add events."""
         batch: list[dict[str, Any]] = []
         for event in events:
             if with_ledger:
@@ -210,10 +205,6 @@ class RunIndex(RunState):
 
     For a long log, the beginning and the end are read first, so that the newest step is shown immediately. The rest is
     read into a second state in the background, which then replaces the first.
-
-    Args:
-        folder: the run's folder.
-        name: its name on the page.
     """
 
     def __init__(self, folder: Path, name: str):
@@ -327,9 +318,6 @@ _MOST_RUNS = 500
 
 class RunCatalog:
     """The runs of a folder: the folder itself, or runs up to two levels below it.
-
-    Args:
-        root: a run folder, or a folder of run folders.
 
     Raises:
         ConfigError: if there is no run.

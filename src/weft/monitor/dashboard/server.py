@@ -78,12 +78,7 @@ class AccessRules:
         return origin is None or origin == f"{scheme}://{headers.get('host', '')}"
 
     def is_token(self, said: str, address: str) -> bool:
-        """Return True if this is the token, and record the guess. Check `guesses.wait_s` first.
-
-        Args:
-            said: the token from the request.
-            address: address of the client.
-        """
+        """Return True if this is the token, and record the guess. Check `guesses.wait_s` first."""
         right = self.token is not None and _same(said, self.token)
         self.guesses.note(address, right=right)
         return right
@@ -146,12 +141,7 @@ _OPEN = frozenset({"/login", "/static/style.css", "/static/icon.svg"})
 
 
 class Guard:
-    """Middleware that enforces the access rules.
-
-    Args:
-        app: the wrapped application.
-        access: the rules.
-    """
+    """Middleware that enforces the access rules."""
 
     def __init__(self, app: ASGIApp, access: AccessRules):
         self.app, self.access = app, access
@@ -274,11 +264,6 @@ class Serving:
 
 def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     """Serve the runs of a folder until Ctrl-C.
-
-    Args:
-        root: a run folder, or a folder of run folders.
-        serving: settings of the server.
-        say: called with lines for the user.
 
     Raises:
         ConfigError: if there is no run, or the page would be open to others.

@@ -29,12 +29,6 @@ _EVERY_S = 1.0
 def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | None = None) -> None:
     """Show a run, or all runs of a folder, until Ctrl-C. Shows them once if the output is not a terminal.
 
-    Args:
-        root: a run folder, or a folder of run folders.
-        terminal: output stream.
-        once: show once and return.
-        price: price of one device.
-
     Raises:
         ConfigError: if there is no run.
     """
@@ -57,12 +51,6 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
 
 def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: bool = False) -> None:
     """Print the runs of a folder as a table, and how their time was spent.
-
-    Args:
-        root: a run folder, or a folder of run folders.
-        out: output stream.
-        price: price of one device.
-        as_json: print one JSON value instead, with the state, figures and time of each run.
 
     Raises:
         ConfigError: if there is no run.

@@ -33,10 +33,6 @@ _LONGEST = 64 * 1024
 def secret_of(reference: str | None, key: str) -> str | None:
     """Return the secret of env:NAME or file:PATH, or None for None.
 
-    Args:
-        reference: the value in the config.
-        key: key in the config, for the error.
-
     Raises:
         ConfigError: if there is no secret.
     """
@@ -77,10 +73,6 @@ def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
     """Return an http or https URL without user info, and "user:password" if it has any.
 
     Errors show no part of it.
-
-    Args:
-        reference: the value in the config.
-        key: key in the config, for the error.
 
     Raises:
         ConfigError: if it is not an http or https URL.

@@ -27,12 +27,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class EventFollower:
-    """Reads complete lines of a growing events.jsonl, beginning at an offset.
-
-    Args:
-        path: the file.
-        offset: in bytes.
-    """
+    """Reads complete lines of a growing events.jsonl, beginning at an offset."""
 
     def __init__(self, path: Path, offset: int = 0):
         self._path = path

@@ -42,11 +42,6 @@ class OpenSockets:
 def within(seconds: float, act: Callable[[], _T], end: Callable[[], None] = lambda: None) -> _T:
     """Run `act` with a time limit, and return its value or raise its error.
 
-    Args:
-        seconds: the limit.
-        act: the call, run in a separate thread.
-        end: called after the limit, so that the thread ends soon.
-
     Raises:
         OutOfTime: if it takes longer.
     """
