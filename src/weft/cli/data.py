@@ -235,10 +235,7 @@ def _show(console: Console, head: str, view: SampleView, coloured: bool) -> None
     for segment in view.segments:
         if segment.begins:
             text.append("│", style="cyan")
-        colour = _colour(segment.weight)
+        weight = segment.weight
+        colour = "dim" if weight == 0 else "red" if weight < 0 else "green" if weight == 1 else "yellow"
         text.append(visible(segment.text), style=f"{colour} reverse" if segment.special else colour)
     console.print(text)
-
-
-def _colour(weight: float) -> str:
-    return "dim" if weight == 0 else "red" if weight < 0 else "green" if weight == 1 else "yellow"

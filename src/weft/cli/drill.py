@@ -337,7 +337,10 @@ def drill(
     kinds = chosen(faults, num_ranks)
     if config.train.epochs is not None:
         raise ConfigError("train.epochs: a drill counts steps. Use a config without train.epochs.")
-    place = _drill_folder(keep)
+    if keep is not None and keep.exists():
+        raise ConfigError(f"--keep {keep}: it is there already. Give a folder that is not there yet.")
+    place = Path(tempfile.mkdtemp(prefix="weft-drill-")) if keep is None else keep.resolve()
+    place.mkdir(parents=True, exist_ok=True)
     given = [
         *words, f"run.dir={place}", f"train.steps={steps}", f"checkpoint.every={every}", "checkpoint.keep=3",
         "train.max_bad_steps=0", "train.on_bad=restart", "launch.restarts=3", "launch.restart_pause=1s",
@@ -387,15 +390,6 @@ def report(rows: list[DrillRow]) -> list[str]:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
-
-
-def _drill_folder(keep: Path | None) -> Path:
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="weft-drill-"))
-    if keep.exists():
-        raise ConfigError(f"--keep {keep}: it is there already. Give a folder that is not there yet.")
-    keep.mkdir(parents=True)
-    return keep.resolve()
 
 
 def _undisturbed(words: list[str], place: Path, limit_s: float) -> RunFolder:

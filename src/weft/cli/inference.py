@@ -190,7 +190,12 @@ def evaluate(
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".weft-eval-") as work:
         model = _written(opened, folder, Path(work) / "model", dtype)
         found = _figures(model, known, names, batch_size, settings)
-    file = _store_results(folder.path / "evals" / f"step_{opened.step:08d}.json", found)
+    file = folder.path / "evals" / f"step_{opened.step:08d}.json"
+    file.parent.mkdir(exist_ok=True)
+    before = json.loads(file.read_text()) if file.is_file() else {}  # results of other tasks at the same step
+    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(before | found, indent=1) + "\n")
+    os.replace(draft, file)
     if as_json:
         print(json.dumps({"step": opened.step, "tasks": found}, indent=1))
         return
@@ -263,15 +268,6 @@ def _figures(
         task: {key.removesuffix(",none"): value for key, value in figures.items() if key not in _SILENT}
         for task, figures in results.items()
     }
-
-
-def _store_results(file: Path, found: dict[str, dict[str, Any]]) -> Path:
-    file.parent.mkdir(exist_ok=True)
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(before | found, indent=1) + "\n")
-    os.replace(draft, file)
-    return file
 
 
 def _table(found: dict[str, dict[str, Any]]) -> list[str]:

@@ -116,7 +116,10 @@ def compare(
         if as_json:
             typer.echo(json.dumps(found, indent=1))
         else:
-            _print_compared(found)
+            figures = [(name, *(_cell(value) for value in values)) for name, values in found["figures"].items()]
+            print("\n".join([*table([("", *found["runs"]), *figures]), ""]))
+            settings = ((key, *values) for key, values in found["settings"].items())
+            _print_rows([("setting", *found["runs"]), *settings], "all settings are equal")
         raise typer.Exit(int(bool(found["settings"])))
     started = first_start(run)
     now = {**_next_start(run, words or []), "world_size": started.get("world_size")}
@@ -202,16 +205,6 @@ def _compared_runs(runs: list[Path]) -> dict[str, Any]:
         for key, first, value in changed_values(tables[0], other):
             settings.setdefault(key, [first] * len(runs))[at] = value
     return {"runs": [str(run) for run in runs], "figures": comparison(runs), "settings": settings}
-
-
-def _print_compared(found: Mapping[str, Any]) -> None:
-    head = ("", *found["runs"])
-    figures = [(name, *(_cell(value) for value in values)) for name, values in found["figures"].items()]
-    for line in table([head, *figures]):
-        print(line)
-    print()
-    settings = ((key, *values) for key, values in found["settings"].items())
-    _print_rows([("setting", *found["runs"]), *settings], "all settings are equal")
 
 
 def _cell(value: Any) -> str:

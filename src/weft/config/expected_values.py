@@ -142,10 +142,9 @@ def _child(node: Node, part: str | int) -> Node | None:
     return cast(Node | None, node.get("items"))
 
 
-def takes_integers_only(node: Node | None) -> bool:
-    """Return True if the key's numbers are integers."""
-    kinds = [branch.get("type") for branch in _branches(node or {})]
-    return "integer" in kinds and "number" not in kinds
+def types_of(node: Node | None) -> list[object]:
+    """Return the JSON types of a key's values, without null."""
+    return [branch.get("type") for branch in _branches(node or {})]
 
 
 def wrong_value(path: KeyPath, value: object) -> str:
@@ -169,20 +168,15 @@ def unknown_key(path: KeyPath) -> str:
     names = cast(dict[str, list[str]], node.get("propertyNames", {})).get("enum", [])
     siblings = [*keys_of(node), *names]
     near = nearest_name(name, siblings)
-    meant = dotted((*parent, near)) if near else _setting_like(name)
+    meant = dotted((*parent, near)) if near else f"plan.{name}" if name in PLAN_FIELDS else ""
+    if not meant:  # a key of another section or another tool
+        sections = reversed(keys_of(_schema()).items())
+        meanings = {key: f"{section}.{key}" for section, node in sections for key in keys_of(node)} | OTHER_NAMES
+        meant = meanings.get(nearest_name(name.lower(), meanings), "")
     if meant:
         return f"{text} Write {meant}." if "=" in meant else f"{text} Did you mean '{meant}'?"
     table = f"[{dotted(parent)}]" if parent else "A config"
     return f"{text} {table} has {', '.join(siblings)}."
-
-
-def _setting_like(name: str) -> str:
-    """Return the setting that matches a key of another section or another tool, or ""."""
-    if name in PLAN_FIELDS:
-        return f"plan.{name}"
-    sections = reversed(keys_of(_schema()).items())
-    meanings = {key: f"{section}.{key}" for section, node in sections for key in keys_of(node)} | OTHER_NAMES
-    return meanings.get(nearest_name(name.lower(), meanings), "")
 
 
 def _branches(node: Node) -> list[Node]:
@@ -249,7 +243,7 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
             return f"Write {meant}."
         if hint := did_you_mean(value, names):
             return hint.strip()
-        if names and not any(branch.get("type") == "integer" for branch in _branches(node)):
+        if names and "integer" not in types_of(node):
             return f"Use {key}={names[0]}."
         if unquoted := _unquoted(value, _branches(node)):
             return f"Write it without quotes: {path[-1]} = {unquoted}."

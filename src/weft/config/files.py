@@ -16,7 +16,7 @@ from weft.config.expected_values import (
     first_line,
     keys_of,
     node_at,
-    takes_integers_only,
+    types_of,
     unknown_key,
     wrong_value,
 )
@@ -264,7 +264,8 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
 def _as_integers(node: object, path: KeyPath = ()) -> object:
     """Return the tables with 1e3 as 1000 for integer settings; TOML reads 1e3 as a float."""
     if isinstance(node, float):
-        return int(node) if node.is_integer() and takes_integers_only(node_at(path)) else node
+        types = types_of(node_at(path)) if node.is_integer() else []
+        return int(node) if "integer" in types and "number" not in types else node
     if isinstance(node, dict) and len(path) < 4:  # no setting is nested deeper
         table = cast(dict[str, object], node)
         for name, value in table.items():

@@ -60,13 +60,6 @@ _HUGE_NUMBER = re.compile(r"[0-9_]{4000,}")
 _AT_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Return the line (from 1) of every key, table and array element of a valid TOML text, by path."""
-    scanner = _Scanner(text.replace("\r\n", "\n"))
-    scanner.scan()
-    return scanner.lines
-
-
 def error_line(error: Exception, text: str) -> tuple[int, str]:
     """Return the line of a TOML syntax error, and its reason without the position."""
     if not isinstance(error, tomllib.TOMLDecodeError):  # Python reads no number of thousands of digits
@@ -103,6 +96,13 @@ def split_key(text: str) -> tuple[str, ...]:
         ((key, node),) = node.items()  # pyright: ignore[reportUnknownVariableType]  # a tree of TOML
         parts.append(str(key))  # pyright: ignore[reportUnknownArgumentType]  # a tree of TOML
     return tuple(parts)
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Return the line (from 1) of every key, table and array element of a valid TOML text, by path."""
+    scanner = _Scanner(text.replace("\r\n", "\n"))
+    scanner.scan()
+    return scanner.lines
 
 
 class _Scanner:

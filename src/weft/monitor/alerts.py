@@ -394,12 +394,6 @@ class Companion:
         self._senders = {each.name: NotificationSender(each, self._notify_run, **pauses) for each in config.channel}
         self._desk = AlertDesk(rules_of(config))
         self._follower = EventFollower(folder / "events.jsonl")
-        self._factors = {alert.name: alert.factor for alert in config.alert}
-
-    @staticmethod
-    def is_needed(config: RunConfig) -> bool:
-        """Return True if a config has sinks or alerts."""
-        return bool(config.sink or config.alert or config.alerts != "none")
 
     def start(self) -> None:
         """Start the threads, and read the run's past events without sending alerts."""

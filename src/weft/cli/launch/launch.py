@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import signal
@@ -264,7 +265,8 @@ class _Watch:
         """Watch processes that have just been started."""
         self.pids = dict(started.pids)
         for rank in self.pids:
-            thread = threading.Thread(target=self._await, args=(rank, started), name=f"weft-watch-{rank}", daemon=True)
+            watch = functools.partial(self._record_end, rank, started)
+            thread = threading.Thread(target=watch, name=f"weft-watch-{rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
         if self.first_signal is not None:
@@ -298,7 +300,7 @@ class _Watch:
         elif signum == signal.SIGINT and now - self._first_signal_at > _SAME_KEYPRESS_S:
             self._send(signal.SIGKILL)
 
-    def _await(self, rank: int, started: Started) -> None:
+    def _record_end(self, rank: int, started: Started) -> None:
         code = started.wait(rank)
         self.codes[rank], self.ended[rank] = code, time.time()
         if code:

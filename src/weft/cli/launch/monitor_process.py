@@ -28,7 +28,7 @@ _LOOK_S = 0.5
 @contextmanager
 def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
     """Run the monitor process during a block, if the config has alerts or sinks."""
-    if not Companion.is_needed(config):
+    if not config.sink and not config.alert and config.alerts == "none":
         yield
         return
     logs = folder / "logs"

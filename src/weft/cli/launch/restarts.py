@@ -77,15 +77,12 @@ class Restarts:
                 if ranks == self.num_ranks or ranks - 1 < (self.config.launch.min_ranks or ranks):
                     raise
                 ranks -= 1
-            config = self._next_config(config, ranks)
-
-    def _next_config(self, config: RunConfig, ranks: int) -> RunConfig:
-        step, newest = config.resume.step, self._newest()
-        still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
-        if step is not None and not still_to_go_back:
-            # The run has resumed from that step, and must not return to it again.
-            config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
-        return config if ranks == self.num_ranks else for_ranks(config, ranks)
+            step, newest = config.resume.step, self._newest()
+            still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
+            if step is not None and not still_to_go_back:
+                # The run has resumed from that step, and must not return to it again.
+                config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
+            config = config if ranks == self.num_ranks else for_ranks(config, ranks)
 
     def _act(self, failure: Failure, config: RunConfig) -> RunConfig:
         if failure.action == "hold":

@@ -57,21 +57,16 @@ def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
         return None
 
 
-def _has_no_local_sgd(config: RunConfig) -> bool:
-    """Return True if the plan certainly has no replicas that synchronize every H steps."""
-    found = _plan(config)
-    if found is None:
-        return False
-    plan, open_axis = found
-    return plan.sync == "step" or (plan.dp_replicate == 1 and open_axis != "dp_replicate")
-
-
 APART_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="separate-replicas-need-sync",
         keys=("launch.replicas_apart", "plan"),
         reason="Only replicas that synchronize every H steps can be separate, so the plan needs sync=diloco:H.",
-        predicate=lambda config: config.launch.replicas_apart and _has_no_local_sgd(config),
+        predicate=lambda config: (
+            config.launch.replicas_apart
+            and (found := _plan(config)) is not None
+            and (found[0].sync == "step" or (found[0].dp_replicate == 1 and found[1] != "dp_replicate"))
+        ),
         message=lambda config: (
             f"true: the plan {config.plan!r} has no replicas that synchronize every H steps. Use e.g. dp_replicate=2 "
             "sync=diloco:50 in the plan, or leave launch.replicas_apart out."

@@ -13,11 +13,11 @@ import socket
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -66,7 +66,10 @@ class AccessRules:
 
     def knows_host(self, header: str | None) -> bool:
         """Return True if a Host header names this server."""
-        return header is not None and _host_of(header) in self.hosts
+        text = (header or "").strip().lower()
+        if text.startswith("["):
+            return text[1:].partition("]")[0] in self.hosts
+        return (text.rpartition(":")[0] if text.count(":") == 1 else text) in self.hosts
 
     def knows_origin(self, headers: Mapping[str, str]) -> bool:
         """Return True if a request comes from this server's page. A request without Origin is not from another page."""
@@ -122,13 +125,6 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _host_of(header: str) -> str:
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.rpartition(":")[0] if text.count(":") == 1 else text
-
-
 def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
 
@@ -160,15 +156,15 @@ class Guard:
                     headers[name] = value
             await send(message)
 
-        client = scope.get("client")
-        answer = self._refusal(scope["method"], scope["path"], Headers(scope=scope), client[0] if client else "")
-        await (answer or self.app)(scope, receive, with_headers)
+        await (self._refusal(scope) or self.app)(scope, receive, with_headers)
 
-    def _refusal(self, method: str, path: str, headers: Headers, address: str) -> Response | None:
-        access = self.access
+    def _refusal(self, scope: Scope) -> Response | None:
+        access, request = self.access, Request(scope)
+        method, path, headers = request.method, scope["path"], request.headers
+        address = request.client.host if request.client else ""
         if not access.knows_host(headers.get("host")):
             return PlainTextResponse("This server does not go by this name. Start it with --name NAME.", 421)
-        cookie = _cookie(headers.get("cookie"))
+        cookie = request.cookies.get(COOKIE)
         has_access = access.token is None or (cookie is not None and _same(cookie, access.cookie))
         if path not in _OPEN and not has_access:
             refusal = self._without_cookie(path, headers.get("authorization"), address)
@@ -204,14 +200,6 @@ def too_many_guesses(wait_s: float) -> Response:
     seconds = math.ceil(wait_s)
     text = f"There were too many wrong tokens. Try again in {seconds} s."
     return PlainTextResponse(text, 429, headers={"retry-after": str(seconds)})
-
-
-def _cookie(header: str | None) -> str | None:
-    try:
-        found = SimpleCookie(header or "").get(COOKIE)
-    except CookieError:
-        return None
-    return found.value if found is not None else None
 
 
 # Start of the dashboard's server.

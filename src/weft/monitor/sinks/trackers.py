@@ -44,7 +44,14 @@ class OtlpSink(FigureSink):
         if not points:
             return
         attributes = [_text("service.name", "weft"), _text("weft.run", self.job.run)]
-        metrics = [_metric(name, found) for name, found in points.items()]
+        metrics: list[dict[str, Any]] = []
+        for name, found in points.items():
+            figure = FIGURES[name]
+            # CUMULATIVE: growing figures are totals since the run began.
+            kind = {"sum": {"dataPoints": found, "aggregationTemporality": 2, "isMonotonic": True}}
+            data = kind if figure.grows else {"gauge": {"dataPoints": found}}
+            unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
+            metrics.append({"name": f"weft.{name}", "unit": unit, "description": figure.help, **data})
         scope = {"scope": {"name": "weft"}, "metrics": metrics}
         body = {"resourceMetrics": [{"resource": {"attributes": attributes}, "scopeMetrics": [scope]}]}
         path = "" if self.job.settings.url and self.job.settings.url.endswith("/v1/metrics") else "/v1/metrics"
@@ -61,15 +68,6 @@ class OtlpSink(FigureSink):
         for stat, value, who in ends:
             more = [_text(key, word) for key, word in (("stat", stat), ("owner", who)) if word]
             yield {"timeUnixNano": at, "asDouble": _value(value), "attributes": [*attributes, *more]}
-
-
-def _metric(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
-    figure = FIGURES[name]
-    # CUMULATIVE: growing figures are totals since the run began.
-    kind = {"sum": {"dataPoints": points, "aggregationTemporality": 2, "isMonotonic": True}}
-    data = kind if figure.grows else {"gauge": {"dataPoints": points}}
-    unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
-    return {"name": f"weft.{name}", "unit": unit, "description": figure.help, **data}
 
 
 def _text(key: str, value: str) -> dict[str, Any]:
