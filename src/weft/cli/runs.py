@@ -22,8 +22,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, show, 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart.", show_default=False)]
 PriceOption = Annotated[
-    str | None,
-    typer.Option("--price", metavar="PRICE", help="Price of one device, such as 2.5usd/h, to show costs."),
+    str | None, typer.Option("--price", metavar="PRICE", help="Price of one device, such as 2.5usd/h, to show costs.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Why = Annotated[str, typer.Option(help="Reason for the run's events.")]
@@ -246,9 +245,7 @@ def rollback(
 
 @app.command("lower-lr")
 def lower_lr(
-    run: Run,
-    factor: Annotated[float, typer.Option(help="Multiply the learning rate by this.")] = 0.5,
-    why: Why = "",
+    run: Run, factor: Annotated[float, typer.Option(help="Multiply the learning rate by this.")] = 0.5, why: Why = ""
 ) -> None:
     """Lower the learning rate from the next step on, and after resumes too."""
     if not 0 < factor <= 1:

@@ -134,9 +134,7 @@ def shape_rules() -> tuple[ShapeRule, ...]:
             "the factor on rotary wavelengths must be at least 1. Use 1 for no scaling.",
         ),
         ShapeRule(
-            "norm_eps",
-            lambda spec: 0 < spec.norm_eps < 1,
-            "the norms need a small positive number. Use e.g. 1e-5.",
+            "norm_eps", lambda spec: 0 < spec.norm_eps < 1, "the norms need a small positive number. Use e.g. 1e-5."
         ),
         # Rules of models with experts. Dense models satisfy all of them.
         ShapeRule(

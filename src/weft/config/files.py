@@ -12,14 +12,7 @@ from typing import cast
 from pydantic import ValidationError
 
 from weft.config.cluster import DeviceSpec
-from weft.config.expected_values import (
-    first_line,
-    keys_of,
-    node_at,
-    types_of,
-    unknown_key,
-    wrong_value,
-)
+from weft.config.expected_values import first_line, keys_of, node_at, types_of, unknown_key, wrong_value
 from weft.config.parsing import (
     COMMAND_LINE,
     DEFAULT,

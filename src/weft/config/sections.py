@@ -152,9 +152,7 @@ class AdapterSection(Section):
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
     base: Literal["stored", "int8", "nf4"] = "stored"
     """Storage of frozen linear weights. stored: in the plan's precision; int8, nf4: quantized in blocks of 64, to 1.06
-    and
-    0.56 byte a weight, and unpacked in each product (QLoRA).
-    """
+    and 0.56 byte a weight, and unpacked in each product (QLoRA)."""
 
 
 # Resources of the machine: ranks and devices, pinned memory, GPU kernels.
@@ -168,48 +166,35 @@ class LaunchSection(Section):
     """auto: the GPUs if there are any, else the CPU."""
     numa: bool = True
     """On GPUs: bind each rank, its threads and its child processes to its share of the cores of its GPU's NUMA node.
-    Cores
-    chosen by taskset, SLURM or others stay. `weft doctor` shows the binding.
-    """
+    Cores chosen by taskset, SLURM or others stay. `weft doctor` shows the binding."""
     timeout: Duration = "30m"
     """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
     warn_after: Literal["auto"] | Duration = "auto"
     """Report a wait that has lasted this long: which rank is missing, in which collective, since when. auto: 20 usual
-    or
-    planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work. `timeout`
-    or
-    more: no reports.
-    """
+    or planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work.
+    `timeout` or more: no reports."""
     route: Literal["auto", "flat", "two_level"] = "auto"
     """Route of bytes between hosts of CPU ranks. auto: first within each host, then between hosts, if hosts have equal
     blocks of 2, 4, 8 ... neighboring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
-    but
-    an error if that is impossible. No result depends on it. GPUs use NCCL's choice.
-    """
+    but an error if that is impossible. No result depends on it. GPUs use NCCL's choice."""
     links: str | None = Field(default=None, examples=["links.json"])
     """Profile of the links between ranks, from `weft calibrate --hosts`: route=auto then uses the faster measured route
-    for
-    each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
-    exists. The first rank of each axis reads it and sends it to the others.
-    """
+    for each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
+    exists. The first rank of each axis reads it and sends it to the others."""
     restarts: Count = 0
     """Consecutive restarts of the ranks by `weft train` after a rank died, hung or failed: from the newest good
     checkpoint, or from the newest copy in memory (checkpoint.peer_every) if that is later. Progress since the restart
-    before resets the count. Not for ranks that torchrun or srun started.
-    """
+    before resets the count. Not for ranks that torchrun or srun started."""
     restart_pause: Duration = "5s"
     """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
     min_ranks: Width | None = None
     """If the same rank fails twice in a row, continue without it, with at least this many ranks: the planner makes a
-    plan
-    for them, and the global batch stays. Default: always all ranks.
-    """
+    plan for them, and the global batch stays. Default: always all ranks."""
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last restart: stop, or pause with the devices free until `weft runs resume RUN`."""
     replicas_apart: bool = False
     """Under sync=diloco:H or average:H: start each replica as a separate world with its own processes, restarts and
-    checkpoints. A late or lost replica does not stop the others, and rejoins at a synchronization.
-    """
+    checkpoints. A late or lost replica does not stop the others, and rejoins at a synchronization."""
     meeting_timeout: Duration = "1m"
     """How long separate replicas wait at a synchronization for a late one, and for a message or data of another one."""
     replica: Count | None = Field(default=None, examples=[1])
@@ -218,8 +203,7 @@ class LaunchSection(Section):
     """HOST:PORT of the rendezvous of replicas on several machines. The machine of replica 0 listens there."""
     meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
     """Shared secret of replicas on several machines, of 16 characters or more: env:NAME or file:PATH. Required unless
-    meet_at is an address of this machine (127.0.0.1).
-    """
+    meet_at is an address of this machine (127.0.0.1)."""
 
 
 class MemorySection(Section):
@@ -233,17 +217,13 @@ class KernelSection(Section):
 
     attention: Literal["auto", "flash", "efficient", "cudnn", "fa3", "fa4"] = "auto"
     """Preferred kernels for attention in bf16 and fp16; calls that they cannot run (masks, wide heads) use the others.
-    auto:
-    torch's own order; flash, efficient, cudnn: these first; fa3, fa4: FlashAttention 3 (Hopper, package
-    flash_attn_interface) or 4 (Hopper, Blackwell, package flash_attn.cute) instead of flash.
-    """
+    auto: torch's own order; flash, efficient, cudnn: these first; fa3, fa4: FlashAttention 3 (Hopper, package
+    flash_attn_interface) or 4 (Hopper, Blackwell, package flash_attn.cute) instead of flash."""
     convolutions: Literal["auto", "measured", "guessed"] = "auto"
     """How cuDNN chooses convolution algorithms. measured: it tries them for each of the first 8 batch shapes and keeps
-    the
-    fastest, for faster steps, a slower first one, and possibly another choice in another run; guessed: by heuristics.
-    auto: measured if the model has convolutions, tp is 1 and torch is not set to be deterministic; an earlier benchmark
-    setting of torch stays.
-    """
+    the fastest, for faster steps, a slower first one, and possibly another choice in another run; guessed: by
+    heuristics. auto: measured if the model has convolutions, tp is 1 and torch is not set to be deterministic; an
+    earlier benchmark setting of torch stays."""
 
 
 # Monitoring of a run: metrics, sinks, alerts and their recipients.
@@ -254,8 +234,7 @@ class MonitorSection(Section):
 
     figures: bool = True
     """Report metrics of each rank and machine (CPU, memory, GPU, disk, network, step phases); events.jsonl has their
-    statistics over the ranks.
-    """
+    statistics over the ranks."""
     every: Duration = "10s"
     """Time between two reports."""
     update_ratio_every: Count = 10
@@ -337,15 +316,12 @@ class AlertSection(Section):
     20GiB"."""
     until: str | None = None
     """Condition that ends the alert; by default `when` is no longer true. A bound different from the one of `when`
-    keeps an
-    oscillating metric from repeating the alert.
-    """
+    keeps an oscillating metric from repeating the alert."""
     severity: Literal["info", "warning", "critical"] = "warning"
     """Severity in messages and events."""
     actions: tuple[str, ...] = Field(default=(), strict=False)
     """Names of channels, and actions of the run: checkpoint, hold (save, release devices, wait for `weft runs resume`),
-    stop, lower_lr, skip_data, roll_back.
-    """
+    stop, lower_lr, skip_data, roll_back."""
     quiet: Duration = "30m"
     """Time after an alert in which the same one is recorded and sends nothing."""
     after_step: Count = 0
@@ -386,8 +362,7 @@ class OptimizerSection(Section):
     states: Literal["fp32", "bf16", "fp8"] = "fp32"
     """AdamW: number format of its two running means. bf16 uses half the memory, fp8 (one-byte floats without scales) a
     quarter; both take more time. Rounding is stochastic, by seed, step and position in the parameter, so every plan
-    rounds identically.
-    """
+    rounds identically."""
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices. Norms and biases are not decayed."""
     momentum: Fraction | None = None

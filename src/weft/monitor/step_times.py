@@ -148,11 +148,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        device: object = "cpu",
-        *,
-        clock: StepClock | None = None,
-        communication: Communication | None = None,
+        self, device: object = "cpu", *, clock: StepClock | None = None, communication: Communication | None = None
     ):
         self._communication = communication
         self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
@@ -231,10 +227,7 @@ _COLOURS = {
 _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
 #: Advice by kind, given from this share of the time on.
 _ADVICE = {
-    "stages": (
-        0.1,
-        "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet",
-    ),
+    "stages": (0.1, "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet"),
     "data": (0.05, "loading data is too slow: check the storage of the token cache"),
     "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
     "host": (0.25, "Python takes longer than the computation: use a larger microbatch, or compile=on"),
