@@ -52,7 +52,12 @@ class PlanColumn:
 
 
 class Kind(ABC):
-    """Type of a field's values. `check` returns the normal form, which all other methods accept."""
+    """Type of a field's values. `check` returns the normal form, which all other methods accept.
+
+    By default the planner has one array of the type `dtype` for a field, and none if it is "".
+    """
+
+    dtype: str = ""
 
     def read(self, value: object) -> object:
         """Convert a value of a text or table to the field's type if possible; `check` refuses the rest."""
@@ -76,11 +81,11 @@ class Kind(ABC):
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
         """Return the planner's arrays for the field `name`; () if its estimates do not depend on the field."""
-        return ()
+        return (PlanColumn(name, self.dtype),) if self.dtype else ()
 
     def encode(self, value: Any) -> tuple[float, ...]:
         """Return one number for each of the columns."""
-        return ()
+        return (value,) if self.dtype else ()
 
     def decode(self, *numbers: Any) -> Any:
         """Return the value of these numbers."""
@@ -114,12 +119,6 @@ class Integer(Kind):
         whole: Schema = {"type": "integer", "minimum": self.low, "maximum": self.high}
         return {"anyOf": [whole, {"const": "*"}]} if self.star else whole
 
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, self.dtype),)
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        return (value,)
-
     def decode(self, *numbers: Any) -> int:
         return int(numbers[0])
 
@@ -128,16 +127,14 @@ class Integer(Kind):
 class PassCount(Integer):
     """Passes of a step. The planner counts them separately, by the same rule for every plan."""
 
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return ()
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        return ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Switch(Kind):
     """On or off."""
+
+    dtype: str = "bool"
 
     def read(self, value: object) -> object:
         return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
@@ -156,12 +153,6 @@ class Switch(Kind):
     def schema(self) -> Schema:
         return {"type": "boolean"}
 
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, "bool"),)
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        return (value,)
-
     def decode(self, *numbers: Any) -> bool:
         return bool(numbers[0])
 
@@ -178,6 +169,7 @@ class OneOf(Kind):
     open: str = ""
     codes: tuple[str, ...] = ()
     instead: str = ""
+    dtype: str = "uint8"
 
     def check(self, name: str, value: object) -> str:
         if self.instead and value in self.codes and value not in self.known:
@@ -190,9 +182,6 @@ class OneOf(Kind):
 
     def schema(self) -> Schema:
         return {"enum": list(self.known)}
-
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, "uint8"),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (0 if value == self.open else (self.codes or self.known).index(value),)
@@ -416,6 +405,7 @@ class AxisOrder(_Listed):
     """Some of the axes, each once, outermost first. Missing axes have one rank and precede the others."""
 
     axes: tuple[str, ...]
+    dtype: str = "uint8"
 
     def check(self, name: str, value: object) -> tuple[str, ...]:
         names = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
@@ -432,9 +422,6 @@ class AxisOrder(_Listed):
     def schema(self) -> Schema:
         names: Schema = {"type": "array", "items": {"enum": list(self.axes)}, "uniqueItems": True}
         return {"anyOf": [names, {"type": "string"}]}
-
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, "uint8"),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (orders(self.axes).index((*(axis for axis in self.axes if axis not in value), *value)),)

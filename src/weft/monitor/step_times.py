@@ -66,11 +66,9 @@ class Communication(Protocol):
 
     def mark(self) -> Any:
         """Return a mark of the current time without waiting."""
-        ...
 
     def seconds_between(self, start: Any, end: Any) -> Mapping[str, float]:
         """Return the seconds by axis between two marks. May wait for the device."""
-        ...
 
 
 class StepTimes:
@@ -314,26 +312,21 @@ class TimeBook:
 
 def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step in which its rank computed without waiting, and its waits by axis."""
-    busy, waits = 0.0, dict[str, float]()
-    for phase, seconds in times.phases.items():
-        inside = times.exposed.get(phase, {})
-        for axis, spent in inside.items():
+    waits: dict[str, float] = {}
+    for phase in times.phases:
+        for axis, spent in times.exposed.get(phase, {}).items():
             waits[axis] = waits.get(axis, 0.0) + spent
-        if _KINDS.get(phase) == "compute":
-            busy += max(0.0, seconds - sum(inside.values()))
-    return busy, {axis: spent for axis, spent in waits.items() if spent > 0}
+    return own_seconds(times)["compute"], {axis: spent for axis, spent in waits.items() if spent > 0}
 
 
 def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
     """Return the seconds that a rank spent on its own work in a step, by kind, without waits for other ranks."""
     found = {"compute": 0.0, "data": min(data_s, times.gap_s), "optimizer": 0.0, "host": 0.0}
-    known = 0.0
     for phase, seconds in times.phases.items():
-        known += seconds
         kind = _KINDS.get(phase, "host")
         if kind != "stages":
             found[kind] += max(0.0, seconds - sum(times.exposed.get(phase, {}).values()))
-    found["host"] += max(0.0, times.total_s - known)
+    found["host"] += max(0.0, times.total_s - sum(times.phases.values()))
     return found
 
 

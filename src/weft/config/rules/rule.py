@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from weft.config.cluster import DeviceSpec
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.traced_model import Limit
 from weft.errors import PlanError
-
-_T = TypeVar("_T")
 
 
 class UnknownFact(Exception):
@@ -25,7 +23,20 @@ class UnknownFact(Exception):
 class Facts:
     """Facts besides the plan. None is unknown. Reading an unknown fact ends the rule that reads it."""
 
-    __slots__ = ("_device", "_global_batch", "_limits", "_model", "_seq_len", "_world_size", "open_axis")
+    model: DecoderSpec
+    """The model's shape."""
+    world_size: int
+    """Number of ranks that were started."""
+    global_batch: int
+    """Sequences in one optimizer step."""
+    seq_len: int
+    """Tokens in one sequence."""
+    device: DeviceSpec
+    """The device of each rank."""
+    limits: Mapping[str, Limit]
+    """Values that a traced model allows, by the plan's fields."""
+    open_axis: str | None
+    """The mesh axis that is still `*`, and 1 in the plan, or None."""
 
     def __init__(
         self,
@@ -38,53 +49,19 @@ class Facts:
         limits: Mapping[str, Limit] | None = None,
         open_axis: str | None = None,
     ):
-        self._model = model
-        self._world_size = world_size
-        self._global_batch = global_batch
-        self._seq_len = seq_len
-        self._device = device
-        self._limits = limits
+        given = {"model": model, "world_size": world_size, "global_batch": global_batch, "seq_len": seq_len,
+                 "device": device, "limits": limits}  # fmt: skip
+        self.__dict__.update((name, value) for name, value in given.items() if value is not None)
         self.open_axis = open_axis
 
-    @property
-    def model(self) -> DecoderSpec:
-        """The model's shape."""
-        return _known(self._model)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that were started."""
-        return _known(self._world_size)
+    def __getattr__(self, name: str) -> Any:
+        if name in Facts.__annotations__:
+            raise UnknownFact(name)
+        raise AttributeError(name)
 
     def divides_ranks(self, count: int) -> bool:
         """Return True if `count` divides the number of ranks, or that number is unknown."""
-        return self._world_size is None or self._world_size % count == 0
-
-    @property
-    def global_batch(self) -> int:
-        """The number of sequences in one optimizer step."""
-        return _known(self._global_batch)
-
-    @property
-    def seq_len(self) -> int:
-        """The number of tokens in one sequence."""
-        return _known(self._seq_len)
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The device of each rank."""
-        return _known(self._device)
-
-    @property
-    def limits(self) -> Mapping[str, Limit]:
-        """The values that a traced model allows, by the plan's fields."""
-        return _known(self._limits)
-
-
-def _known(fact: _T | None) -> _T:
-    if fact is None:
-        raise UnknownFact
-    return fact
+        return self.__dict__.get("world_size", 0) % count == 0
 
 
 #: This plan's case or remedy: the text, or a function that returns it.
