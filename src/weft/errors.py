@@ -48,7 +48,11 @@ class Problem:
 
     @classmethod
     def of(cls, field: str, value: object, rule: str) -> Problem:
-        """Return the problem of one value: "<field>=<value>: <rule>", where the rule ends with the remedy."""
+        """Return the problem of one value: "<field>=<value>: <rule>", where the rule ends with the remedy.
+
+        Args:
+            field, value, rule: the dotted key, its value, and the rule with the remedy.
+        """
         return cls(field, f"{field}={value}: {rule}")
 
     def __str__(self) -> str:
@@ -141,7 +145,11 @@ class OutOfMemory(WeftError, MemoryError):
 
 
 class MissingExtra(WeftError, ImportError):
-    """An optional dependency is not installed. The message has the pip command."""
+    """An optional dependency is not installed. The message has the pip command.
+
+    Args:
+        package, extra, purpose: the package, Weft's extra that installs it, and the feature that needs it.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(f"{package} is not installed: {purpose} needs it. {install_extra(extra)}.")

@@ -92,6 +92,10 @@ def resolved_inside(folder: Path, file: Path) -> Path:
 def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES) -> bytes:
     """Return the contents of a regular file of `folder`.
 
+    Args:
+        file, max_bytes: the file, and the size above which it is refused.
+        folder: links must not lead out of it, see `resolved_inside`.
+
     Raises:
         CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.
     """
@@ -101,6 +105,10 @@ def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES)
 
 def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES) -> None:
     """Copy the contents of a regular file of `folder` to `target`.
+
+    Args:
+        file, target, max_bytes: the file, the path of the copy, and the size above which a file is refused.
+        folder: links must not lead out of it, see `resolved_inside`.
 
     Raises:
         CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.

@@ -106,7 +106,11 @@ def format_count(count: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """Return a number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'."""
+    """Return a number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'.
+
+    Args:
+        number, one, more: the number, the singular, and the plural if it is not the singular with an "s".
+    """
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 

@@ -20,7 +20,7 @@ import typer
 
 from weft import env
 from weft.checkpoint.load import list_checkpoints
-from weft.cli.console import print_line, table
+from weft.cli.console import print_line, split_words, table
 from weft.cli.launch.launch import count_ranks, usable_cores, visible_gpus
 from weft.config.files import load_config
 from weft.errors import ConfigError, LaunchError, did_you_mean
@@ -325,8 +325,6 @@ def drill(
     Each fault gets a separate run of a few steps, whose last checkpoint is compared with an undisturbed run's. Exit
     code 0 if the run survived all faults, else 1. The config's own run is not touched.
     """
-    from weft.cli.console import split_words
-
     path, overrides = split_words(words)
     config = load_config(path, overrides).config
     if config.launch.replicas_apart:
@@ -359,8 +357,8 @@ def drill(
             rows.append(row)
             with (place / ROWS_NAME).open("a") as out:  # a drill takes long, so write each result
                 out.write(json.dumps({**row.as_json(), "seed": seed}) + "\n")
-            told = "survived" if row.survived else row.error or row.state
-            print_line(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
+            result = "survived" if row.survived else row.error or row.state
+            print_line(f"{len(rows)} of {len(kinds)}: {kind}: {result}, back in {_seconds(row.back_s)}")
     finally:
         if keep is None:
             shutil.rmtree(place, ignore_errors=True)

@@ -62,10 +62,7 @@ def verify(
     if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
         fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
         raise ConfigError(f"all={all_ranks}: the rules can list the legal plans of 1 to 64 ranks. {fix}.")
-    number, _, count = (part or "1/1").partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"part={part}: a part has the form NUMBER/COUNT. Use e.g. 2/10.")
-    choice = _Choice(full, sample, (int(number), int(count)))
+    choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
         raise ConfigError(f"{given}=: it selects among the plans of --all. Use it with --all.")
@@ -98,6 +95,14 @@ class _Choice:
     full: bool = False
     sample: int | None = None
     part: tuple[int, int] = (1, 1)
+
+
+def read_part(text: str | None) -> tuple[int, int]:
+    """Parse `2/10` as (2, 10), and no text as a single part. Raise ConfigError for other texts."""
+    number, _, count = (text or "1/1").partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ConfigError(f"part={text}: a part has the form NUMBER/COUNT. Use e.g. 2/10.")
+    return int(number), int(count)
 
 
 def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:

@@ -140,6 +140,7 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
     """Read the TOML text of a config file, as `load_config` does.
 
     Args:
+        text: TOML.
         name: the file's name, for the origins of mistakes.
         overrides: key=value arguments of the command line, applied in order.
         file: names the run if nothing else does.

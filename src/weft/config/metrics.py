@@ -169,7 +169,7 @@ class RunSpan:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A metric and one of its labels; "" if it has none, or for all of them."""
+    """A metric and one of its labels; "" without labels, or for all of them."""
 
     name: str
     label: str = ""
@@ -208,7 +208,7 @@ class State:
 class NoImprovement:
     """A metric without a new best for a span.
 
-    way: direction of improvement. by: minimum gain, as a fraction if `relative`.
+    `by` is the minimum gain, as a fraction if `relative`.
     """
 
     series: Series

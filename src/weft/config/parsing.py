@@ -244,7 +244,9 @@ DEFAULT = "default"
 def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
     """Return the origin of the first of these dotted keys, or of its table, that was typed; else `fallback`.
 
-    origins: dotted key -> origin. keys: in order of preference.
+    Args:
+        origins: dotted key -> origin.
+        keys, fallback: keys in order of preference, and the origin if none was typed.
     """
     typed = {key: origin for key, origin in origins.items() if origin != DEFAULT}
     for key in keys:

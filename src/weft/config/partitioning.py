@@ -83,7 +83,12 @@ def samples_per_microbatch(global_batch: int, data_ranks: int, num_microbatches:
 @overload
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any: ...
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
-    """Return the number of samples in one microbatch of one rank, rounded down."""
+    """Return the number of samples in one microbatch of one rank, rounded down.
+
+    Args:
+        global_batch: samples of a step.
+        data_ranks, num_microbatches: ranks with different samples, and microbatches per rank; arrays give an array.
+    """
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
 
@@ -253,6 +258,10 @@ def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> boo
 
     The number of query heads must be divisible. Key-value heads are divided, or each is repeated on several ranks if
     there are fewer heads than ranks.
+
+    Args:
+        cp, tp: ranks that share a sequence, and those that share the heads.
+        num_heads, num_kv_heads: query and key-value heads of the full model.
     """
     heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
     return num_heads % (cp * tp) == 0 and heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
@@ -290,7 +299,12 @@ def num_chunks(mode: str, cp: int) -> int:
 
 
 def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence."""
+    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence.
+
+    Args:
+        mode: "gather", "ring" or "ulysses".
+        cp, rank: ranks that share a sequence, and this rank on the axis cp.
+    """
     return (rank,) if mode == "ulysses" else (rank, 2 * cp - 1 - rank)
 
 

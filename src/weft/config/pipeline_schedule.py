@@ -287,7 +287,11 @@ class Schedule:
         return stage_owner(self.name, self.num_ranks, stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, ascending."""
+        """Return the stages of a rank, ascending.
+
+        Args:
+            name, num_ranks, virtual_stages, rank: the schedule, the size of pp, stages per rank, and the rank on pp.
+        """
         return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
 
     def in_flight(self, rank: int) -> int:
@@ -304,14 +308,18 @@ class Schedule:
 
 
 def stage_owner(name: str, num_ranks: int, stage: int) -> int:
-    """Return the rank (on the axis pp) that holds a stage, under the schedule `name`."""
+    """Return the rank (on the axis pp) that holds a stage.
+
+    Args:
+        name, num_ranks, stage: the schedule, the size of the axis pp, and the stage, counted from the embedding.
+    """
     if FORMS[name].is_v:
         return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
     return stage % num_ranks
 
 
 def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank (on the axis pp), ascending, under the schedule `name`."""
+    """Return the stages of a rank (on the axis pp), ascending."""
     if FORMS[name].is_v:
         return rank, 2 * num_ranks - 1 - rank
     return tuple(range(rank, num_ranks * virtual_stages, num_ranks))
@@ -319,6 +327,10 @@ def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tupl
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
     """Return the lists of all ranks under the schedule `name`, one of SCHEDULES.
+
+    Args:
+        name: one of SCHEDULES.
+        num_ranks, num_microbatches, virtual_stages: size of the axis pp, microbatches and stages per rank.
 
     Raises:
         PlanError: if the schedule does not support these numbers.

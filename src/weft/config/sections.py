@@ -246,7 +246,7 @@ class MonitorSection(Section):
 
 
 class SinkSection(Section):
-    """A destination of metrics besides events.jsonl.
+    """A destination of metrics in addition to events.jsonl.
 
     A separate process sends them, so that a sink never delays training. Data that cannot be sent now is sent later.
     """

@@ -54,7 +54,11 @@ class Matmul:
     weight_grad: bool = True
 
     def sizes(self, batch: Any, seq: Any, t: Any) -> tuple[Any, Any, Any, Any]:
-        """Return m, n, k and the number of products on one of t ranks, for `batch` sequences of `seq` tokens on it."""
+        """Return m, n, k and the number of products on one rank.
+
+        Args:
+            batch, seq, t: sequences, tokens of each on this rank, and tensor-parallel ranks of a sharded layer.
+        """
         found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
         place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
         if place is not None:
@@ -62,7 +66,11 @@ class Matmul:
         return found[0], found[1], found[2], found[3]
 
     def flops(self, batch: Any, seq: Any, t: Any) -> Any:
-        """Return the FLOPs of forward on one rank; the arguments are those of `sizes`."""
+        """Return the FLOPs of forward on one rank.
+
+        Args:
+            batch, seq, t: as in `sizes`.
+        """
         m, n, k, count = self.sizes(batch, seq, t)
         return 2.0 * m * n * k * count
 
@@ -85,7 +93,12 @@ class TracedAttention:
     cut: bool = False
 
     def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
-        """Return the FLOPs of forward on one rank, with keys of the full sequence. A causal mask halves the scores."""
+        """Return the FLOPs of forward on one rank. A causal mask halves the scores.
+
+        Args:
+            batch, seq, t: sequences, tokens of each on this rank, and tensor-parallel ranks.
+            c: context-parallel ranks; keys come from the full sequence.
+        """
         heads = self.heads / t if self.cut else self.heads
         rows = self.queries.at(batch, seq)
         return 4.0 * rows * self.keys.at(batch, seq * c) * heads * self.head_dim * (0.5 if self.causal else 1.0)
@@ -100,7 +113,12 @@ class DividedBytes:
     whole: Growth = Growth()
 
     def at(self, batch: Any, seq: Any, t: Any, between: Any) -> Any:
-        """Return the bytes on one rank. between: divisor of activations outside sharded regions, t under sp, else 1."""
+        """Return the bytes on one rank.
+
+        Args:
+            batch, seq, t: sequences, tokens of each, and the divisor of sharded tensors.
+            between: divisor of activations outside sharded regions: t under sp, else 1.
+        """
         return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
 
     def __add__(self, other: DividedBytes) -> DividedBytes:
@@ -151,7 +169,9 @@ class TracedLayer:
     def flops(self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, backward: bool = False) -> Any:
         """Return the FLOPs of matrix products and attention on one rank, in forward or in backward.
 
-        seq: tokens of each full sequence; a rank has 1/cp of them.
+        Args:
+            batch, seq: sequences, and tokens of each full sequence, of which a rank has 1/cp.
+            tp, cp, backward: ranks of tp and cp; backward counts backward instead of forward.
         """
         part = seq / cp
         products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
@@ -163,7 +183,9 @@ class TracedLayer:
     ) -> Any:
         """Return the bytes that one pass saves for backward on one rank under a recompute policy.
 
-        seq: tokens of each full sequence. sp: True if tp also divides the other activations.
+        Args:
+            batch, seq, policy: sequences, tokens of each full sequence, and the recompute policy.
+            tp, cp, sp: ranks of tp and cp; True if tp also divides the other activations.
         """
         return dict(self.saved)[policy].at(batch, seq / cp, tp, tp if sp else 1)
 
@@ -172,7 +194,10 @@ class TracedLayer:
     ) -> Any:
         """Return the bytes that memory-bound kernels read and write on one rank, in forward or in backward.
 
-        seq: tokens of each full sequence. sp: True if tp also divides the other activations.
+        Args:
+            batch, seq: sequences, and tokens of each full sequence.
+            tp, cp, sp: ranks of tp and cp; True if tp also divides the other activations.
+            backward: count backward instead of forward.
         """
         return (self.moved_backward if backward else self.moved_forward).at(batch, seq / cp, tp, tp if sp else 1)
 
@@ -226,7 +251,9 @@ class TracedModel:
     def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:
         """Return the model's own FLOPs of forward and backward, with the head and without recomputation.
 
-        causal: False counts the full square of causal attention.
+        Args:
+            batch, seq: sequences, and tokens of each.
+            causal: False counts the full square of causal attention.
         """
         total = 6.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):

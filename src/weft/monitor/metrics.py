@@ -203,9 +203,11 @@ class ReportChannel(Protocol):
 
     def post(self, text: str) -> None:
         """Replace this rank's report."""
+        ...
 
     def read(self) -> Sequence[str]:
         """Return the newest report of every rank, or "" for a rank without one."""
+        ...
 
 
 class LocalReports:

@@ -37,6 +37,10 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
     The subtitle shows model, plan, steps and date. The loss axis is logarithmic if the loss spans more than a factor of
     3. The file is replaced atomically.
 
+    Args:
+        events: from `read_events`; repeated steps are drawn once.
+        path, title: the PNG file, which is also the return value; title "" becomes "Training loss".
+
     Raises:
         DataError: if there is no step to draw, or the file cannot be written.
     """
@@ -332,7 +336,11 @@ LATE_S = 180.0
 
 
 class Artist:
-    """Draws a run's picture from time to time in another process. Calls do not block, except for `close`."""
+    """Draws a run's picture from time to time in another process. Calls do not block, except for `close`.
+
+    Args:
+        events, png, title: the log, the picture that is replaced each time, and the text above it.
+    """
 
     def __init__(self, events: Path, png: Path, title: str):
         self._png = png

@@ -37,9 +37,11 @@ class HostClock:
 
     def mark(self) -> float:
         return time.perf_counter()
+        ...
 
     def seconds_between(self, start: float, end: float) -> float:
         return end - start
+        ...
 
 
 class CudaClock:
@@ -66,9 +68,11 @@ class Communication(Protocol):
 
     def mark(self) -> Any:
         """Return a mark of the current time without waiting."""
+        ...
 
     def seconds_between(self, start: Any, end: Any) -> Mapping[str, float]:
         """Return the seconds by axis between two marks. May wait for the device."""
+        ...
 
 
 class StepTimes:
@@ -366,7 +370,11 @@ def time_lines(
 def draw_times(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> str:
-    """Draw the report as SVG text, with one row for each rank (at most 64, evenly chosen)."""
+    """Draw the report as SVG text, with one row for each rank (at most 64, evenly chosen).
+
+    Args:
+        ranks, num_steps, sizes, start_step: as in `time_lines`.
+    """
     ranks = [_over_wide(one, sizes) for one in ranks]
     kinds = _kinds(ranks)
     axes = [kind for kind in kinds if kind.startswith("over ")]

@@ -77,7 +77,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def print_wrapped(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> None:
-    """Print lines, each wrapped if `stream` is a terminal. `indent` is the columns before a continued line."""
+    """Print lines, each wrapped if `stream` is a terminal.
+
+    Args:
+        stream, lines, indent: the output, the lines, and the columns before a continued line.
+    """
     width = columns_of(stream)
     print("\n".join(wrapped(line, width, indent) for line in lines), file=stream, flush=True)
 

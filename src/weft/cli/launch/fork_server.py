@@ -36,7 +36,12 @@ _PROGRAM = (sys.executable, "-m", "weft.cli.launch.fork_server")
 
 @contextlib.contextmanager
 def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -> Generator[Starter]:
-    """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules."""
+    """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules.
+
+    Args:
+        run_dir, config: the run's folder and config.
+        num_ranks, cores: ranks of the first start, and cores of this machine, which the ranks divide.
+    """
     from weft.cli.launch.launch import threads_variables
     from weft.cli.launch.start import Programs, preloaded_modules
 

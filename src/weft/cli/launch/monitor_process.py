@@ -27,7 +27,12 @@ _LOOK_S = 0.5
 
 @contextmanager
 def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
-    """Run the monitor process during a block, if the config has alerts or sinks."""
+    """Run the monitor process during a block, if the config has alerts or sinks.
+
+    Args:
+        folder, config: the run's folder, which the caller locks, and its config.
+        say: shows a line to the user.
+    """
     if not config.sink and not config.alert and config.alerts == "none":
         yield
         return

@@ -34,6 +34,10 @@ def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str
 
     On exit, the server runs until the other replicas have ended, or sent nothing for `launch.meeting_timeout`.
 
+    Args:
+        config, world: the run's config, and the replica that this machine starts.
+        say: shows a line to the user.
+
     Raises:
         LaunchError: if this machine cannot listen at `launch.meet_at`.
     """
@@ -70,7 +74,13 @@ class _Replica:
 
 
 class Replicas:
-    """The replicas of a run on this machine."""
+    """The replicas of a run on this machine.
+
+    Args:
+        config: the run's config with its full plan.
+        gpus, cores: number of GPUs for ranks (0: CPU cores), and of usable cores.
+        command, say: the command line of the user, and a function that shows a line to the user.
+    """
 
     def __init__(self, config: RunConfig, gpus: int, cores: int, command: Sequence[str], say: Callable[[str], None]):
         self._config, self._command, self._say = config, list(command), say

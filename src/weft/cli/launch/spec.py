@@ -76,7 +76,12 @@ class LaunchSpec:
         return self.config.launch.replicas_apart and self.world is None
 
     def preparation(self, config: RunConfig, num_ranks: int, num_local: int) -> Preparation:
-        """Return the preparation of a run."""
+        """Return the preparation of a run.
+
+        Args:
+            config: the run's config.
+            num_ranks, num_local: ranks of this world, and those on this machine.
+        """
         from weft.cli.launch.start import Preparation
 
         if self.world is None:

@@ -62,9 +62,11 @@ class Starter(Protocol):
         Raises:
             OSError: if a process cannot be started.
         """
+        ...
 
     def prepare(self, asked: Preparation) -> RunFolder:
         """Prepare the run, like `Preparation.here`."""
+        ...
 
 
 class Started(Protocol):
@@ -77,9 +79,11 @@ class Started(Protocol):
 
         Its process id is not reused before `close`.
         """
+        ...
 
     def close(self) -> None:
         """Wait for all processes and reap them."""
+        ...
 
 
 class Programs:

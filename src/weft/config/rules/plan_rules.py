@@ -516,7 +516,12 @@ RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
 
 
 def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
-    """Return every rule that the plan breaks, at most one per field: the first in the list."""
+    """Return every rule that the plan breaks, at most one per field: the first in the list.
+
+    Args:
+        plan, rules: the plan, and the rules; None: all of RULES.
+        facts: further facts; a rule that needs an unknown one is skipped.
+    """
     found: dict[str, Violation] = {}
     for rule in RULES if rules is None else rules:
         violation = rule.check(plan, facts or Facts()) if rule.field not in found else None

@@ -21,7 +21,11 @@ class UnknownFact(Exception):
 
 
 class Facts:
-    """Facts besides the plan. None is unknown. Reading an unknown fact ends the rule that reads it."""
+    """Facts in addition to the plan. None is unknown. Reading an unknown fact ends the rule that reads it.
+
+    Args:
+        model, world_size, global_batch, seq_len, device, limits, open_axis: as described below.
+    """
 
     model: DecoderSpec
     """The model's shape."""

@@ -253,6 +253,10 @@ class Serving:
 def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     """Serve the runs of a folder until Ctrl-C.
 
+    Args:
+        root, serving: a run folder or folder of run folders, and the settings.
+        say: shows a line to the user.
+
     Raises:
         ConfigError: if there is no run, or the page would be open to others.
         LaunchError: if the port is in use, or uvicorn is missing.

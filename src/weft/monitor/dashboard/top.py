@@ -29,6 +29,10 @@ _EVERY_S = 1.0
 def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | None = None) -> None:
     """Show a run, or all runs of a folder, until Ctrl-C. Shows them once if the output is not a terminal.
 
+    Args:
+        root, terminal: a run folder or folder of run folders, and the output.
+        once, price: show once and return; price of one device.
+
     Raises:
         ConfigError: if there is no run.
     """
@@ -51,6 +55,10 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
 
 def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: bool = False) -> None:
     """Print the runs of a folder as a table, and how their time was spent.
+
+    Args:
+        root, out, price: a run folder or folder of run folders, the output, and the price of one device.
+        as_json: print one JSON value with the state, figures and time of each run.
 
     Raises:
         ConfigError: if there is no run.

@@ -42,6 +42,10 @@ class OpenSockets:
 def within(seconds: float, act: Callable[[], _T], end: Callable[[], None] = lambda: None) -> _T:
     """Run `act` with a time limit, and return its value or raise its error.
 
+    Args:
+        seconds, act: the limit, and the call, which runs in a thread.
+        end: called after the limit, so that the thread ends soon.
+
     Raises:
         OutOfTime: if it takes longer.
     """
