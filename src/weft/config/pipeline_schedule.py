@@ -287,11 +287,7 @@ class Schedule:
         return stage_owner(self.name, self.num_ranks, stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, ascending.
-
-        Args:
-            name, num_ranks, virtual_stages, rank: the schedule, the size of pp, stages per rank, and the rank on pp.
-        """
+        """Return the stages of a rank, ascending."""
         return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
 
     def in_flight(self, rank: int) -> int:

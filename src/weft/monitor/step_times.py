@@ -37,11 +37,9 @@ class HostClock:
 
     def mark(self) -> float:
         return time.perf_counter()
-        ...
 
     def seconds_between(self, start: float, end: float) -> float:
         return end - start
-        ...
 
 
 class CudaClock:
