@@ -315,7 +315,11 @@ def stage_owner(name: str, num_ranks: int, stage: int) -> int:
 
 
 def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank (on the axis pp), ascending."""
+    """Return the stages of a rank, ascending.
+
+    Args:
+        name, num_ranks, virtual_stages, rank: the schedule, the size of pp, stages per rank, and the rank on pp.
+    """
     if FORMS[name].is_v:
         return rank, 2 * num_ranks - 1 - rank
     return tuple(range(rank, num_ranks * virtual_stages, num_ranks))

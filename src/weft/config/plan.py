@@ -226,7 +226,7 @@ class Plan:
 
     @property
     def second_shards(self) -> int:
-        """Number of neighboring ranks of dp_shard on which zero=3 keeps second shards for backward; 0: none."""
+        """Number of neighboring ranks of dp_shard on which zero=3 keeps secondary shards for backward; 0: none."""
         return int(self.reshard.partition(":")[2] or 0)
 
     @property

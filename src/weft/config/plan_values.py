@@ -219,13 +219,13 @@ class Compression(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPolicy(OneOf):
-    """When gathered parameters are freed; the first name may have the number of ranks that share second shards."""
+    """When gathered parameters are freed; the first name may have the number of ranks that share secondary shards."""
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
             number = value.partition(":")[2]
             if not _BLOCKS.fullmatch(number) or number == "1":
-                rule = "second shards are divided over a number of neighboring ranks, from 2 to 999999. Use "
+                rule = "secondary shards are divided over a number of neighboring ranks, from 2 to 999999. Use "
                 raise PlanError(
                     [Problem.of(name, shown(value), f"{rule}{name}={self.known[0]}:8, for 8 ranks on a host.")]
                 )
