@@ -48,7 +48,7 @@ class Problem:
 
     @classmethod
     def of(cls, field: str, value: object, rule: str) -> Problem:
-        """Return the problem of one value: "<field>=<value>: <rule>", where the rule ends with the remedy.
+        """Return the problem of one value: "<field>=<value>: <rule>". The rule ends with the remedy.
 
         Args:
             field, value, rule: the dotted key, its value, and the rule with the remedy.

@@ -254,7 +254,7 @@ def number(value: object) -> float:
 
 
 def step_of(event: Mapping[str, Any]) -> int | None:
-    """Return the step of an event, or None if it has none that is a usable number."""
+    """Return the step of an event, or None if it is missing or no usable number."""
     step = event.get("step")
     return step if type(step) is int and 0 <= step < 2**62 else None
 
