@@ -133,7 +133,6 @@ class Checkpoint:
 
         Args:
             group: name of the group, such as "model".
-            name: name of the tensor in its group.
             part: the part of the full tensor, which is flattened.
             start: first element to read, as an index into the flattened part.
             out: contiguous buffer to fill, a multiple of the element size.
@@ -168,11 +167,7 @@ class Checkpoint:
     ) -> None:
         """Write full tensors of a group into a new safetensors file. All of them are in memory together.
 
-        Args:
-            file: path of the new file.
-            group: name of the group, such as "model".
-            names: names of the tensors.
-            convert: returns the array to write for a stored array.
+        group: name of the group, such as "model". convert: returns the array to write for a stored array.
         """
         blocks = {name: convert(self.block(f"{group}/{name}")) for name in names}
         entries = self.entries(group)
@@ -215,11 +210,9 @@ def verify_checkpoint(
 ) -> list[str]:
     """Return a sentence for each problem of a checkpoint. An empty list means that every byte is as written.
 
-    Args:
-        path: folder of a step.
-        digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files.
-        together: ranks that share the work. The result on all ranks has the problems of all files.
-        report: called by several threads with the number of bytes digested since the last call.
+    digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files. together:
+    ranks that share the work. The result on all ranks has the problems of all files. report: called by several threads
+    with the number of bytes digested since the last call.
     """
     found = json.dumps(_problems(located(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
@@ -256,11 +249,8 @@ def newest_checkpoint(root: Location, *, verify: bool = True, together: RankGrou
     """Return the newest complete checkpoint of a run, or None if none was finished.
 
     The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed.
-
-    Args:
-        root: the folder of the steps' folders.
-        verify: check the digests of all bytes. If False, check everything else.
-        together: ranks that share the work. The result is equal on all of them.
+    verify: check the digests of all bytes. If False, check everything else. together: ranks that share the work. The
+    result is equal on all of them.
 
     Raises:
         CheckpointError: if all finished checkpoints are damaged, since a silent restart would lose the run.

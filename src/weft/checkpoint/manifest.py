@@ -53,11 +53,7 @@ class RankLists:
 
 
 def read_slices(said: Any, shape: tuple[int, ...], tables: RankLists) -> tuple[Slice, ...]:
-    """Parse and check slices from untrusted JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError: if it is not valid.
-    """
+    """Parse and check slices from untrusted JSON. Raises ValueError, TypeError, KeyError if it is not valid."""
     if not isinstance(said, list) or not said:
         raise ValueError("not a list of slices")
     return tuple(_read(one, shape, tables) for one in said)
@@ -92,11 +88,7 @@ def _check_ownership(deal: OwnershipMap, numel: int) -> None:
 
 
 def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:
-    """Check that the slices cover the tensor, each element once.
-
-    Raises:
-        ValueError: if they do not.
-    """
+    """Check that the slices cover the tensor, each element once. Raises ValueError if they do not."""
     if any(one.part.rows is None for one in slices):
         if len(slices) > 1:
             raise ValueError("the full tensor and parts of it")
@@ -226,11 +218,7 @@ def commit_text(manifest: bytes) -> bytes:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """Parse a manifest from untrusted bytes.
-
-    Raises:
-        CheckpointError: if it is not valid.
-    """
+    """Parse a manifest from untrusted bytes. Raises CheckpointError if it is not valid."""
     raw = strict_json.decode(text, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise _bad(f"format is not '{FORMAT}'")

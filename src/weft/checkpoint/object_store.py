@@ -170,8 +170,7 @@ def key_of(path: StorePath) -> str:
 def file_system(path: StorePath) -> Any:
     """Return the fsspec file system of a URL, which is cached in the process.
 
-    Raises:
-        MissingExtra: if its package is not installed.
+    Raises MissingExtra if its package is not installed.
     """
     return _opened(path)[0]
 
@@ -200,11 +199,6 @@ def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:
 
 def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -> Any:
     """Return the result of `act`, with retries and exponential backoff for transient errors of a store.
-
-    Args:
-        path: the address, for errors.
-        act: the request.
-        retries: number of retries.
 
     Raises:
         FileNotFoundError: if the object does not exist. This is not retried.

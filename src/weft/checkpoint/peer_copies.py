@@ -45,9 +45,6 @@ class CopyHome:
 class CopyServer:
     """Stores files and answers requests, in threads of this process, until `close`.
 
-    Args:
-        host: address to listen on, or "" for all.
-
     Raises:
         OSError: if no port of `host` is available.
     """
@@ -127,13 +124,7 @@ class CopyServer:
 def ask(call: socket.socket, token: str, line: bytes) -> None:
     """Send a request on a new connection, and verify that the server has the token.
 
-    Args:
-        call: the connection.
-        token: token of the server.
-        line: the request.
-
-    Raises:
-        OSError: if the server disconnects, or does not prove that it has the token.
+    Raises OSError if the server disconnects, or does not prove that it has the token.
     """
     own = secrets.token_bytes(_ONCE_BYTES)
     both = bytes(received(call, _ONCE_BYTES)) + own
@@ -147,11 +138,7 @@ def _proof(token: str, text: bytes) -> bytes:
 
 
 def received(call: socket.socket, size: int) -> bytearray:
-    """Return `size` bytes from a connection.
-
-    Raises:
-        ConnectionResetError: if the peer closes the connection early.
-    """
+    """Return `size` bytes from a connection. Raises ConnectionResetError if the peer closes the connection early."""
     data = bytearray(size)
     view, read = memoryview(data), 0
     while read < size:
@@ -181,9 +168,7 @@ _WRITTEN_AT_ONCE = 8 * 2**20
 def copies_at(homes: Sequence[CopyHome], own: int) -> StorePath:
     """Return the root of the checkpoints in memory.
 
-    Args:
-        homes: the server of each host, in an order that is equal on all ranks.
-        own: index of the server on this rank's host.
+    homes: the server of each host, in an order that is equal on all ranks.
     """
     return StorePath("copies://run", CopyFiles(homes, own))
 
@@ -192,11 +177,7 @@ class CopyFiles:
     """Files on several servers, with the API of fsspec's file systems.
 
     Names are keys such as "run/step_00000012/COMMIT". Folders are the prefixes of names. Methods raise OSError if a
-    server is lost.
-
-    Args:
-        homes: as in `copies_at`.
-        own: as in `copies_at`.
+    server is lost. homes: as in `copies_at`. own: as in `copies_at`.
     """
 
     def __init__(self, homes: Sequence[CopyHome], own: int):
@@ -210,7 +191,6 @@ class CopyFiles:
         return _NewCopy(self._kept_by, key)
 
     def pipe_file(self, key: str, value: bytes) -> None:
-        """Write a complete file."""
         file = self.open(key, "wb")
         try:
             file.write(value)
@@ -234,12 +214,10 @@ class CopyFiles:
         raise FileNotFoundError(key)
 
     def cat_ranges(self, keys: Sequence[str], starts: Sequence[int], ends: Sequence[int], on_error: str) -> list[bytes]:
-        """Read several byte ranges."""
         del on_error
         return [self.cat_file(*one) for one in zip(keys, starts, ends, strict=True)]
 
     def cat(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Read complete files."""
         return {key: self.cat_file(key) for key in keys}
 
     def rm(self, keys: str | Sequence[str], recursive: bool = True) -> None:
@@ -253,11 +231,7 @@ class CopyFiles:
     rm_file = rm
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return name, size and type ("file", "directory").
-
-        Raises:
-            FileNotFoundError: if neither exists.
-        """
+        """Return name, size and type ("file", "directory"). Raises FileNotFoundError if neither exists."""
         sizes = self._sizes(key)
         if not sizes:
             raise FileNotFoundError(key)
@@ -308,7 +282,6 @@ class _NewCopy:
             raise
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send bytes to all servers."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for start in range(0, len(view), _WRITTEN_AT_ONCE):
             piece = view[start : start + _WRITTEN_AT_ONCE]

@@ -49,9 +49,6 @@ def no_folder(folder: Path) -> str:
 def stored_weights(folder: Path) -> StoredWeights:
     """Read the headers of a folder's weights: one safetensors file, or several with an index.
 
-    Args:
-        folder: folder of a Hugging Face model.
-
     Raises:
         CheckpointError: if a file or tensor is missing, cut off, damaged or differs from the index, or the weights are
             pickles. The message names it and the remedy.
@@ -222,13 +219,7 @@ class Joined:
         return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
     def row_range(self, dim: int, low: int, high: int) -> Joined:
-        """Return a range of rows of a dim.
-
-        Args:
-            dim: dim of the composed tensor.
-            low: the first row.
-            high: the row after the last.
-        """
+        """Return a range of rows of a dim. high: the row after the last."""
         dim %= len(self.shape)
         wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
         pieces = list[_TensorSlice]()
@@ -282,10 +273,7 @@ class Computed:
 class JoinedTensors:
     """Tensors by a model's names. Any part of them is read from the files of a folder.
 
-    Args:
-        stored: tensors of the folder.
-        entries: composition of each of the model's tensors.
-        finite: names of tensors whose values must be finite, which is checked on reading.
+    finite: names of tensors whose values must be finite, which is checked on reading.
     """
 
     def __init__(
@@ -305,11 +293,7 @@ class JoinedTensors:
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with elements of a flattened part of a tensor.
 
-        Args:
-            name: name of the tensor.
-            part: the part of the full tensor.
-            start: first element to read, as an index into the flattened part.
-            out: buffer to fill, in the stored dtype.
+        start: first element to read, as an index into the flattened part.
 
         Raises:
             CheckpointError: if bytes are missing or cannot be read, or a weight is not finite.
@@ -425,10 +409,6 @@ class _NotDescribed(Exception):
 
 def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined | Computed], list[str]]:
     """Return the composition of each tensor of a model, and the stored names that the model does not use.
-
-    Args:
-        model: transformers model on the meta device.
-        stored: weights of its folder.
 
     Raises:
         CheckpointError: if tensors cannot be composed as the model's class requires.

@@ -29,10 +29,8 @@ def prune_checkpoints(
     crash leaves no partly deleted checkpoint.
 
     Args:
-        root: the folder of the steps' folders.
         keep: number of good checkpoints to keep, at least 1.
         best_step: a step to keep, or None.
-        spared: further steps to keep.
         whole: a step that was just written and digested, which is not verified again. Of older steps only sizes and
             headers are then verified. If None, all bytes are verified.
         delete: if False, return the paths without deleting them.

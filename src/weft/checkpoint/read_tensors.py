@@ -47,16 +47,8 @@ class SliceReader:
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with the elements of the flattened part from `start` on. Padding becomes zero.
 
-        Args:
-            group: name of the group.
-            name: name of the tensor in its group.
-            entry: location of the tensor.
-            part: the part of the full tensor.
-            start: first element to read, as an index into the flattened part.
-            out: buffer to fill, in the saved dtype.
-
-        Raises:
-            CheckpointError: if bytes are missing. The message names the file.
+        start: first element to read, as an index into the flattened part. Raises CheckpointError if bytes are missing.
+        The message names the file.
         """
         if tuple(part.shape) != entry.shape:
             raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")

@@ -157,11 +157,7 @@ class RangedTensors:
         return bytes(data)
 
     def into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with bytes from `offset` on.
-
-        Raises:
-            CheckpointError: if the file ends before.
-        """
+        """Fill `target` with bytes from `offset` on. Raises CheckpointError if the file ends before."""
         while len(target):
             number = self._file.into(target, offset)
             if not number:
@@ -229,8 +225,7 @@ def torch_formats() -> dict[str, torch.dtype]:
 def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
     """Return the format's name of a tensor's dtype.
 
-    Raises:
-        CheckpointError: if the tensor cannot be stored. The message has `name`.
+    Raises CheckpointError if the tensor cannot be stored. The message has `name`.
     """
     if isinstance(tensor, RawArray):
         return tensor.dtype
@@ -291,9 +286,7 @@ class DigestingFile:
     def write(self, data: bytes | memoryview, look: Callable[[bytes | memoryview], None] | None = None) -> None:
         """Write and digest bytes.
 
-        Args:
-            data: the bytes.
-            look: called with each chunk while it is in the processor's cache. An exception ends the write.
+        data: the bytes. look: called with each chunk while it is in the processor's cache. An exception ends the write.
         """
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
@@ -326,7 +319,6 @@ class DigestingFile:
 
 
 def write_file(path: Location, data: bytes) -> FileEntry:
-    """Write a small new file durably."""
     with DigestingFile(path) as file:
         file.write(data)
         return file.close()
@@ -345,11 +337,8 @@ def write_tensors(
 ) -> FileEntry:
     """Write one safetensors file, which is durable on return. One tensor at a time is copied to the CPU.
 
-    Args:
-        path: path of the new file.
-        tensors: tensors by their name in the file.
-        entries: dtype and shape of each, by name.
-        look: called with all values, some MiB at a time, as they are written. An exception ends the write.
+    entries: dtype and shape of each, by name. look: called with all values, some MiB at a time, as they are written. An
+    exception ends the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -389,8 +378,7 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 def open_tensors(path: Location, framework: str = "pt") -> Any:
     """Return the safetensors package's handle on a memory-mapped file.
 
-    Raises:
-        CheckpointError: if the file is not in the format.
+    Raises CheckpointError if the file is not in the format.
     """
     if not isinstance(path, Path):
         return _RangedTensors(path)

@@ -68,7 +68,6 @@ def save_checkpoint(
 
     Args:
         root: the folder of the steps' folders, which is created if it is missing.
-        step: optimizer steps done.
         tensors: groups by name, such as {"model": {...}, "optimizer": {...}}, of tensors or arrays. Tensors may have
             any device, strides and sharing. A tensor under two names is written once and loaded as one.
         state: JSON values. Floats, including inf and nan, are restored exactly. Tuples are restored as lists.
@@ -92,18 +91,13 @@ def save_checkpoint(
 
 
 def check_step(step: object) -> None:
-    """Check a step number.
-
-    Raises:
-        CheckpointError: if it is not a valid step of a checkpoint.
-    """
+    """Check a step number. Raises CheckpointError if it is not a valid step of a checkpoint."""
     if type(step) is not int or not 0 <= step < 10**15:
         raise CheckpointError(f"step={step!r}: a checkpoint's step is a whole number, 0 or more.")
 
 
 @contextlib.contextmanager
 def disk_errors_as_checkpoint_errors(root: Location, step: int) -> Generator[None]:
-    """Convert an OSError into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -306,13 +300,7 @@ class SavedSlice:
 
     @classmethod
     def full(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedSlice:
-        """Return the slice for a tensor that only one rank has.
-
-        Args:
-            path: "group/name".
-            data: the full tensor.
-            rank: the rank that writes it.
-        """
+        """Return the slice for a tensor that only one rank has."""
         part = Part(tuple(data.shape))
         return cls(path, part, OwnershipMap.to_one(rank, part.numel), 0, data)
 
@@ -338,14 +326,8 @@ def save_slices(
 ) -> Location:
     """Save one step from all ranks, each with its slices, and return the folder on all ranks. All ranks call it.
 
-    Args:
-        root: the folder of the steps' folders, shared by all ranks.
-        step: optimizer steps done.
-        pieces: slices that this rank writes.
-        state: JSON values of the first rank.
-        together: the ranks.
-        groups: groups that the checkpoint has even if they are empty.
-        look: called with all values as they are written. It may end the save.
+    root: the folder of the steps' folders, shared by all ranks. groups: groups that the checkpoint has even if they are
+    empty. look: called with all values as they are written. It may end the save.
 
     Raises:
         CheckpointError: on all ranks if one cannot write. Earlier checkpoints are then unchanged.
@@ -493,8 +475,7 @@ class _Saving:
 def _checked_name(name: object, step: int) -> str:
     """Return the folder name that rank 0 sent, after a check that it is a plain name directly in the run's folder.
 
-    Raises:
-        CheckpointError: for any other value.
+    Raises CheckpointError for any other value.
     """
     if not isinstance(name, str) or not re.fullmatch(_FOLDER.format(step=folder_name(step)), name):
         raise CheckpointError(

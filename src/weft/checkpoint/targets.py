@@ -75,11 +75,7 @@ class Target(Protocol):
         """Delete hidden leftovers of killed writers, unless another process is saving."""
 
     def free_bytes(self) -> int | None:
-        """Return the free space in bytes, or None if it is unknown.
-
-        Raises:
-            OSError: if nothing can be written.
-        """
+        """Return the free space in bytes, or None if it is unknown. Raises OSError if nothing can be written."""
         ...
 
     def begin(self, step: int) -> Location:
@@ -125,9 +121,7 @@ class Target(Protocol):
         """Return True if a process holds the read lock of the checkpoint."""
         ...
 
-    def create(self, file: Location) -> Sink:
-        """Create a new file."""
-        ...
+    def create(self, file: Location) -> Sink: ...
 
     def size(self, file: Location) -> int:
         """Return the size of a file in bytes.

@@ -99,10 +99,8 @@ def sends_short_summands(axis: Axis, device: torch.device) -> bool:
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     """Choose the axis's transport again, or use the one given. All ranks of the axis must call this.
 
-    Args:
-        axis: the ranks.
-        device: device type of the tensors, "cpu" or "cuda".
-        transport: name of the transport to use, or None for the best one.
+    device: device type of the tensors, "cpu" or "cuda". transport: name of the transport to use, or None for the best
+    one.
 
     Raises:
         CommError: if the ranks cannot connect, or cannot use the given transport.

@@ -123,11 +123,7 @@ def _attention() -> dict[str, bool]:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this rank.
-
-    Args:
-        kind: "auto" (a GPU if available), "cpu" or "cuda".
-        local_rank: rank on this machine.
+    """Return the device of this rank. kind: "auto" (a GPU if available), "cpu" or "cuda".
 
     Raises:
         PlanError: if the machine has no GPU, or none for this rank.
@@ -250,13 +246,8 @@ def choose_cores(
 ) -> CoreChoice:
     """Return the cores of a rank: its share of the cores of its GPU's NUMA node.
 
-    Args:
-        topology: this machine's topology.
-        allowed: cores that this process may use now.
-        gpus: PCI ids of the GPUs of this machine's ranks, by local rank.
-        local_rank: this rank on this machine.
-        apart: True if each rank may have a separate control group, as under srun. A narrower core set was then chosen
-            for it.
+    gpus: PCI ids of the GPUs of this machine's ranks, by local rank. apart: True if each rank may have a separate
+    control group, as under srun. A narrower core set was then chosen for it.
     """
     nodes, given = topology.nodes(), topology.online() if apart else topology.allowed_cores()
     if len(nodes) < 2:
@@ -303,11 +294,7 @@ def bind(cores: Cores) -> None:
 
 
 def cores_of_rank(num_ranks: int) -> int:
-    """Return how many cores this rank may use: its share of the cores, or all of a set that only this rank has.
-
-    Args:
-        num_ranks: ranks on this machine.
-    """
+    """Return how many cores this rank may use: its share of the cores, or all of a set that only this rank has."""
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // num_ranks)
     own = os.sched_getaffinity(0)

@@ -79,12 +79,7 @@ class HangReport:
 
 
 def hang_event(state: str, found: HangReport) -> dict[str, object]:
-    """Return a report as an event.
-
-    Args:
-        state: "fired", or "ended" once all ranks continue.
-        found: the report.
-    """
+    """Return a report as an event."""
     event: dict[str, object] = {"event": "hang", "state": state, "ranks": found.culprits[:_MOST_ASKED]}
     if found.standing:
         event["standing"] = [[list(ranks), where] for ranks, where in found.standing]
@@ -119,13 +114,8 @@ def report(
 ) -> HangReport:
     """Build the report of `waiter` and the ranks that it waits for.
 
-    Args:
-        waiter: a rank that waits.
-        ask: reads another rank's status.
-        process_of: returns a sentence on the state of another rank's process, as far as this machine can determine it.
-        now: seconds of the epoch.
-        rest: sentences on the end of the wait and the location of the stacks.
-        zero: the plan's ZeRO stage.
+    process_of: returns a sentence on the state of another rank's process, as far as this machine can determine it. now:
+    seconds of the epoch. rest: sentences on the end of the wait and the location of the stacks.
     """
     culprits = find_culprits(waiter, ask)
     since = f"since {time.strftime('%H:%M:%S', time.localtime(waiter.since))} ({format_seconds(now - waiter.since)})"
@@ -186,7 +176,6 @@ def _names(ranks: Iterable[int]) -> str:
 
 
 def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bool]], in_step: bool) -> RankStatus:
-    """Return this rank's status."""
     waits_for, ranks = wait.where() if wait is not None else ("", ())
     late = wait.late() if wait is not None else ()
     phase, may_take_long = phases[-1] if phases else ("", False)
@@ -211,9 +200,7 @@ def main_frame() -> str:
 def process_state(rank: int, pid: int | None) -> str:
     """Return a sentence on the state of a rank's process.
 
-    Args:
-        rank: the rank.
-        pid: its process id, or None if it runs on another machine or is unknown.
+    pid: its process id, or None if it runs on another machine or is unknown.
     """
     if pid is None:
         return f"Rank {rank} does not respond; it is on another machine."
@@ -234,10 +221,7 @@ def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int,
     """Return the oldest collective that a device has not finished, from torch's flight recorder.
 
     Returns ("", ()) if there is no such collective.
-
-    Args:
-        traces: output of `_dump_nccl_trace_json`.
-        axis_of: torch's group name -> (axis, its global ranks).
+    traces: output of `_dump_nccl_trace_json`. axis_of: torch's group name -> (axis, its global ranks).
     """
     try:
         entries = json.loads(traces).get("entries", [])
@@ -266,14 +250,10 @@ class Watch(threading.Thread):
     """Watches one rank until `close`. A later watch of the same process takes over the watched heartbeats.
 
     Args:
-        mesh: this rank's mesh.
-        tell: shows a line to the user.
         warn_after_s: seconds without progress before a warning. None: 20 usual steps, at least 10 s, or a minute if
             step times are unknown.
         limit_s: the group's timeout in seconds.
-        limit_name: the setting that changes it.
         stacks: stream for Python stacks; None is stderr.
-        where_stacks: description of that stream.
         owns_process: True if faulthandler's timer is free for use. Stacks are then dumped even if the interpreter is
             stuck.
         on_report: on the reporting rank, called with "fired" or "ended" and the report.
@@ -358,7 +338,6 @@ class Watch(threading.Thread):
             self._armed = now
 
     def _look(self) -> None:
-        """Check for progress, once per tick."""
         seen = tuple((pulse.moved, id(pulse.waiting)) for pulse in self._pulses)
         # Do not count time in which this process was stopped or the machine slept.
         now = time.monotonic()
@@ -468,7 +447,6 @@ class Watch(threading.Thread):
         self._dump()
 
     def _go_on(self, told: HangReport | None, is_teller: bool, seconds: float) -> None:
-        """Withdraw the report after progress."""
         if told is not None and not told.is_calm:
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
             verb = "continue" if len(told.culprits) != 1 else "continues"

@@ -53,8 +53,6 @@ class Ledger:
         """Add one call.
 
         Args:
-            axis: its name.
-            operation: such as "all_reduce".
             num_bytes: size of the tensor on this rank, in its wire format.
             seconds: time that the host waited, or an object that returns how long the device's stream waited.
             sent_bytes: bytes that this rank sent to others.

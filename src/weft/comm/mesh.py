@@ -49,13 +49,8 @@ class RecordsCall(Protocol):
     ) -> None:
         """Record one call.
 
-        Args:
-            axis: its name.
-            operation: such as "all_reduce".
-            num_bytes: size of the tensor on this rank, in its wire format.
-            seconds: time that computation waited.
-            sent_bytes: bytes that this rank sent to others.
-            off_host_bytes: the part of `sent_bytes` that left its host.
+        num_bytes: size of the tensor on this rank, in its wire format. sent_bytes: bytes that this rank sent to others.
+        off_host_bytes: the part of `sent_bytes` that left its host.
         """
         ...
 
@@ -346,12 +341,9 @@ def join_ranks(
 ) -> None:
     """Join the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    Args:
-        place: this rank and the world size.
-        device: this rank's device.
-        timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout.
-        store: the store from `open_store`, if the caller has opened it already.
-        tell: called with a line about ranks that are missing after some seconds; None writes it to stderr.
+    timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout. store: the store
+    from `open_store`, if the caller has opened it already. tell: called with a line about ranks that are missing after
+    some seconds; None writes it to stderr.
 
     Raises:
         CommError: if the ranks cannot connect, or the existing group does not fit.
@@ -438,11 +430,7 @@ def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE
     """Return a store for other processes of this machine.
 
     It listens on `address` only, unlike torch's stores, which listen on all interfaces.
-
-    Args:
-        address: IPv4 or IPv6.
-        port: 0 picks a free one (see `.port`).
-        timeout: how long a read waits for its key.
+    port: 0 picks a free one (see `.port`).
 
     Raises:
         OSError: if the port is in use.

@@ -38,8 +38,7 @@ def missing_ranks(store: Store, world_size: int) -> list[int]:
 def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
     """Wait until rank 0's store accepts connections. torch's attempts would fill the terminal with stack traces.
 
-    Raises:
-        OSError: if it cannot be reached in time.
+    Raises OSError if it cannot be reached in time.
     """
     end, pause_s = time.monotonic() + limit_s, 0.05
     while True:
@@ -59,10 +58,8 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
     """Print once within the block which ranks are missing, if it takes more than a few seconds.
 
-    Args:
-        place: this rank.
-        store: the rendezvous store, or None while this rank tries to reach it.
-        tell: called with the line; None writes it to stderr.
+    store: the rendezvous store, or None while this rank tries to reach it. tell: called with the line; None writes it
+    to stderr.
     """
     if place.starter == "weft":  # its launcher watches the processes of all ranks
         yield
@@ -90,11 +87,7 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
 def connection_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> str:
     """Return an error sentence for ranks that could not connect.
 
-    Args:
-        place: this rank.
-        store: the rendezvous store, or None if this rank could not reach it.
-        error: the error that torch raised.
-        limit_s: how long they waited.
+    store: the rendezvous store, or None if this rank could not reach it.
     """
     text = " ".join(str(error).split())
     address = f"{place.master_addr}:{place.master_port}"
@@ -113,7 +106,6 @@ def connection_error(place: env.RankEnv, store: Store | None, error: Exception, 
 
 
 def remedy(place: env.RankEnv) -> str:
-    """Return advice for missing ranks."""
     if place.starter == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):
         return f"Start all ranks, or type `unset {_VARIABLES}` if this command is to start its own."
     return "Check that every rank was started and can reach that address; the log of a missing one has the reason."

@@ -89,11 +89,7 @@ class Pending:
 
 
 class LateCopy:
-    """An asynchronous copy of numbers to the host, which reads them later.
-
-    Args:
-        tensor: 1-D, small, on any device.
-    """
+    """An asynchronous copy of numbers to the host, which reads them later. tensor: 1-D, small, on any device."""
 
     def __init__(self, tensor: torch.Tensor):
         self._event: torch.cuda.Event | None = None

@@ -22,21 +22,11 @@ class Reader:
 
     @classmethod
     def for_rank(cls, rank: int, ranks: tuple[int, ...]) -> Reader:
-        """Return the reader of a rank among the given ranks.
-
-        Args:
-            rank: a global rank.
-            ranks: the ranks that read different samples, in order.
-        """
+        """Return the reader of a rank among the given ranks. ranks: the ranks that read different samples, in order."""
         return cls(ranks.index(rank), len(ranks))
 
     def in_replica(self, replica: int, plan: Plan) -> Reader:
-        """Return the reader of the same rank if its world is one replica of several.
-
-        Args:
-            replica: index of the replica.
-            plan: the plan of all replicas.
-        """
+        """Return the reader of the same rank if its world is one replica of several."""
         order, size = plan.axis_order, self.size * plan.dp_replicate
         if order.index("dp_replicate") < order.index("dp_shard"):
             return Reader(replica * self.size + self.rank, size)
@@ -70,13 +60,7 @@ def strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
 
 
 def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the global ranks that differ from `rank` only along `names`, in row-major order of those axes.
-
-    Args:
-        plan: the sizes of the axes.
-        rank: a global rank of the plan.
-        names: axes of a mesh.
-    """
+    """Return the global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
     places = strides(plan, names)
     along = [places["pp" if name == ENDS else name] for name in names]
     base = rank - sum(rank // stride % size * stride for stride, size in along)

@@ -62,12 +62,7 @@ class _Round:
 
 
 class RendezvousRounds:
-    """The rendezvous rounds of a run's replicas.
-
-    Args:
-        replicas: number of replicas.
-        timeout_s: how long replicas that have arrived wait for the others.
-    """
+    """The rendezvous rounds of a run's replicas. timeout_s: how long replicas that have arrived wait for the others."""
 
     def __init__(self, replicas: int, timeout_s: float):
         self._replicas = {number: _Replica() for number in range(replicas)}
@@ -78,10 +73,8 @@ class RendezvousRounds:
     def handle(self, said: dict[str, Any], now: float) -> dict[str, Any]:
         """Apply one replica's message and return the answer.
 
-        Args:
-            said: the message. `say` is "beat", "arrive", "leave", "done" or "end"; the rest is the replica's identity
-                and status.
-            now: seconds of a monotonic clock.
+        said: the message. `say` is "beat", "arrive", "leave", "done" or "end"; the rest is the replica's identity and
+        status. now: seconds of a monotonic clock.
         """
         number = int(said["replica"])
         one = self._replicas[number]
@@ -118,8 +111,7 @@ class RendezvousRounds:
     def is_over(self, now: float) -> bool:
         """Return True if the server may stop: each replica has ended, or has not reported for `timeout_s`.
 
-        Args:
-            now: seconds of the same clock.
+        now: seconds of the same clock.
         """
         return not any(self._lives(one, now) for one in self._replicas.values())
 
@@ -231,14 +223,7 @@ _LOOK_S = 0.2
 
 
 class RendezvousServer:
-    """Answers the replicas of one run, in threads of this process.
-
-    Args:
-        host: address of the interface to listen on.
-        port: 0 picks a free one.
-        replicas: number of replicas.
-        timeout_s: how long a round waits for replicas.
-        key: shared key that clients must have.
+    """Answers the replicas of one run, in threads of this process. key: shared key that clients must have.
 
     Raises:
         LaunchError: if it cannot listen on the address.
@@ -299,25 +284,14 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """A replica's client of the rendezvous server.
-
-    Args:
-        address: host:port.
-        replica: index of this replica.
-        session: identifies this process. A restarted replica has another session.
-        key: shared key that the server must have.
-    """
+    """A replica's client of the rendezvous server. key: shared key that the server must have."""
 
     def __init__(self, address: str, replica: int, session: int, key: str):
         self.address, self._key = address, key.encode()
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Send a request and return the answer.
-
-        Args:
-            say: as in `RendezvousRounds.hear`.
-            more: the other fields of the message.
+        """Send a request and return the answer. say: as in `RendezvousRounds.hear`.
 
         Raises:
             OSError: if there is no answer in time.
@@ -340,9 +314,6 @@ class RendezvousClient:
 
 def address_towards(address: str) -> str:
     """Return the address of this machine on the route to another address. Sends nothing.
-
-    Args:
-        address: host:port.
 
     Raises:
         LaunchError: if this machine has no route to it.

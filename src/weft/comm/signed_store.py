@@ -32,8 +32,7 @@ _keys: list[tuple[weakref.ref[dist.ProcessGroup], StoreKey]] = []
 class StoreKey:
     """Signs messages and checks signatures. A signature is bound to the message's key in the store.
 
-    Args:
-        secret: shared by all ranks, and by no other process.
+    secret: shared by all ranks, and by no other process.
     """
 
     def __init__(self, secret: bytes):
@@ -85,9 +84,8 @@ def store_key() -> StoreKey:
 def share_store_key(given: str = "", common: bytes = b"") -> StoreKey:
     """Return a new key of the current process group. All ranks call it; a collective unless a secret is given.
 
-    Args:
-        given: hex digits of the secret, if every rank has it already.
-        common: settings that this rank received before there was a group. They must be equal on all ranks.
+    given: hex digits of the secret, if every rank has it already. common: settings that this rank received before there
+    was a group. They must be equal on all ranks.
 
     Raises:
         CommError: if `common` differs from rank 0's, or if the ranks cannot be reached.

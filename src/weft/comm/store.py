@@ -36,12 +36,8 @@ class StoreChannel:
     Every rank constructs the channel and calls the same methods in the same order, from one thread. If a rank exits,
     the others block until the launcher ends the job. Methods raise CommError if the store is lost, or if a message is
     not signed.
-
-    Args:
-        rank: this rank.
-        number: number of ranks.
-        open_store: opens a store connection for this thread. None connects to the ranks' store.
-        key: signs the messages. None uses the key of the process group.
+    open_store: opens a store connection for this thread. None connects to the ranks' store. key: signs the messages.
+    None uses the key of the process group.
     """
 
     def __init__(
@@ -162,9 +158,7 @@ _STAY_S = 10.0
 class RankZeroMessage:
     """One message of rank 0 to all others. Its methods raise CommError if the store is lost.
 
-    Args:
-        place: this rank.
-        store: the store of all ranks, from `weft.comm.mesh.open_store`.
+    store: the store of all ranks, from `weft.comm.mesh.open_store`.
     """
 
     def __init__(self, place: RankEnv, store: Store):
@@ -219,12 +213,8 @@ class StoreReports:
     """Reports of all ranks in the store.
 
     Reports are signed and numbered, so other processes can neither forge one nor replay an old one.
-
-    Args:
-        rank: this rank.
-        number: number of ranks.
-        open_store: opens a store connection. None connects to the ranks' store.
-        key: signs the reports. None uses the key of the process group.
+    open_store: opens a store connection. None connects to the ranks' store. key: signs the reports. None uses the key
+    of the process group.
     """
 
     def __init__(

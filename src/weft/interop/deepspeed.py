@@ -462,11 +462,8 @@ def import_deepspeed(
 ) -> Imported:
     """Read a DeepSpeed config: a path, JSON text, or a dict.
 
-    Args:
-        source: the config.
-        world_size: number of ranks that will be started, or None.
-        not_built: rules of plans that are valid but not implemented. A key that such a rule refuses is translated, and
-            marked as not built.
+    world_size: number of ranks that will be started, or None. not_built: rules of plans that are valid but not
+    implemented. A key that such a rule refuses is translated, and marked as not built.
 
     Raises:
         ConfigError: with every mistake found, each with its file and line.

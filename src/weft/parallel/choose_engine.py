@@ -30,7 +30,6 @@ def build_engine(
 
     Args:
         model: model after all other techniques were applied.
-        mesh: mesh of the plan.
         placements: placements of parameters that techniques changed, by name.
         host: host memory for the plan's share of states, or None if nothing is offloaded.
         seed: seed of parameters on the meta device, or None if there are no such parameters.

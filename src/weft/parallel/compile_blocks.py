@@ -41,7 +41,6 @@ class OpaqueModule(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Run the forward of the original class."""
         handle = self._weft_handle
         if not torch.compiler.is_compiling() or not handle.is_open or torch.is_autocast_enabled(x.device.type):
             return super().forward(x, *others)

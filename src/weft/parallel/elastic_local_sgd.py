@@ -46,14 +46,7 @@ class ElasticDiLoCo(RareSync):
     step: steps done; callers that skip steps set it before each. goes_to: step to continue from, if others were ahead
     in an outer step. over: information on the others, if they ended without this replica. owes_meeting: the last step
     should have ended with an outer step, which this replica left because it was asked to stop. terms: further settings
-    that must be equal on all replicas, as text.
-
-    Args:
-        model: model that is parallelized over the mesh of this replica.
-        engine: engine of the model.
-        mesh: mesh of this replica.
-        plan: plan of all replicas.
-        party: this rank's group of replicas.
+    that must be equal on all replicas, as text. model: model that is parallelized over the mesh of this replica.
     """
 
     is_apart = True
@@ -91,12 +84,7 @@ class ElasticDiLoCo(RareSync):
         return int(whole) & _MASK
 
     def began_with(self, step: int, token: int) -> None:
-        """Set the step and anchor to start from.
-
-        Args:
-            step: steps done.
-            token: identifies the anchor; equal only for equal anchors.
-        """
+        """Set the step and anchor to start from. token: identifies the anchor; equal only for equal anchors."""
         self.step, self.token = step, token
         self._log()
 
@@ -223,12 +211,7 @@ def attach_elastic_diloco(
 ) -> ElasticDiLoCo:
     """Keep the sync of separate replicas with a model. Return the sync.
 
-    Args:
-        model: model that is parallelized over the mesh of this replica.
-        engine: engine of the model.
-        mesh: mesh of this replica.
-        plan: plan of all replicas.
-        party: this rank's group of replicas.
+    model: model that is parallelized over the mesh of this replica.
     """
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)

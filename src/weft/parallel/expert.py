@@ -139,9 +139,7 @@ class ShardedSequences(Protocol):
     axis: Axis
     in_use: bool
 
-    def order(self, seq_len: int) -> TokenOrder:
-        """Return the order of this rank's tokens in full sequences of that length."""
-        ...
+    def order(self, seq_len: int) -> TokenOrder: ...
 
 
 class DividedSpan(Span):
@@ -182,10 +180,7 @@ class DividedSpan(Span):
 def divide_sequences(model: nn.Module, mesh: Mesh, context: ShardedSequences | None) -> None:
     """Set the sharding of sequences on routers if cp or sp divides them. Call it after both were applied.
 
-    Args:
-        model: model, with or without routers.
-        mesh: mesh of the ranks.
-        context: sequence sharding of cp, or None without it.
+    model: model, with or without routers. context: sequence sharding of cp, or None without it.
     """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
@@ -269,13 +264,8 @@ _COUNT = "num_experts"  # attribute of expert modules
 def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Distribute experts over ep, in place. Returns the placements of the experts' parameters.
 
-    Args:
-        model: full model, or a stage.
-        mesh: mesh with the axes ep and tp.
-        layout: modules with style `expert` are distributed too, in addition to those that are detected.
-
-    Raises:
-        ModelError: if the plan uses ep and the model has no experts, or they do not divide evenly.
+    layout: modules with style `expert` are distributed too, in addition to those that are detected. Raises ModelError
+    if the plan uses ep and the model has no experts, or they do not divide evenly.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -298,13 +288,7 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
     """Refuse a plan that distributes experts if the model has no experts.
 
-    Args:
-        model: full model, since a stage may have no experts.
-        layout: modules with style `expert` count too.
-        ep: number of ranks.
-
-    Raises:
-        ModelError: if ep is above 1 and there are no experts.
+    layout: modules with style `expert` count too. Raises ModelError if ep is above 1 and there are no experts.
     """
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
@@ -314,7 +298,6 @@ def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
 
 
 def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
-    """Replace parameters by this rank's experts."""
     count = layers.num_experts(path, experts)
     if count % ep.size:
         legal = [str(size) for size in range(1, count + 1) if count % size == 0]

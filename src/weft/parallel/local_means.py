@@ -26,10 +26,7 @@ _OWN_LOSS = "_weft_own_loss"
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
     """Warn of batch norm now, and of a mean loss when a user's own loop runs backward through it.
 
-    Args:
-        model: model, parallelized or not.
-        mesh: mesh of the ranks.
-        groups_norms: batch norms use the statistics of groups, so they are the same under every plan.
+    groups_norms: batch norms use the statistics of groups, so they are the same under every plan.
     """
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
@@ -51,11 +48,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 
     Its gradient is scaled so that the mean over ranks, which becomes `.grad`, is the gradient of the global mean. A
     collective of two numbers; nothing waits for the device.
-
-    Args:
-        loss_sum: sum over this rank's tokens, 0-d.
-        num_tokens: number of this rank's tokens; 0-d if it is a tensor.
-        mesh: mesh of the ranks.
+    loss_sum: sum over this rank's tokens, 0-d. num_tokens: number of this rank's tokens; 0-d if it is a tensor.
     """
     exact = {"dtype": torch.float64, "device": mesh.device}
     sums = torch.stack([loss_sum.detach().to(**exact), torch.as_tensor(num_tokens).to(**exact)])
@@ -101,8 +94,7 @@ def frequency_refusal(what: str) -> str:
 def refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
     """Refuse embeddings that depend on all indices of a microbatch. The model has all its stages, so all ranks refuse.
 
-    Raises:
-        ModelError: for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
+    Raises ModelError for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
     """
     if mesh.world_size * mesh.plan.microbatches_per_step == 1:
         return

@@ -67,7 +67,6 @@ class Bundle:
         return delta if self.owed is None else delta.add_(self.owed)
 
     def own_tensors(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
-        """Return the bundle's own tensors."""
         return [held[place] for place in self.places]
 
 
@@ -78,12 +77,8 @@ class RareSync:
     of this rank's replica. outer_lr, outer_momentum: of `diloco`. meets_now: the current step ends with an outer step
     regardless of the plan, because it is the last step. differs: weights may differ from the anchor, because this
     replica has trained.
-
-    Args:
-        model: parallelized model.
-        engine: engine of the model, on the mesh of its replica.
-        mesh: mesh of all replicas, or of one replica if each is a separate job.
-        plan: plan of all replicas, or None for the mesh's plan.
+    engine: engine of the model, on the mesh of its replica. mesh: mesh of all replicas, or of one replica if each is a
+    separate job. plan: plan of all replicas, or None for the mesh's plan.
     """
 
     #: True if each replica is a separate job, which communicates with others only in outer steps.
@@ -172,7 +167,6 @@ class RareSync:
         return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
 
     def _step(self, run: Bundle, delta: torch.Tensor, *, averages: bool) -> None:
-        """Run the outer step. Overwrites `delta`."""
         if averages or run.momentum is None:
             run.anchor.sub_(delta)
             return
@@ -213,10 +207,7 @@ class RareSync:
     def load_residual(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
         """Add the residuals of a checkpoint's replicas to the next outer step. All ranks call it.
 
-        Args:
-            source: the checkpoint's tensors.
-            whose: name prefixes of the residuals that this replica loads.
-            replicas: divisor of its share, because outer steps compute means.
+        replicas: divisor of its share, because outer steps compute means.
         """
         held = self.master_slices()
         for run in self._runs:
@@ -323,13 +314,7 @@ def _put(here: Sequence[FlatSlice], flat: torch.Tensor, sizes: Sequence[int]) ->
 
 
 def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Add to flat slices in place.
-
-    Args:
-        here: flat slices of tensors.
-        by: values to add, concatenated, 1-D, in their dtype.
-        sizes: elements of each.
-    """
+    """Add to flat slices in place. by: values to add, concatenated, 1-D, in their dtype."""
     for one, part in zip(here, by.split(list(sizes)), strict=True):
         one.flat.add_(part)
         _bring_home(one)
@@ -385,12 +370,7 @@ class _Sent:
 class StreamedSync(RareSync):
     """Outer steps of one model's replicas, with fragments that synchronize one after another.
 
-    since: steps since the last round of H steps ended.
-
-    Args:
-        model: parallelized model.
-        engine: engine of the model, on the mesh of its replica.
-        mesh: mesh of all replicas.
+    since: steps since the last round of H steps ended. engine: engine of the model, on the mesh of its replica.
     """
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
@@ -438,12 +418,7 @@ class StreamedSync(RareSync):
 
     @torch.no_grad()
     def send_again(self, source: StateSource, start: str) -> None:
-        """Start again the fragment that was pending when a checkpoint was saved. All ranks call it.
-
-        Args:
-            source: the checkpoint's tensors.
-            start: name prefix of this replica's tensors.
-        """
+        """Start again the fragment that was pending when a checkpoint was saved. All ranks call it."""
         held = self.master_slices()
         self._is_under_way = any(name.startswith(start) for name in source.entries)
         for run in self._runs:
@@ -536,13 +511,7 @@ def _of_stages(own: dict[str, int], stages: Axis, device: torch.device) -> Itera
 
 
 def attach_local_sgd(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
-    """Store the sync of a model's replicas with the model if the plan uses local SGD.
-
-    Args:
-        model: parallelized model.
-        engine: engine of the model.
-        mesh: mesh of all replicas.
-    """
+    """Store the sync of a model's replicas with the model if the plan uses local SGD."""
     if mesh.plan.sync != "step":
         kind = StreamedSync if mesh.plan.sync_fragments else RareSync
         keep_sync(model, kind(model, engine, mesh))

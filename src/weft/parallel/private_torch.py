@@ -213,10 +213,8 @@ def wrap_waits(
 ) -> None:
     """Replace the waits of the compute stream for a unit by wrapped ones: for its gather, and for its sums.
 
-    Args:
-        module: the unit.
-        gathered: called with the wait for its gather, before each use.
-        summed: called with the wait for gradient sums at the end of a backward; once if one wait covers all units.
+    gathered: called with the wait for its gather, before each use. summed: called with the wait for gradient sums at
+    the end of a backward; once if one wait covers all units.
     """
     for group in _groups(module):
         await_gather, await_sums, shared = group.wait_for_unshard, group.finalize_backward, group.comm_ctx
@@ -272,25 +270,13 @@ def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def without_memory(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Build a tensor of a Weft class without elements.
-
-    Args:
-        kind: class of the tensor.
-        shape: shape of the tensor.
-        like: tensor with its dtype and device.
-    """
+    """Build a tensor of a Weft class without elements."""
     make: Any = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, dtype=like.dtype, device=like.device)
 
 
 def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch without calling the classes of its arguments.
-
-    Args:
-        function: function to call.
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """Call a function of torch without calling the classes of its arguments."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 

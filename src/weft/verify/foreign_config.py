@@ -110,9 +110,7 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
 
     Such models are LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text
     token. All have the same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token.
-
-    Raises:
-        ModelError: if the model's images cannot be created.
+    Raises ModelError if the model's images cannot be created.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config

@@ -67,7 +67,6 @@ def layout_of(plan: Plan) -> str:
 
 
 def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all pairs of columns."""
     return list(itertools.combinations(columns, 2))
 
 

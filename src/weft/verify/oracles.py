@@ -136,7 +136,6 @@ class _Ops(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run the operators again."""
         for func, args, kwargs, new in self.calls:
             found = func(*args, **kwargs)
             if new:
@@ -168,7 +167,6 @@ class WireOracle:
         self._calls: dict[tuple[object, int], int] = {}
 
     def commit(self) -> None:
-        """Start the next step."""
         self.turn, self.calls, self._calls = self.turn + 1, 0, {}
 
     def reduce_scatter(self, flats: Sequence[torch.Tensor], key: object) -> list[torch.Tensor]:

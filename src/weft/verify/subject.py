@@ -431,7 +431,6 @@ def find_subject(source: str, settings: Settings) -> Subject:
 
 
 def layout_of(config: RunConfig) -> Layout | None:
-    """Return the layout of a config."""
     return Layout.read(config.layout) if config.layout else None
 
 

@@ -289,10 +289,7 @@ class _Reference:
 class Verifier:
     """Verifies plans of one number of ranks for one subject. It is a context manager that owns ranks and a folder.
 
-    Args:
-        subject: the model, and the amount of training.
-        num_ranks: ranks of every plan.
-        pool: running ranks, to share them among subjects; they are left running. None starts new ones.
+    pool: running ranks, to share them among subjects; they are left running. None starts new ones.
     """
 
     def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):

@@ -77,12 +77,8 @@ class BackendLink:
     Within a host, bf16 or fp16 gradients whose sum is requested in fp32 are sent unconverted by an all_to_all, and each
     rank adds its slice in fp32. This equals an fp32 reduce_scatter with half the bytes, always in rank order. Between
     hosts a reduce_scatter sends less, because it adds along the route.
-
-    Args:
-        group: process group of these ranks.
-        ranks: their global ranks, in order of the axis.
-        reason: why this link was chosen, for the user.
-        on_one_host: returns True if all ranks are on one host. A collective, called once.
+    ranks: their global ranks, in order of the axis. on_one_host: returns True if all ranks are on one host. A
+    collective, called once.
     """
 
     transport = "backend"
@@ -177,14 +173,8 @@ class ExchangeLink:
     Relative to gloo's collectives (measured with torch 2.13), reduce_scatter as all_to_all plus a local sum takes 0.4
     to 0.9 of the time, and all_gather as one broadcast from each rank 0.3 to 0.8. Only with two ranks and little data
     it takes more.
-
-    Args:
-        group: process group of these ranks.
-        ranks: their global ranks, in order of the axis.
-        rank: this rank's index among them.
-        reason: why this link was chosen, for the user.
-        hosts: a number for each rank's host; empty if all are on one host.
-        purpose: distinguishes groups of the same ranks that must stay separate.
+    ranks: their global ranks, in order of the axis. hosts: a number for each rank's host; empty if all are on one host.
+    purpose: distinguishes groups of the same ranks that must stay separate.
     """
 
     transport = "gloo exchange"

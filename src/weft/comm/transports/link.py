@@ -42,8 +42,7 @@ class StreamWait:
     def end(self, arrived: torch.cuda.Event | None = None) -> StreamWait:
         """End the timed wait.
 
-        Args:
-            arrived: event of the awaited result on another stream, perhaps before the wait. None records an event now.
+        arrived: event of the awaited result on another stream, perhaps before the wait. None records an event now.
         """
         if arrived is None:
             self._end.record()
@@ -61,10 +60,7 @@ class StreamWait:
 def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> float | StreamWait:
     """Return the seconds of a wait that ends now, for the ledger.
 
-    Args:
-        wait: result of `StreamWait.begin`.
-        device: device of the awaited tensor.
-        host_s: seconds by the host's clock, used if the host itself waits.
+    wait: result of `StreamWait.begin`. host_s: seconds by the host's clock, used if the host itself waits.
     """
     if wait is not None:
         return wait.end()
@@ -233,12 +229,7 @@ def unobserved() -> AbstractContextManager[object]:
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
-    """Continue all `links` until `operation` is finished.
-
-    Args:
-        operation: a started operation.
-        link: the link that carries it.
-        links: all links of this rank, including `link`.
+    """Continue all `links` until `operation` is finished. links: all links of this rank, including `link`.
 
     Raises:
         CommError: with axis and operation, if a rank has exited or the group's timeout has passed.

@@ -29,7 +29,6 @@ _KINDS: dict[str, type[Route[torch.Tensor]]] = {
 
 
 def route(operation: Operation, rank: int, size: int, combine: Combiner) -> Route[torch.Tensor] | Route[Parts]:
-    """Return the route of `operation`."""
     source = operation.source
     whole = size == 2 or source.nbytes <= WHOLE_BYTES
     if isinstance(source, Parts):

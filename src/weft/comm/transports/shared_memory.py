@@ -69,10 +69,7 @@ def slot_bytes(size: int) -> int:
 class Segment:
     """The mapped memory from the view of one rank. Memory and file are freed with the object.
 
-    Args:
-        fd: file descriptor of the memory. It is closed with the object.
-        rank: this rank's index on the axis.
-        size: number of ranks on the axis.
+    fd: file descriptor of the memory. It is closed with the object.
     """
 
     def __init__(self, fd: int, rank: int, size: int):
@@ -115,13 +112,7 @@ class Segment:
     def find(cls, address: tuple[int, int, bytes], rank: int, size: int) -> Segment:
         """Map the memory that rank 0 made, on the other ranks.
 
-        Args:
-            address: (process, descriptor, token) of that memory.
-            rank: this rank's index on the axis.
-            size: number of ranks on the axis.
-
-        Raises:
-            OSError: if the memory does not exist.
+        address: (process, descriptor, token) of that memory. Raises OSError if the memory does not exist.
         """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -139,7 +130,6 @@ class Segment:
         return min(self._lines[which : self.size * _LINE : _LINE])
 
     def publish(self, which: int, value: int) -> None:
-        """Set this rank's counter."""
         self._lines[self.rank * _LINE + which] = value
 
     def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -166,11 +156,7 @@ class Segment:
 class SharedLink:
     """A link between ranks of one host over a segment.
 
-    Args:
-        segment: the shared memory.
-        ranks: their global ranks, in order of the axis.
-        timeout_s: seconds without progress after which an operation fails.
-        reason: why this link was chosen, for the user.
+    ranks: their global ranks, in order of the axis. timeout_s: seconds without progress after which an operation fails.
     """
 
     transport = "shared memory"

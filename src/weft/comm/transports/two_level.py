@@ -65,12 +65,7 @@ class Hosts:
 
 
 def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
-    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. A collective.
-
-    Args:
-        axis: the ranks.
-        group: gloo group of these ranks.
-    """
+    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. A collective."""
     mark, why = host_mark()
     own = torch.frombuffer(bytearray(mark.ljust(_MARK_BYTES, b"\0") + _network_mark()), dtype=torch.uint8)
     found = [as_bytes(row) for row in _all_rows(axis, group, own)]
@@ -89,12 +84,7 @@ def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int =
     """Map segments that each block of `block` neighbors shares, or return none and the reason. A collective.
 
     The result is the same on all ranks of the axis.
-
-    Args:
-        axis: the ranks.
-        group: gloo group of these ranks.
-        block: number of ranks that share one memory. The size of the axis means all.
-        number: number of segments.
+    block: number of ranks that share one memory. The size of the axis means all.
     """
     place, why = axis.rank % block, ""
     segments: list[Segment] = []
@@ -167,13 +157,8 @@ class _Passing:
 class TwoLevelLink:
     """A link that runs operations in levels: within each host, between hosts, and within each host again.
 
-    Args:
-        within: links of the ranks of this host, one for the first level and one for the last.
-        between: link of the ranks that have the same index as this one on each host.
-        flat: link of all ranks.
-        place: this rank's index on the axis.
-        block: number of ranks of each host.
-        reason: why this link was chosen, for the user.
+    within: links of the ranks of this host, one for the first level and one for the last. between: link of the ranks
+    that have the same index as this one on each host.
     """
 
     transport = "two levels"
@@ -352,15 +337,7 @@ class TwoLevelLink:
 
 
 class ChosenLink:
-    """A link that runs each operation on one of several links, chosen by measurement.
-
-    Args:
-        links: by transport.
-        fixed: the transport of operations that were not measured.
-        size: number of ranks of the axis.
-        ways: the measured choices.
-        reason: why the links were chosen, for the user.
-    """
+    """A link that runs each operation on one of several links, chosen by measurement."""
 
     self_driven = False
 
@@ -421,13 +398,6 @@ def measured_routes(
     """Return the measured route choices and the reason, or None and why not ("" if there is no file).
 
     All ranks of the axis call this. The first one reads its file and sends the result, so all ranks have the same.
-
-    Args:
-        axis: the ranks.
-        group: gloo group of these ranks.
-        hosts: the hosts of the ranks.
-        fixed: the transport of the fixed rule.
-        usable: transports that the axis can use.
 
     Raises:
         ConfigError: on all ranks, if the given file is missing or invalid.

@@ -162,10 +162,8 @@ class RowSlice(NamedTuple):
 class RowCodes:
     """Encoding of one rank's weight parts of a unit, stored one after another.
 
-    Args:
-        spec: gives the block size. fp8 uses e4m3 with one scale per row.
-        stretches: shapes of the parts, in their order in the flat tensor.
-        dtype: dtype of the flat tensor.
+    spec: gives the block size. fp8 uses e4m3 with one scale per row. stretches: shapes of the parts, in their order in
+    the flat tensor.
     """
 
     def __init__(self, spec: WireSpec, stretches: Sequence[RowSlice], dtype: torch.dtype):
@@ -193,11 +191,7 @@ class RowCodes:
             at, first = at + numel, first + size
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a rank's parts, uint8 (num_bytes,).
-
-        Args:
-            flat: their values, (numel,).
-        """
+        """Return the bytes of a rank's parts, uint8 (num_bytes,). flat: their values, (numel,)."""
         codes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=flat.device)
         for one, values, place in self._ranges():
             x, out = flat[values], codes[place]
@@ -222,9 +216,7 @@ class RowCodes:
     def decode(self, codes_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
         """Write the values of several ranks' parts.
 
-        Args:
-            codes_RB: uint8 (ranks, num_bytes).
-            out_RN: output, (ranks, numel).
+        codes_RB: uint8 (ranks, num_bytes). out_RN: output, (ranks, numel).
         """
         ranks = len(codes_RB)
         for one, values, place in self._ranges():

@@ -14,15 +14,7 @@ from weft.comm.wire.low_rank import BASIS, Matrix, first_basis, orthonormal
 
 
 class LowRankSum(Pending):
-    """The sum of the ranks' flat tensors. The coder's matrices are sent in low rank, the rest unchanged.
-
-    Args:
-        name: the operation and its axis.
-        flat: this rank's summand.
-        axis: the ranks.
-        out: contiguous: all elements, or this rank's 1/size of them.
-        coder: keeps the residual and the bases.
-    """
+    """The sum of the ranks' flat tensors. The coder's matrices are sent in low rank, the rest unchanged."""
 
     def __init__(self, name: str, flat: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         self._coder, self._over, self._out, self._name = coder, axis, out, name
@@ -114,7 +106,6 @@ def _scaled(products: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def _gaps_of(matrices: Sequence[Matrix], numel: int) -> list[slice]:
-    """Return the slices between the matrices."""
     gaps: list[slice] = []
     end = 0
     for one in matrices:

@@ -47,11 +47,7 @@ class GroupSplit:
 class SampleGroups:
     """Division of a global batch into groups of `size` samples.
 
-    Args:
-        mesh: mesh of the ranks.
-        size: samples per group; the last group of a batch may be smaller.
-        said: the setting and its value, for errors.
-        name: name of the setting.
+    size: samples per group; the last group of a batch may be smaller.
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
@@ -59,10 +55,6 @@ class SampleGroups:
 
     def split_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
         """Return the layout of a microbatch's groups.
-
-        Args:
-            samples: this rank's samples.
-            index: index of the microbatch in the step.
 
         Raises:
             ModelError: if a group has samples in another microbatch.
@@ -155,8 +147,7 @@ class NormGroups:
     def microbatch(self, samples: SampleNumbers, index: int) -> Iterator[None]:
         """Set the samples of the global batch that the model processes inside the context.
 
-        Raises:
-            ModelError: if a group has samples in another microbatch.
+        Raises ModelError if a group has samples in another microbatch.
         """
         with self._at(self._groups.split_of(samples, index)):
             yield
@@ -175,7 +166,6 @@ class NormGroups:
 
     @property
     def split(self) -> GroupSplit:
-        """Layout of the groups in the current computation."""
         if self._split_part is None:
             raise ModelError(
                 f"norm_group={self.size}: in training, only run.train_step passes the sample numbers to the model. "
@@ -195,7 +185,6 @@ class NormGroups:
         self._seen.setdefault(id(norm), {})[cut.index] = found.sum(0)
 
     def begin(self) -> None:
-        """Begin a step."""
         self._seen.clear()
         self._pending = None
 
@@ -262,7 +251,6 @@ class TwoStates:
             yield
 
     def travelling(self) -> AbstractContextManager[None]:
-        """Return the context that a replay runs in."""
         return self._inside([state.travelling() for state in self._states])
 
 
@@ -296,7 +284,6 @@ class GroupedCalls(nn.Module):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         groups: NormGroups | None = self._weft_groups
         if not self.training or groups is None:
             return super().forward(*args, **kwargs)
@@ -494,11 +481,7 @@ def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     None for a model without batch norms.
 
     Call it after the model was sharded and after `drop_by_position`, before recompute.
-
-    Args:
-        model: model, with or without batch norms.
-        mesh: mesh of the ranks.
-        size: samples per group.
+    model: model, with or without batch norms.
 
     Raises:
         ModelError: for a size below 1.

@@ -27,13 +27,7 @@ class Context:
     """State of context parallelism for one model on one rank.
 
     `in_use` is True while the model receives sharded sequences. Otherwise, as in generation, the model uses its
-    original attention and each rank computes full sequences.
-
-    Args:
-        plan: provides `cp_mode` and `tp`.
-        axis: cp axis.
-        num_heads: query heads of the full model.
-        num_kv_heads: key-value heads of the full model.
+    original attention and each rank computes full sequences. plan: provides `cp_mode` and `tp`.
     """
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
@@ -111,10 +105,8 @@ class Context:
         """Return the attention over the full sequence, (B, H, T, C).
 
         Args:
-            q_BHTC: queries of this rank's tokens.
             k_BKTC: keys of the same tokens.
             v_BKTC: values of the same tokens.
-            scoring: scale, softcap, attention window and dropout.
             ids_BT: document ids. Tokens attend only to tokens with the same id, which must be contiguous. Pass the same
                 tensor in all layers.
             sink_H: attention sink: one additional score per head, without a value.

@@ -43,15 +43,9 @@ def dropped_attention(
 ) -> Tensor:  # fmt: skip
     """Attend as F.scaled_dot_product_attention does, with dropout by position. Returns (B, H, T, C).
 
-    Args:
-        q_BHTC: queries.
-        k_BKSC: keys. K divides H.
-        v_BKSC: values.
-        mask: bool (True means visible) or a float added to scores, broadcastable to (B, H, T, S). None: everything is
-            visible.
-        is_causal: each token attends only to itself and earlier tokens.
-        scale: factor of the scores.
-        drop: dropout of attention weights, by position.
+    mask: bool (True means visible) or a float added to scores, broadcastable to (B, H, T, S). None: everything is
+    visible. is_causal: each token attends only to itself and earlier tokens. drop: dropout of attention weights, by
+    position.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -140,7 +134,6 @@ def replace_cores(model: nn.Module, context: Context) -> int:
 
 
 def register_core_operators(model: nn.Module, opaque: Opaque) -> None:
-    """Register attention over sharded sequences as an operator for compiled blocks."""
     for core in [module for module in model.modules() if isinstance(module, ContextCore)]:
         core.handle = opaque.handle(_attend, core)
 
@@ -222,7 +215,6 @@ def replace_attention(model: Any, context: Context) -> None:
 
 
 def register_attention_operator(model: nn.Module, opaque: Opaque) -> None:
-    """Register attention over sharded sequences, without dropout, as an operator for compiled blocks."""
     for module in model.modules():
         if hasattr(module, _ATTRIBUTE) and hasattr(module, _OWN):
             setattr(module, _HANDLE, opaque.handle(_attend_hugging_face, module))

@@ -40,11 +40,7 @@ def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
     """Check a full model before it is sharded, and return the reason why its attention needs all tokens.
 
     Returns "" if attention itself can be sharded. Pass the result to `apply_context`.
-
-    Args:
-        model: full model.
-        mesh: mesh of the plan.
-        example: arguments of a forward of a user's own model, or None to generate them.
+    example: arguments of a forward of a user's own model, or None to generate them.
 
     Raises:
         ModelError: if attention can neither be replaced nor get all tokens.
@@ -80,12 +76,8 @@ def apply_context(
     """Make `model` take sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
 
     Returns the placements of changed parameters, which is empty: every cp rank stores full parameters.
-
-    Args:
-        model: the full model, or this rank's pipeline stages.
-        mesh: the plan's mesh.
-        why: result of `check_sequences` for the full model.
-        runs: paths of the blocks of each pipeline stage on this rank. None if all blocks are here.
+    why: result of `check_sequences` for the full model. runs: paths of the blocks of each pipeline stage on this rank.
+    None if all blocks are here.
 
     Raises:
         ModelError: if the model's attention cannot be replaced from outside.

@@ -43,12 +43,8 @@ _Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 class FullSequenceMixers(Context):
     """Context in which mixing modules get all tokens. Each rank holds one contiguous range, independent of `cp_mode`.
 
-    Args:
-        plan: the run's plan.
-        axis: cp axis.
-        blocks: paths of the blocks within which tokens are sharded.
-        whole: paths of the modules in these blocks that get all tokens.
-        is_own: the model is the user's own, so its arguments and outputs may have any names.
+    whole: paths of the modules in these blocks that get all tokens. is_own: the model is the user's own, so its
+    arguments and outputs may have any names.
     """
 
     def __init__(
@@ -62,8 +58,7 @@ class FullSequenceMixers(Context):
     def order(self, seq_len: int) -> SequenceOrder:
         """Return the order of this rank's tokens in sequences of `seq_len` tokens.
 
-        Raises:
-            ModelError: if tokens do not divide evenly, or a rank would get a single token.
+        Raises ModelError if tokens do not divide evenly, or a rank would get a single token.
         """
         cp = self.axis.size
         if seq_len % cp or seq_len < 2 * cp:
@@ -76,8 +71,7 @@ class FullSequenceMixers(Context):
     def shard(self, batch: Any) -> Any:
         """Return this rank's shard of a batch. Encoder and decoder tokens are sharded by their own lengths.
 
-        Raises:
-            ModelError: if the batch has no tokens, or they do not divide evenly.
+        Raises ModelError if the batch has no tokens, or they do not divide evenly.
         """
         if self.is_own or not isinstance(batch, Mapping):
             return super().shard(batch)
@@ -150,8 +144,7 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
 def find_own_mixers(model: nn.Module, axis: Axis, example: Any = None) -> tuple[str, ...]:
     """Return the modules of a user's own model that need all tokens, found by one traced forward.
 
-    Raises:
-        ModelError: if the model has no blocks, no embedding, or blocks that mix tokens in their own code.
+    Raises ModelError if the model has no blocks, no embedding, or blocks that mix tokens in their own code.
     """
     where, remedy = f"cp={axis.size}", "Use cp=1 for this model."
     table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
@@ -297,7 +290,6 @@ class _Mixer(_Hooks):
         return rebuilt(tree_unflatten(leaves, tree))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keep this rank's tokens."""
         del args
         if self._is_idle:
             return None

@@ -423,7 +423,6 @@ class Gradients:
         self.q_BHTC = torch.zeros_like(q_BHTC, dtype=sum_dtype(q_BHTC.dtype))
 
     def add(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor, grad_kv: KeysValues) -> None:
-        """Add the gradients for one set of keys and values, to the queries' gradient and to `grad_kv`."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
             queries, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
@@ -437,7 +436,6 @@ class Gradients:
 
 
 def _lines(q_BHTC: Tensor, scoring: Scoring, places_T: Tensor) -> Tensor | None:
-    """Return the dropout numbers of the queries, (B, H, T)."""
     return scoring.drop.lines(q_BHTC.shape[1], places_T) if scoring.drop else None
 
 
@@ -446,7 +444,6 @@ def _noise(lines_BHT: Tensor | None, scoring: Scoring, places_S: Tensor) -> Nois
 
 
 def _noise_of(noise: Noise | None, piece: AttentionBlock) -> Noise | None:
-    """Return the dropout of the block's queries and keys."""
     if noise is None:
         return None
     lines = _taken(noise.lines_BHT, piece, piece.q0, piece.q1)

@@ -50,9 +50,7 @@ def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tupl
 
     Returns None if no sequence has an inner border. Uses host values if the batch came from the host. For ids computed
     on the device, this is a collective over the axis, and the host waits for it.
-
-    Raises:
-        ModelError: if a document continues after another one.
+    Raises ModelError if a document continues after another one.
     """
     known = full_values(ids_BT)
     ids_BS = (full_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
@@ -98,13 +96,11 @@ class View:
         return self._pieces[source, sight]
 
     def positions(self, source: int, device: torch.device) -> Tensor:
-        """Return the positions in the sequence of rank `source`'s tokens, (T,)."""
         if source not in self._places:
             self._places[source] = replace(self.order, rank=source).positions(device)
         return self._places[source]
 
     def full_blocks(self, sight: AttentionWindow) -> list[AttentionBlock]:
-        """Return the attention blocks of the full sequence on one rank."""
         if (None, sight) not in self._pieces:
             self._pieces[None, sight] = attention_blocks((0,), (0,), self.order.seq_len, self.borders, sight)
         return self._pieces[None, sight]

@@ -31,7 +31,6 @@ class SequenceOrder:
 
     @property
     def chunk_len(self) -> int:
-        """Number of tokens in one chunk."""
         return self.seq_len // num_chunks(self.mode, self.cp)
 
     def chunks(self, rank: int | None = None) -> tuple[int, ...]:
@@ -75,8 +74,7 @@ def sequence_length(batch: Any) -> int | None:
 def shard_batch(batch: Any, order: SequenceOrder) -> Any:
     """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
 
-    Raises:
-        ModelError: if a tensor is a mask over pairs of tokens, which has the sequence in two dims.
+    Raises ModelError if a tensor is a mask over pairs of tokens, which has the sequence in two dims.
     """
     if isinstance(batch, Mapping):
         parts = [
@@ -89,10 +87,7 @@ def shard_batch(batch: Any, order: SequenceOrder) -> Any:
 def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
     """Return this rank's tokens if dim 1 is the sequence, else the tensor.
 
-    `name` is the tensor's name in the batch, for errors.
-
-    Raises:
-        ModelError: if the last two dims are both the sequence.
+    `name` is the tensor's name in the batch, for errors. Raises ModelError if the last two dims are both the sequence.
     """
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         shape = tuple(tensor.shape)

@@ -58,7 +58,6 @@ class PositionDropout(nn.Module):
     inplace: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of x. Return the same shape."""
         rate: Any = self.p
         if not self.training or rate == 0 or self._weft_site.is_plain:
             return super().forward(x)
@@ -90,7 +89,6 @@ class UncompiledDropout(FunctionalDropout):
     """A torch layer with dropout inside, which runs outside of compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
             return self._uncompiled(*args, **kwargs)
         return super().forward(*args, **kwargs)
@@ -102,7 +100,6 @@ class NoisyModule(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with ByPosition(self._weft_site):
@@ -113,7 +110,6 @@ class RecurrentDropout(UncompiledDropout):
     """A recurrent network with dropout between its layers."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if not self._weft_site.is_plain:
             self._weft_site.packed_order = input.sorted_indices if isinstance(input, PackedSequence) else None
         return super().forward(input, *args, **kwargs)
@@ -125,7 +121,6 @@ class DroppingBlock(nn.Module):
     _weft_sites: list[DropSite]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         for site in self._weft_sites:
             site.calls = 0
         return super().forward(*args, **kwargs)
@@ -145,11 +140,7 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
 
     Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
     generators, which are seeded for each microbatch.
-
-    Args:
-        model: model, with or without modules that drop.
-        mesh: mesh of the ranks.
-        seed: seed of steps and forwards without a key.
+    model: model, with or without modules that drop. seed: seed of steps and forwards without a key.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
     drops.name_modules(model)

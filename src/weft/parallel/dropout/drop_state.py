@@ -59,11 +59,8 @@ class _Forward:
 class Drops:
     """State of one model's random numbers on one rank: the step's key and the microbatch's samples.
 
-    Args:
-        mesh: mesh of the ranks.
-        seed: seed of keys that the caller does not pass.
-        part: this rank's position in tp shards, or None if nothing is sharded.
-        context: sequence sharding of cp, or None without it.
+    part: this rank's position in tp shards, or None if nothing is sharded. context: sequence sharding of cp, or None
+    without it.
     """
 
     def __init__(self, mesh: Mesh, seed: int, part: ShardPosition | None, context: Context | None):
@@ -113,11 +110,8 @@ class Drops:
     ) -> Iterator[None]:
         """Set the samples of the global batch that the model processes inside the context.
 
-        Args:
-            key: key of the step.
-            samples: samples of the microbatch, or None if a rank's samples follow those on the rank before.
-            replayed: number of tensors that each module had drawn when the replayed forward began, or None for a
-                forward.
+        samples: samples of the microbatch, or None if a rank's samples follow those on the rank before. replayed:
+        number of tensors that each module had drawn when the replayed forward began, or None for a forward.
         """
         before = self._forward
         self._forward = _Forward(True, key, samples, dict(replayed or {}), replayed is not None)
@@ -167,10 +161,6 @@ class Drops:
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
         """Return the key of the next tensor drawn in forward, and the position of its elements in each dim.
 
-        Args:
-            like: a tensor of the drawn shape.
-            modules: modules whose forward draws, innermost first.
-
         Raises:
             ModelError: if positions do not follow from the shape, or draws cannot be counted.
         """
@@ -203,10 +193,6 @@ class Drops:
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
         """Return a number for each row of a drawn tensor.
 
-        Args:
-            count: number of rows.
-            device: device of the numbers.
-
         Raises:
             ModelError: if rows do not belong to samples.
         """
@@ -220,12 +206,6 @@ class Drops:
 
     def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
         """Refuse a random tensor if its shape does not show which part of it this rank has.
-
-        Args:
-            like: a tensor of the drawn shape.
-            is_inside: the rank has a part of the features.
-            is_cut: the tp rank has a part of the tokens.
-            is_whole: the module has all tokens despite cp.
 
         Raises:
             ModelError: with the field of the plan.
@@ -270,11 +250,7 @@ class Drops:
         """Return the seed of torch's generators for a microbatch, from the key of its step and its first sample.
 
         Ranks of tp share it. Ranks of cp have other tokens of the same samples and do not share it.
-
-        Args:
-            key: key of the step.
-            samples: samples of the microbatch, or None if unknown.
-            model: model whose forward draws.
+        samples: samples of the microbatch, or None if unknown.
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
         first = min(numbers, default=-1 - self._data.rank)
@@ -322,14 +298,7 @@ class Drops:
         return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Return a number for each row, if rows are samples, or tokens of all sequences that may be sharded.
-
-        Args:
-            count: number of rows.
-            is_cut: tokens are sharded over tp.
-            is_whole: the module has all tokens despite cp.
-            device: device of the numbers.
-        """
+        """Return a number for each row, if rows are samples, or tokens of all sequences that may be sharded."""
         context = self._context
         in_context = context is not None and context.in_use and not is_whole
         sequences = self._num_sequences() if is_cut or in_context else 0
@@ -355,11 +324,7 @@ class Drops:
     def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
         """Return the sequence positions of this rank's tokens.
 
-        Args:
-            count: number of local tokens.
-            is_cut: tokens are sharded over tp, as between sharded layers under sp.
-            is_whole: the module has all tokens despite cp.
-            device: device of the positions.
+        is_cut: tokens are sharded over tp, as between sharded layers under sp.
         """
         tp = self.part.axis
         whole = count * tp.size if is_cut else count
@@ -374,11 +339,7 @@ class Drops:
 class _Replay:
     """Context of a replayed forward. It can be entered again, for a second backward.
 
-    Args:
-        drops: the model's random numbers.
-        key: the step's key.
-        samples: the microbatch's samples.
-        draws: number of tensors that each module had drawn when the forward began.
+    draws: number of tensors that each module had drawn when the forward began.
     """
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
@@ -446,10 +407,7 @@ class DropSite:
     def keep(self, shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
         """Return a bool mask of the elements to keep in this shape. Not for compiled code.
 
-        Args:
-            shape: shape of x in `drop`.
-            rate: probability of dropping an element.
-            device: device of the mask.
+        shape: shape of x in `drop`.
         """
         if rate >= 1:
             return torch.zeros(shape, dtype=torch.bool, device=device)
@@ -462,10 +420,8 @@ class DropSite:
     def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
         """Drop values of packed sequences at the same positions as `drop` would in padded ones.
 
-        Args:
-            values: data of nn.utils.rnn.PackedSequence, (tokens of all samples, features).
-            batch_sizes: number of samples with a token at each position of the sequence.
-            rate: probability of dropping a value.
+        values: data of nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples
+        with a token at each position of the sequence.
         """
         sizes = batch_sizes.tolist()
         kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)
@@ -550,9 +506,7 @@ class DropSite:
 class FixedDraws:
     """Memory from which a recording reads its dropout state: keys of the sites' calls, and sample numbers.
 
-    Args:
-        drops: random numbers of the model.
-        samples: samples of a microbatch. All replayed microbatches have the same number of samples.
+    samples: samples of a microbatch. All replayed microbatches have the same number of samples.
     """
 
     def __init__(self, drops: Drops, samples: SampleNumbers):
@@ -563,12 +517,7 @@ class FixedDraws:
         self._sent: int | None = None  # the key in memory
 
     def fill(self, key: int, samples: SampleNumbers) -> None:
-        """Write the state of a microbatch for the next replay.
-
-        Args:
-            key: key of the step.
-            samples: samples of the microbatch.
-        """
+        """Write the state of a microbatch for the next replay."""
         if key != self._sent:
             send_numbers(self._drops.keys_of(key, self._calls), self.keys)
             self._sent = key

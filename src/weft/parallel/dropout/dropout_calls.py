@@ -46,9 +46,8 @@ CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, n
 def calls_dropout(module: nn.Module, known: dict[tuple[type, bool], bool] | None = None) -> bool:
     """Return True if a module may drop values in its own forward: by its class, or by calls in its code.
 
-    Args:
-        module: module of a model, without its submodules.
-        known: results for classes whose code was read, extended by this call.
+    module: module of a model, without its submodules. known: results for classes whose code was read, extended by this
+    call.
     """
     if isinstance(module, CHANNEL_DROPOUTS):
         return module.p > 0
@@ -92,9 +91,8 @@ def recomputes_itself(module: nn.Module) -> bool:
 def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool:
     """Return True if a module's code draws torch random numbers, except in the initialization of its weights.
 
-    Args:
-        module: module of a model, without its submodules.
-        known: results for classes whose code was read, extended by this call.
+    module: module of a model, without its submodules. known: results for classes whose code was read, extended by this
+    call.
     """
     key = type(module), False
     if key not in known:
@@ -104,12 +102,7 @@ def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool
 
 
 class _Reader:
-    """Reads the bytecode of a function and of the functions that it calls by name.
-
-    Args:
-        has_rate: their module holds a rate.
-        wanted: the functions to search for.
-    """
+    """Reads the bytecode of a function and of the functions that it calls by name."""
 
     def __init__(self, has_rate: bool, wanted: frozenset[str] = _DROPS):
         self._has_rate, self._is_expected = has_rate, wanted
@@ -159,11 +152,7 @@ class _Reader:
 def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the noise of a call of torch, or None if it is not noise for samples.
 
-    Args:
-        func: function of torch, or method of Tensor.
-        site: dropout site of the calling module.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
+    func: function of torch, or method of Tensor.
     """
     draw = _DRAWS_sample_noise.get(func)
     if draw is None or kwargs.get("generator") is not None or kwargs.get("out") is not None:
@@ -172,7 +161,6 @@ def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, A
 
 
 def draws(func: Any) -> bool:
-    """Return True if `noise_of` replaces a function of torch."""
     return func in _DRAWS_sample_noise
 
 
@@ -273,11 +261,7 @@ _UNBATCHED = {F.dropout1d: 2, F.dropout3d: 4}
 
 
 class ByPosition(TorchFunctionMode):
-    """Mode in which torch functions drop by position, if a module calls them in its own code.
-
-    Args:
-        site: dropout site of the module.
-    """
+    """Mode in which torch functions drop by position, if a module calls them in its own code."""
 
     def __init__(self, site: DropSite):
         super().__init__()
@@ -365,7 +349,6 @@ def _attend_heads(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _choose(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `F.gumbel_softmax` with noise by sample."""
     del func
     with mode:
         return _CHOOSE(*args, **kwargs)

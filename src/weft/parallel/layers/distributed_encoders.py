@@ -53,23 +53,14 @@ class ItemCost:
         return cls(2.0 * max(weights, 1), 4.0 * width * len(blocks))
 
     def __call__(self, rows: int, span: int) -> float:
-        """Return the cost of an item.
-
-        Args:
-            rows: rows of the item.
-            span: number of rows that attend to each other.
-        """
+        """Return the cost of an item."""
         return rows * (self.per_row + self.per_pair * span)
 
 
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
 
-    Args:
-        costs: cost of each item.
-        homes: data rank that owns each item.
-        num_ranks: number of ranks that share all items.
-        ranks_per_home: number of consecutive ranks per data rank. Of equally costly items a rank gets its home's first.
+    ranks_per_home: number of consecutive ranks per data rank. Of equally costly items a rank gets its home's first.
     """
     alike: dict[float, dict[int, list[int]]] = {}
     for item in reversed(range(len(costs))):
@@ -103,12 +94,7 @@ Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
 class Encoder:
     """One module whose items are distributed.
 
-    Args:
-        path: the module's path.
-        module: the encoder.
-        mesh: the ranks.
-        shares: distribute items. If False, ranks only ensure that all of them call the module.
-        over_data: distribute over data ranks too.
+    module: the encoder. shares: distribute items. If False, ranks only ensure that all of them call the module.
     """
 
     def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
@@ -130,7 +116,6 @@ class Encoder:
         return self  # a copy of the model runs on the same ranks
 
     def begin(self) -> None:
-        """Begin a forward of the model."""
         self.calls, self.made, self._call, self._stands_by = 0, [], None, False
 
     def before(
@@ -138,10 +123,7 @@ class Encoder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Replace the arguments of a call by this rank's items.
 
-        Args:
-            args: positional arguments of the call.
-            kwargs: named arguments of the call.
-            outer: the enclosing call of the model's method, or None.
+        outer: the enclosing call of the model's method, or None.
         """
         self.calls += 1
         self._call = None
@@ -263,9 +245,7 @@ class Encoder:
 class Encoders:
     """Encoders of one model on one rank, in the order in which its forward calls them.
 
-    Args:
-        encoders: the model's encoders.
-        holder: module whose methods call them.
+    encoders: the model's encoders.
     """
 
     def __init__(self, encoders: list[Encoder], holder: nn.Module):
@@ -276,7 +256,6 @@ class Encoders:
         return self  # a copy of the model runs on the same ranks
 
     def begin(self) -> None:
-        """Begin a forward of the model."""
         self._outer = None
         for encoder in self._encoders:
             encoder.begin()
@@ -352,7 +331,6 @@ class _Hooks:
         self._encoders, self._encoder = encoders, encoder
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of the encoder."""
         del module
         if graph_task() != -1:
             raise ModelError(
@@ -362,7 +340,6 @@ class _Hooks:
         return self._encoders.enter(self._encoder, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook of the encoder."""
         del module, args
         return self._encoder.after(output)
 
@@ -374,13 +351,11 @@ class _Text:
         self._encoders = encoders
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the model."""
         del module, args
         if graph_task() == -1:
             self._encoders.begin()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of the block."""
         del module
         return self._encoders.prepare_text(args, kwargs) if graph_task() == -1 else None
 
@@ -388,10 +363,8 @@ class _Text:
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
     """Register the hooks in front of existing ones, so that other techniques' collectives run later.
 
-    Args:
-        model: the full model, or a pipeline stage.
-        text: first block that reads encoder outputs. None if it is not on this rank or does not exist.
-        encoders: encoders by module, in call order.
+    text: first block that reads encoder outputs. None if it is not on this rank or does not exist. encoders: encoders
+    by module, in call order.
     """
     inner = getattr(model, "model", None)
     holder = inner if isinstance(inner, nn.Module) and any(hasattr(inner, name) for name in FEATURES) else model
@@ -439,12 +412,7 @@ class EncoderChoice:
 
 
 def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> EncoderChoice:
-    """Return the encoders of a full model.
-
-    Args:
-        model: the model before it is sharded.
-        mesh: the plan's mesh.
-        layout: names the modules whose items are distributed.
+    """Return the encoders of a full model. model: the model before it is sharded.
 
     Raises:
         LayoutError: if a module's items cannot be distributed.
@@ -472,10 +440,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
     """Make ranks share the items of the encoders on this rank. Call it after all other hooks are registered.
 
-    Args:
-        model: the full model, or a pipeline stage.
-        mesh: the plan's mesh.
-        choice: encoders of the full model.
+    choice: encoders of the full model.
     """
     here = {path: module for path, module in model.named_modules() if not isinstance(module, StandIn)}
     found = {

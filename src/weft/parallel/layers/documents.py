@@ -36,11 +36,7 @@ def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.
     """Build a small transformers model of the same class and config, with random weights in fp32.
 
     It has enough layers to include one of each kind. Propagates the errors of transformers if the sizes do not fit.
-
-    Args:
-        model_class: the model's class.
-        config: the model's config. It is not modified.
-        window: tokens of its windows and chunks, if it has any.
+    window: tokens of its windows and chunks, if it has any.
     """
     config = copy.deepcopy(config)
     for part in _parts(config):
@@ -49,7 +45,6 @@ def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return the config and its sub-configs."""
     inner = [part for name, part in vars(config).items() if name.endswith("_config")]
     return [config, *(part for part in inner if hasattr(part, "to_dict"))]
 
@@ -159,10 +154,8 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor:
     """Return the attention mask that encodes document borders: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
 
-    Args:
-        starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device
-            sync.
-        ids_BT: ascending document id per token, used if `starts_BM` is None.
+    starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device sync.
+    ids_BT: ascending document id per token, used if `starts_BM` is None.
     """
     if starts_BM is not None:
         return starts_BM[:, None, None]
@@ -455,7 +448,6 @@ def _document_ids(given: dict[str, Any]) -> Tensor | None:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device, copied without blocking the host."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -107,7 +107,6 @@ class Items:
 
     @property
     def are_rows(self) -> bool:
-        """True if each item is one row."""
         return all(count == 1 for count in self.rows)
 
     def sizes(self, place: int) -> tuple[int, ...]:
@@ -116,7 +115,6 @@ class Items:
 
     @property
     def without_any(self) -> Items:
-        """The same call with zero items."""
         places = {*self.by_row, *self.by_item}
         leaves = tuple(leaf[:0] if place in places else leaf for place, leaf in enumerate(self.leaves))
         return Items((), (), leaves, self.tree, self.by_row, self.by_item)
@@ -133,10 +131,7 @@ class Items:
 def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
     """Return the rows of the chosen items, concatenated.
 
-    Args:
-        tensor: (rows of all items, ...).
-        sizes: rows of each item.
-        chosen: item numbers, in output order.
+    tensor: (rows of all items, ...). chosen: item numbers, in output order.
     """
     if list(chosen) == list(range(len(sizes))):
         return tensor
@@ -151,15 +146,7 @@ def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item
 
     An integer tensor can define how many rows of the first float tensor belong to each item: (N, 3) grids of frames,
     height and width, (N, 2) grids of height and width, or (N,) counts. They must add up to the number of rows. Without
-    such a tensor each row is one item.
-
-    Args:
-        path: the module's path, for errors.
-        args: positional arguments.
-        kwargs: named arguments.
-
-    Raises:
-        LayoutError: if the borders of items cannot be determined.
+    such a tensor each row is one item. Raises LayoutError if the borders of items cannot be determined.
     """
     leaves, tree = tree_flatten((args, kwargs))
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -236,7 +223,6 @@ class Division:
 
     @cached_property
     def own(self) -> list[int]:
-        """Items that this rank computes."""
         return self.dealt[self.ranks.data.rank * self.ranks.per_home + self.ranks.batch_index]
 
     @cached_property
@@ -286,11 +272,8 @@ class Division:
         """Return the rows of all items of this data rank in the module's outputs, in item order.
 
         A collective over `data`, then over tp.
-
-        Args:
-            outputs: each (rows, ...). The number of rows equals the number of input rows, or a multiple or fraction of
-                it.
-            given: number of input rows, from this rank's items or from the substitute item.
+        outputs: each (rows, ...). The number of rows equals the number of input rows, or a multiple or fraction of it.
+        given: number of input rows, from this rank's items or from the substitute item.
         """
         scaled = [self._rows_of(output.shape[0], given) for output in outputs]
         if not self.own:
@@ -375,21 +358,13 @@ class ReplicatedCalls:
 def encode_calls(path: str, method: str, outer: Items, inner: Items, chosen: int) -> bytes:
     """Encode a call for `parse_calls`.
 
-    Args:
-        path: the encoder's path, for errors.
-        method: as in `ReplicatedCalls`.
-        outer: arguments of the method.
-        inner: arguments of the encoder.
-        chosen: number of the item to include.
-
-    Raises:
-        LayoutError: if an argument of the call cannot be encoded.
+    path: the encoder's path, for errors. method: as in `ReplicatedCalls`. inner: arguments of the encoder. Raises
+    LayoutError if an argument of the call cannot be encoded.
     """
     return json.dumps([method, _recorded_call(path, outer, chosen), _recorded_call(path, inner, chosen)]).encode()
 
 
 def parse_calls(text: bytes, device: torch.device) -> ReplicatedCalls:
-    """Build the calls that another rank encoded."""
     method, outer, inner = json.loads(text)
     return ReplicatedCalls(method, _made_call(outer, device), _made_call(inner, device))
 
@@ -397,13 +372,7 @@ def parse_calls(text: bytes, device: torch.device) -> ReplicatedCalls:
 def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
     """Return the JSON form of the call with one of its items.
 
-    Args:
-        path: the module's path, for errors.
-        items: items of the call.
-        chosen: number of the item.
-
-    Raises:
-        LayoutError: if an argument of the call cannot be encoded.
+    Raises LayoutError if an argument of the call cannot be encoded.
     """
     args, kwargs = items.arguments({})
     if len(args) + len(kwargs) != len(items.leaves):
@@ -420,7 +389,6 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
 
 
 def _made_call(text: list[Any], device: torch.device) -> Items:
-    """Build a call with one item of zeros."""
     said, named, (rows, span), by_row, by_item = text
     args = tuple(_made(one, device) for one in said)
     kwargs = {name: _made(one, device) for name, one in named.items()}
@@ -431,11 +399,7 @@ def _made_call(text: list[Any], device: torch.device) -> Items:
 def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
     """Return the message of the first rank that has one. A collective.
 
-    Args:
-        own: this rank's message, or b"".
-        sizes: message size of each rank of the axis, in bytes.
-        axis: the ranks.
-        device: device of the communicated tensors.
+    sizes: message size of each rank of the axis, in bytes.
     """
     filled = torch.zeros(max(sizes), dtype=torch.uint8)
     filled[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else filled[:0]

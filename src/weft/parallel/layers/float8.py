@@ -32,7 +32,6 @@ class Float8Linear(HoldingLayer):
     """A linear layer that multiplies in float8."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., O) from (..., I)."""
         transposed = layers.is_transposed(self)
         out = linear(x, self.weight, self.bias, self._weft_held, transposed=transposed, form=self._weft_float8)
         return self.adapt(out, x) if isinstance(self, AdaptedLinear) else out
@@ -43,12 +42,8 @@ def choose_float8(
 ) -> None:
     """Choose the layers that will multiply in float8. Call it on the full model, before any technique shards it.
 
-    Args:
-        model: the full model.
-        device: device that the model will run on.
-        keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16.
-        recipe: scale recipe, one of RECIPES.
-        speaks: this rank warns of layers that stay in bf16, and of a device without float8 products.
+    keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16. speaks: this rank
+    warns of layers that stay in bf16, and of a device without float8 products.
 
     Raises:
         ModelError: if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
@@ -101,11 +96,7 @@ def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
 
 
 def _bf16_paths(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
-    """Return the paths of `fitting` that an entry of `keep` matches.
-
-    Raises:
-        ModelError: if an entry matches none.
-    """
+    """Return the paths of `fitting` that an entry of `keep` matches. Raises ModelError if an entry matches none."""
     kept = set[str]()
     for word in keep:
         named = {path for path in fitting if fnmatchcase(path, word)}
@@ -131,10 +122,6 @@ def use_float8(model: nn.Module) -> None:
 
 def refuse_partial(path: str, module: nn.Module) -> None:
     """Refuse a chosen layer whose output gradient is a partial sum on each rank.
-
-    Args:
-        path: the layer's path.
-        module: the layer, or any other module.
 
     Raises:
         PlanError: because rounding summands is not rounding their sum.

@@ -129,10 +129,8 @@ def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
 def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return the elements that are kept if each is dropped with probability `rate`: bool, of the broadcast shape.
 
-    Args:
-        lines: result of `lines_of` for all dims but the last, with a last dim of 1.
-        columns: result of `lines_of` for the last dim.
-        rate: 0 to 1.
+    lines: result of `lines_of` for all dims but the last, with a last dim of 1. columns: result of `lines_of` for the
+    last dim. rate: 0 to 1.
     """
     return _hash(lines ^ columns) >= round(rate * 2**32) - 2**31
 
@@ -140,10 +138,7 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
     """Draw an integer below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...).
 
-    Args:
-        key: int64, 0-d.
-        places: positions per dim, int64, 1-D.
-        bits: 1 to 62.
+    key: int64, 0-d. places: positions per dim, int64, 1-D.
     """
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)
@@ -170,11 +165,7 @@ def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
 
     The shape is (len(places[0]), len(places[1]), ...). In compiled code this is one operator: generated code would
     treat positions as index arithmetic, which does not use 64 bits, and would draw other numbers.
-
-    Args:
-        key: int64, 0-d.
-        places: positions per dim, int64, 1-D.
-        rate: 0 to 1.
+    key: int64, 0-d. places: positions per dim, int64, 1-D. rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
         return keep_mask_operator(key, places, rate)
@@ -183,7 +174,6 @@ def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
 
 @torch.library.custom_op("weft::kept", mutates_args=(), schema="(Tensor key, Tensor[] places, float rate) -> Tensor")
 def keep_mask_operator(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
-    """Compute `keep_mask_at` as a torch operator."""
     return keep_mask_at(key, places, rate)
 
 
@@ -200,7 +190,6 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return a logical right shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -139,14 +139,7 @@ class StateSource(Protocol):
         ...
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with consecutive elements of a part in flat order, in the saved dtype.
-
-        Args:
-            name: name of the tensor.
-            part: part of the full tensor.
-            start: first element within the flattened part.
-            out: buffer that is filled completely.
-        """
+        """Fill `out` with consecutive elements of a part in flat order, in the saved dtype."""
         ...
 
 
@@ -169,11 +162,7 @@ class FlatSlice:
     def of_full(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
         """Return the flat slice, of the tensor's dtype and shape (numel,), of a part that this rank holds completely.
 
-        Args:
-            name: name in the checkpoint.
-            tensor: the part, with any strides.
-            part: which elements of the full tensor it is.
-            deal: assignment of the elements to ranks that hold the same part.
+        deal: assignment of the elements to ranks that hold the same part.
         """
         tensor = tensor.detach()
         dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
@@ -255,11 +244,7 @@ def register_param_locations(optimizer: torch.optim.Optimizer, held: Iterable[tu
 
 
 def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTensor:
-    """Return the checkpoint's entry of that name.
-
-    Raises:
-        CheckpointError: if it is missing or has another shape.
-    """
+    """Return the checkpoint's entry of that name. Raises CheckpointError if it is missing or has another shape."""
     saved = source.entries.get(name)
     if saved is None:
         raise CheckpointError(
@@ -296,11 +281,8 @@ def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torc
 def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
     """Return a state of a local parameter from a checkpoint, in the saved dtype.
 
-    Args:
-        full_name: name of the state in the checkpoint, `parameter/key`.
-        like: position of the local part in the full parameter.
-        piece: this rank's part of the parameter. The state has its shape.
-        source: the checkpoint.
+    full_name: name of the state in the checkpoint, `parameter/key`. piece: this rank's part of the parameter. The state
+    has its shape.
     """
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
     FlatSlice(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
@@ -311,11 +293,6 @@ def single_rank_slice(name: str, value: torch.Tensor, rank: int) -> FlatSlice:
     """Return the flat slice, of the value's dtype and shape (numel,), of a tensor that one rank writes in full.
 
     For values that are not shaped like a parameter.
-
-    Args:
-        name: name in the checkpoint.
-        value: identical on all ranks.
-        rank: the rank that writes it.
     """
     value = value.detach().contiguous()
     return FlatSlice(name, Part(tuple(value.shape)), OwnershipMap.to_one(rank, value.numel()), 0, value.view(-1))

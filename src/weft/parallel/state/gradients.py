@@ -132,11 +132,8 @@ class DataParallel(Protocol):
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Publish the new weights to the next forward on all ranks, after `optimizer.step()`.
 
-        Args:
-            clip: factor by which clipping multiplied the gradients.
-            follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights
-                when it is called, and every method here that reads weights waits for all. Call `arrive` before reading
-                parameters.
+        follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights when it
+        is called, and every method here that reads weights waits for all. Call `arrive` before reading parameters.
         """
         ...
 
@@ -225,10 +222,7 @@ class _Attached:
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
     """Keep the engine with its module, for `data_parallel` and `originals`.
 
-    Args:
-        model: the parallelized module.
-        engine: engine of its parameters.
-        originals: tensors of the plain module, by name. None means empty.
+    originals: tensors of the plain module, by name. None means empty.
     """
     setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
 
@@ -278,7 +272,6 @@ class ShardedJoin:
         return self.axes.full_shape(self.name, part.shape)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor."""
         return self.axes.part(self.name, whole)
 
 
@@ -290,11 +283,7 @@ def join_sharded(
 ) -> None:
     """Set the joins of sharded parameters on an optimizer that needs full matrices.
 
-    Args:
-        optimizer: an attribute `joins` marks support for sharded parameters.
-        params: parameters that this rank updates, by name.
-        axes: placements of the parameters.
-        device: device of the collectives.
+    optimizer: an attribute `joins` marks support for sharded parameters.
 
     Raises:
         ModelError: if the optimizer does not support sharded parameters.

@@ -26,13 +26,9 @@ from weft.parallel.state.placement import AxisMap
 class Materialise:
     """Materializes the parameters of one model.
 
-    Args:
-        model: model whose parameters may be on the meta device.
-        axes: placements of its parameters.
-        seed: seed for `weft.models.initialize`. None if no parameter needs initialization.
-        filled_later: values are loaded from files afterwards, so each rank only allocates its part. A and B of adapters
-            are initialized from the seed, because files do not contain them.
-        device: target device.
+    seed: seed for `weft.models.initialize`. None if no parameter needs initialization. filled_later: values are loaded
+    from files afterwards, so each rank only allocates its part. A and B of adapters are initialized from the seed,
+    because files do not contain them.
 
     Raises:
         ModelError: if a buffer is on the meta device, or a parameter is and there is no seed.
@@ -108,11 +104,6 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
     """Compare names, full shapes, sharding and requires_grad among the ranks of one stage.
-
-    Args:
-        model: this rank's model.
-        axes: placements of its parameters.
-        device: device of the communicated tensors.
 
     Raises:
         CommError: if a rank built another model. It names tensor and ranks.

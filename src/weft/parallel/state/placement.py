@@ -77,13 +77,7 @@ class Placement:
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
     def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are beyond the full size.
-
-        Args:
-            local: shape of a rank's part.
-            rank: rank on the joined sharding axis.
-            size: size of that axis.
-        """
+        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are beyond the full size."""
         if self.index is not None:
             return tuple(_ranges(self.index))
         if not self.parts:
@@ -95,13 +89,7 @@ class Placement:
         return tuple(found)
 
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's part of the full tensor: a view if the rows are contiguous.
-
-        Args:
-            whole: the full tensor.
-            rank: rank on the joined sharding axis.
-            size: size of that axis.
-        """
+        """Return a rank's part of the full tensor: a view if the rows are contiguous."""
         if not self.cut:
             return whole
         if self.index is not None:
@@ -243,11 +231,8 @@ class AxisMap:
 
     `batch` is the default axis for gradient sums. `stage` joins all ranks with the same modules. `world` joins all
     ranks.
-
-    Args:
-        mesh: mesh of the ranks.
-        placements: placements from techniques, by name. A tensor without one is full.
-        sharded: the plan shards optimizer states (zero above 0).
+    placements: placements from techniques, by name. A tensor without one is full. sharded: the plan shards optimizer
+    states (zero above 0).
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):

@@ -58,9 +58,8 @@ class OriginalParameters:
     def watch(self, model: nn.Module, compiles: bool) -> None:
         """Make the first forward refuse references to old values, if any exist.
 
-        Args:
-            model: the model after parallelize.
-            compiles: blocks are compiled; the watched forward runs without compiled code.
+        model: the model after parallelize. compiles: blocks are compiled; the watched forward runs without compiled
+        code.
 
         Raises:
             ModelError: for a hook of a parameter that was replaced.
@@ -107,11 +106,8 @@ def hook_refusal(name: str) -> str:
 class StaleReferences:
     """Watches one model's first training forward and first evaluation for old parameters.
 
-    Args:
-        model: the model after parallelize.
-        objects: old parameters by name.
-        storages: old memory, with the name of the parameter that it belonged to and its address.
-        compiles: blocks are compiled.
+    model: the model after parallelize. storages: old memory, with the name of the parameter that it belonged to and its
+    address.
     """
 
     def __init__(
@@ -163,13 +159,7 @@ class StaleReferences:
 
     @uncompiled
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """End the watch, and follow the gradients of the output.
-
-        Args:
-            model: the module of the hook.
-            args: the forward's arguments.
-            output: the forward's output, or None if it raised.
-        """
+        """End the watch, and follow the gradients of the output. output: the forward's output, or None if it raised."""
         del args
         own, self._own_pass = self._own_pass, None
         if own is not None:

@@ -64,12 +64,8 @@ def watch_steps(
 ) -> None:
     """Do the work of TrainStep in hooks around the optimizer's step, if TrainStep does not drive it.
 
-    Args:
-        optimizer: optimizer to watch.
-        engine: engine of its parameters.
-        clear: additional work of the engine in `zero_grad`.
-        before: work directly before every step of the optimizer, driven by TrainStep or not.
-        after: work directly after every step.
+    clear: additional work of the engine in `zero_grad`. before: work directly before every step of the optimizer,
+    driven by TrainStep or not. after: work directly after every step.
 
     Raises:
         ModelError: at a step with a closure.
@@ -179,11 +175,8 @@ def step_by_decision(
 ) -> None:
     """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it.
 
-    Args:
-        optimizer: optimizer for which `leaves_steps_out` is True.
-        decision: decision on the device.
-        first: ids of parameters to step before the others, if `steps_in_parts`; empty steps all together.
-        between: called after the `first` parameters are stepped.
+    optimizer: optimizer for which `leaves_steps_out` is True. first: ids of parameters to step before the others, if
+    `steps_in_parts`; empty steps all together. between: called after the `first` parameters are stepped.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -211,7 +204,6 @@ def step_by_decision(
 
 @contextmanager
 def _without_grads(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Make the optimizer skip these parameters."""
     grads = [(param, param.grad) for param in params]
     for param, _ in grads:
         param.grad = None
@@ -240,10 +232,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> b
 def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names: Sequence[str] | None) -> None:
     """Set the parameters of a group to those that this rank updates, in place.
 
-    Args:
-        group: parameter group of the optimizer.
-        kept: one entry for each of its parameters, None if not local.
-        names: `param_names` of the full group, if set.
+    kept: one entry for each of its parameters, None if not local. names: `param_names` of the full group, if set.
     """
     group["params"] = [param for param in kept if param is not None]
     if names is not None:
@@ -251,11 +240,7 @@ def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that calls the model inside its step.
-
-    Raises:
-        ModelError: for LBFGS.
-    """
+    """Refuse an optimizer that calls the model inside its step. Raises ModelError for LBFGS."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
 

@@ -115,11 +115,7 @@ class ZeroEngine(ABC):
     """Methods that both ZeRO engines share. `weft.parallel.state.gradients.DataParallel` documents them.
 
     A subclass sets `reducer`, and `updates_on_host` to True if optimizers step parameters in host memory.
-
-    Args:
-        mesh: mesh of the ranks.
-        placements: placements of parameters that techniques changed, by name.
-        sharded: the data ranks shard parameters or gradients.
+    placements: placements of parameters that techniques changed, by name.
     """
 
     reducer: GradientReducer

@@ -40,10 +40,7 @@ def exchange(
 ) -> dict[str, dict[str, StateEntry]]:
     """Combine the tables of all ranks. A collective over the axis.
 
-    Args:
-        mine: this rank's states, by parameter and key. If several ranks have an entry, the first rank's is kept.
-        axis: axis to combine over.
-        device: device of the collective.
+    mine: this rank's states, by parameter and key. If several ranks have an entry, the first rank's is kept.
     """
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=device), axis, op="max"))
@@ -123,13 +120,7 @@ HEADER_BYTES = 1024
 def across_stages(
     pairs: Iterator[tuple[str, torch.Tensor]], stages: Axis, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis.
-
-    Args:
-        pairs: this stage's tensors by name.
-        stages: axis of the pipeline stages.
-        device: device of the yielded tensors.
-    """
+    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis."""
     if stages.size == 1:
         yield from pairs
         return
@@ -178,10 +169,8 @@ def replicas_in(source: StateSource) -> int:
 def read_residual(like: FlatSlice, source: StateSource, whose: tuple[str, ...] = ()) -> None:
     """Add the residual of its elements to a flat slice.
 
-    Args:
-        like: flat slice named `parameter/residual.anyone`; its memory is added to.
-        source: the checkpoint's residuals.
-        whose: owners to read; empty reads the sum of all.
+    like: flat slice named `parameter/residual.anyone`; its memory is added to. whose: owners to read; empty reads the
+    sum of all.
     """
     param = like.name.rpartition(MIDDLE)[0]
     for name in source.entries:

@@ -162,7 +162,6 @@ class Bucket:
 
     @property
     def is_mixed(self) -> bool:
-        """True if masters are separate tensors."""
         return self.on_host or self.differs or self.weights.dtype != self.master.dtype
 
     def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
@@ -194,7 +193,6 @@ class Bucket:
             slot.grad = slot.of(flat)
 
     def collect(self) -> None:
-        """Copy loose sums into `shard`."""
         if self.loose is None:
             return
         if self.grads is None:
@@ -260,10 +258,7 @@ def lay_out(
     """Build empty buckets in the order in which backward completes them: the last parameters first.
 
     whole: names of parameters that must not cross part boundaries. host: names of parameters whose masters are on the
-    host.
-
-    Raises:
-        ModelError: if sharding over this many ranks would leave most of the memory as padding.
+    host. Raises ModelError if sharding over this many ranks would leave most of the memory as padding.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
@@ -289,11 +284,7 @@ def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Calla
     """Sort buckets of several kinds by the order in which backward completes them.
 
     Buckets that wait for other stages come last. Their order follows from their names, which are equal on all stages.
-
-    Args:
-        buckets: sorted in place.
-        slots: slots in the order of the model.
-        saved_name: returns a parameter's name in checkpoints.
+    slots: slots in the order of the model. saved_name: returns a parameter's name in checkpoints.
     """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
 
@@ -451,10 +442,7 @@ class BucketSums:
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
         """Start the in-place sum over the ranks with equal parts.
 
-        Args:
-            bucket: bucket of the gradients.
-            sums: this rank's summand, which receives the sum.
-            parts: tensors with the summand, if it is not in `sums` yet.
+        parts: tensors with the summand, if it is not in `sums` yet.
         """
         over, coder = bucket.over, self._coder(bucket, "replicas")
         if over.outer.size == 1 or self.divides(bucket):
@@ -497,10 +485,7 @@ class BucketSums:
 def matrices_in(bucket: Bucket, span: slice, rank: int) -> list[Matrix]:
     """Return the matrices of a bucket's parameters, or of their rows in a span, with offsets counted from its start.
 
-    Args:
-        bucket: bucket of the parameters.
-        span: first element and end in the bucket.
-        rank: low rank at which compressing a matrix must pay off.
+    rank: low rank at which compressing a matrix must pay off.
     """
     found: list[Matrix] = []
     for slot in bucket.slots:

@@ -27,10 +27,9 @@ from weft.parallel.zero_flat.step import FlatOptimizers, FlatStep, RecordedPasse
 class FlatModel(ZeroEngine):
     """The engine of zero=0, 1 and 2, alone or over replicas (HSDP), for any module.
 
-    Args:
-        model, mesh, placements, host, seed, filled_later: as in `build_engine`, with the same errors.
-        each_microbatch: stage 2 reduces after each microbatch: no full gradients, and more communication.
-        bucket_bytes: bytes of masters in a bucket; None: `usual_bucket_bytes`.
+    model, mesh, placements, host, seed, filled_later: as in `build_engine`, with the same errors. each_microbatch:
+    stage 2 reduces after each microbatch: no full gradients, and more communication. bucket_bytes: bytes of masters in
+    a bucket; None: `usual_bucket_bytes`.
     """
 
     reducer: Reducer

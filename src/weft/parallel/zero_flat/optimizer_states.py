@@ -71,7 +71,6 @@ class SlotAdoption:
 
     @property
     def slots(self) -> list[Slot]:
-        """The module's parameters among the optimizer's."""
         return [place for places in self._groups for place in places if isinstance(place, Slot)]
 
     def needs_full(self) -> frozenset[str]:
@@ -142,12 +141,7 @@ _OWNER = "owner"
 
 
 class SlotErrorFeedback:
-    """Error feedback of parameters in buckets.
-
-    Args:
-        sums: gradient sums of the buckets.
-        axes: axes of the module's parameters.
-    """
+    """Error feedback of parameters in buckets."""
 
     def __init__(self, sums: BucketSums, axes: AxisMap):
         self._sums, self._axes = sums, axes
@@ -304,11 +298,7 @@ def _gather_key(
 
 
 def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load this rank's slices of full states.
-
-    Raises:
-        CheckpointError: for a state that does not fit its parameter.
-    """
+    """Load this rank's slices of full states. Raises CheckpointError for a state that does not fit its parameter."""
     slots = {slot.name: slot for slot in adoption.slots}
     for full_name, saved in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -393,8 +383,7 @@ class SlotSlices:
     def states(self, adoption: SlotAdoption) -> Iterator[FlatSlice]:
         """Yield the states of this rank's slices.
 
-        Raises:
-            CheckpointError: for a state whose shape does not fit a slice of its parameter.
+        Raises CheckpointError for a state whose shape does not fit a slice of its parameter.
         """
         for slot, piece in adoption.pieces.items():
             found = self.of(slot)
@@ -412,11 +401,7 @@ class SlotSlices:
                 yield single_rank_slice(name, value, found.deal.holder(0))
 
     def take_states(self, adoption: SlotAdoption, source: StateSource) -> None:
-        """Load an optimizer's states.
-
-        Raises:
-            CheckpointError: for a state that does not fit its parameter.
-        """
+        """Load an optimizer's states. Raises CheckpointError for a state that does not fit its parameter."""
         ours: dict[str, list[Slot]] = {}
         for slot in adoption.slots:
             ours.setdefault(self._axes.saved_name(slot.name), []).append(slot)
@@ -456,11 +441,7 @@ def located_slices(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.P
 class Untrained:
     """Frozen parameters and buffers: replicated on every rank, with the first rank's values.
 
-    Args:
-        model: model placed on the mesh.
-        axes: axes of its parameters.
-        formats: dtypes of parameters.
-        value_of: returns a parameter's values, or None if each rank loads them later.
+    value_of: returns a parameter's values, or None if each rank loads them later.
     """
 
     def __init__(
@@ -504,12 +485,7 @@ class Untrained:
 
 
 class QuantizedWeights:
-    """Quantized weights that forward uses, in checkpoints, for buckets that communicate differences.
-
-    Args:
-        buckets: buckets of the model.
-        axes: axes of the model's parameters.
-    """
+    """Quantized weights that forward uses, in checkpoints, for buckets that communicate differences."""
 
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._buckets, self._axes = buckets, axes

@@ -27,8 +27,7 @@ from weft.private_torch import foreach_mul_, graph_task, version_of
 def update_written(slots: Sequence[Slot], wait: Callable[[], None]) -> None:
     """Update the master of each parameter that was written to. wait: waits for pending weights.
 
-    Raises:
-        ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
+    Raises ModelError for a parameter that was moved, frozen or cast after `parallelize`.
     """
     for slot in slots:
         param = slot.param
@@ -57,10 +56,6 @@ class LoadHooks:
     """Hooks that update masters from the unrounded tensors of `load_state_dict` of a full module.
 
     The module stores the hooks. The hooks of a module's copy do nothing.
-
-    Args:
-        slots: parameters of the module.
-        wait: waits for pending weights.
     """
 
     def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):

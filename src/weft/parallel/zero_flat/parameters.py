@@ -24,13 +24,8 @@ from weft.parallel.zero_flat.own_loop import update_written
 class FlatParameters:
     """Slots and buckets of a model's parameters, and its tensors outside of buckets.
 
-    Args:
-        model: model; its parameters may be on the meta device.
-        axes: axes of the parameters.
-        precision: formats of the plan.
-        materialise: values of parameters on the meta device.
-        host: host memory for the plan's share of optimizer states, or None.
-        bucket_bytes: bytes of masters in a bucket.
+    model: model; its parameters may be on the meta device. host: host memory for the plan's share of optimizer states,
+    or None. bucket_bytes: bytes of masters in a bucket.
     """
 
     buckets: list[Bucket]
@@ -59,7 +54,6 @@ class FlatParameters:
 
     @property
     def is_sharded(self) -> bool:
-        """True if some buckets are sharded."""
         return any(axes.shard.size > 1 for axes in self.kinds.values())
 
     @property
@@ -70,10 +64,7 @@ class FlatParameters:
     def lay_out(self, source: WeightOf, unsharded: frozenset[str] = frozenset(), *, settle: bool) -> None:
         """Lay out and fill buckets.
 
-        Args:
-            source: values of each slot.
-            unsharded: names of parameters to keep unsharded.
-            settle: broadcast the first rank's weights, since ranks may have initialized them differently.
+        settle: broadcast the first rank's weights, since ranks may have initialized them differently.
         """
         self.buckets = []
         options: dict[str, Any] = {"whole": unsharded, "host": self.on_host, "bucket_bytes": self._bucket_bytes}
@@ -138,14 +129,12 @@ class FlatParameters:
     def check(self, wait: Callable[[], None]) -> None:
         """Update the master of each parameter that was written to. wait: waits for pending weights.
 
-        Raises:
-            ModelError: for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
+        Raises ModelError for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
         """
         update_written(self.slots, wait)
         self.untrained.check()
 
 
 def bucket_of(slot: Slot) -> Any:
-    """Return the bucket of a slot, after `lay_out`."""
     assert slot.bucket is not None
     return slot.bucket

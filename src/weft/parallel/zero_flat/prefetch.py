@@ -166,10 +166,7 @@ class WeightPrefetcher:
     def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
         """Start the gathers that have not started yet.
 
-        Args:
-            buckets: all buckets.
-            follow: return before the gathers complete, if modules wait for their weights.
-            is_update: an optimizer stepped.
+        follow: return before the gathers complete, if modules wait for their weights.
         """
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
@@ -178,13 +175,11 @@ class WeightPrefetcher:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for all weights."""
         for bucket in self._waiting:
             _wait_for_bucket(bucket)
         self._waiting = []
 
     def wait_for(self, slots: Sequence[Slot]) -> None:
-        """Wait for the weights of some parameters."""
         if self._waiting:
             for slot in slots:
                 _wait_for_bucket(_bucket(slot))

@@ -328,7 +328,6 @@ class Reducer(GradientReducer):
             self._land(min(self._under_way))
 
     def _land(self, index: int) -> None:
-        """Wait for a bucket's reduction."""
         one, bucket = self._under_way.pop(index), self.buckets[index]
         one.pending.wait()
         if one.add is not None:

@@ -112,12 +112,8 @@ class RecordedSteps:
     ) -> None:  # fmt: skip
         """Step all lanes: by replay if the step was recorded, otherwise kernel by kernel or while recording.
 
-        Args:
-            found: addresses of all tensors, and the constant settings of the rules.
-            rules: rules of the lanes, numbered in their order.
-            lanes: yields the elements that are stepped together.
-            decision: decision about this step.
-            recorder: recorder to use.
+        found: addresses of all tensors, and the constant settings of the rules. rules: rules of the lanes, numbered in
+        their order.
         """
         step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
@@ -161,7 +157,6 @@ class _RecordedStep:
         self._factor.copy_(decision.factor)
 
     def launch(self, rules: Mapping[Rule, int], lanes: Iterable[tuple[Lane, Rule]]) -> None:
-        """Step lane by lane."""
         factors: dict[torch.dtype, torch.Tensor] = {}
         for lane, rule in lanes:
             dtype = torch.promote_types(lane.master.dtype, torch.float32)
@@ -240,11 +235,8 @@ class FlatStep:
     def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
         """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step.
 
-        Args:
-            factor: factor of gradients, applied as they are read.
-            recorder: recorder for steps that the device decides about. Such a step updates all buckets here. None
-                disables
-                recording.
+        factor: factor of gradients, applied as they are read. recorder: recorder for steps that the device decides
+        about. Such a step updates all buckets here. None disables recording.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
@@ -284,7 +276,6 @@ class FlatStep:
         return (tuple(marks), tuple(places), tuple(rule.without_dials for rule in rules)), rules
 
     def taken(self, factor: float | StepDecision) -> None:
-        """Count a step of all buckets."""
         self._count(1)
         self._decision = factor if isinstance(factor, StepDecision) else None
 
@@ -442,12 +433,7 @@ def _is_plain_sgd(group: dict[str, Any]) -> bool:
 
 
 class FlatOptimizers:
-    """The adopted optimizers of one model, and their steps.
-
-    Args:
-        axes: axes of the model's parameters.
-        device: device of collectives.
-    """
+    """The adopted optimizers of one model, and their steps."""
 
     def __init__(self, axes: AxisMap, device: torch.device):
         self._axes, self._device = axes, device
@@ -455,7 +441,6 @@ class FlatOptimizers:
 
     @property
     def adoptions(self) -> list[SlotAdoption]:
-        """Adoptions in the order of the calls of `add`."""
         return [step.adoption for step in self.steps.values()]
 
     def add(self, adoption: SlotAdoption) -> None:

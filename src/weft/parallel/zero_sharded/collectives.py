@@ -29,8 +29,6 @@ class UnitGather(GatherBase):
     """All-gather of one unit's parameters.
 
     Args:
-        unit: index of the unit.
-        axis: axis that the unit is sharded over.
         order: order of all ranks' operations on the axis.
         wire: wire format of the weights, or None to send them unencoded.
         parts: returns this rank's parts by gather and weight: shape, module and name.
@@ -56,7 +54,6 @@ class UnitGather(GatherBase):
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -125,13 +122,8 @@ def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) 
 class UnitReduce(ReduceBase):
     """Reduce-scatter of one unit's gradients.
 
-    Args:
-        unit: index of the unit.
-        axis: axis that the unit is sharded over.
-        order: order of all ranks' operations on the axis.
-        wire: coder of the gradients.
-        grads: dtype of all input gradients, if it is narrower than the dtype of sums and is communicated instead of it.
-            None copies gradients into the dtype of sums.
+    order: order of all ranks' operations on the axis. grads: dtype of all input gradients, if it is narrower than the
+    dtype of sums and is communicated instead of it. None copies gradients into the dtype of sums.
     """
 
     def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
@@ -179,11 +171,6 @@ def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
     """Return the coders of a unit's gradients, over the shard axis and over replicas.
 
     The plan's `compress` applies to the outermost data axis, which is dp_replicate if it exists.
-
-    Args:
-        coders: coders of the engine.
-        unit: index of the unit.
-        plan: plan of the mesh.
     """
     shard, replicas = f"unit {unit} shard", f"unit {unit} replicas"
     if plan.compress == "none":
@@ -204,14 +191,9 @@ def connect_unit(
 ) -> None:
     """Make a unit communicate through `weft.comm`.
 
-    Args:
-        module: module that fully_shard was applied to.
-        unit: index of the unit.
-        axis: axis that the unit is sharded over.
-        order: order of all ranks' operations on the axis.
-        wire: coder of the gradients.
-        mesh: mesh of the ranks; the `gather` field of its plan is the wire format of weights.
-        grads: dtype of all gradients to reduce, narrower than the dtype of sums, or None if they may have that dtype.
+    order: order of all ranks' operations on the axis. mesh: mesh of the ranks; the `gather` field of its plan is the
+    wire format of weights. grads: dtype of all gradients to reduce, narrower than the dtype of sums, or None if they
+    may have that dtype.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None

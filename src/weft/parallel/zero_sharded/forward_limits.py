@@ -31,12 +31,7 @@ class ForwardLimits:
     Gradients in forward are not refused there.
 
     Until the first step, ranks also compare the ends of their forwards: the first step tries some samples, and a rank
-    that calls more units than the others would wait for them.
-
-    Args:
-        units: the units, by their names; the root last.
-        orders: orders of the ranks' operations on units.
-        is_stage: the model is a pipeline stage.
+    that calls more units than the others would wait for them. units: the units, by their names; the root last.
     """
 
     def __init__(self, units: Sequence[tuple[str, FSDPModule]], orders: Sequence[Order], *, is_stage: bool = False):
@@ -55,7 +50,6 @@ class ForwardLimits:
             module.register_forward_hook(uncompiled(self._leave), prepend=True, always_call=True)
 
     def begin_steps(self) -> None:
-        """Stop comparing the ends of forwards."""
         self._orders = ()
 
     def _refusing(self, name: str) -> Callable[[], None]:

@@ -57,7 +57,6 @@ class Act(IntEnum):
     END = 3
 
     def describe(self, unit: str) -> str:
-        """Describe the operation for an error message."""
         if self is Act.END:
             return "ends the step"
         return f"{('gathers the weights', 'reduces the gradients', 'sums the gradients')[self]} of {unit}"
@@ -84,8 +83,7 @@ class Order:
     def check(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
         """Check the next operation against the record or the other ranks. No collective while it follows the record.
 
-        Raises:
-            CommError: if ranks start different operations.
+        Raises CommError if ranks start different operations.
         """
         if self._axis.size == 1:
             return
@@ -180,11 +178,8 @@ class _Disagreement(CommError):
 class FirstGathers:
     """Steps an optimizer in two parts, and overlaps the gather of the first part with the second.
 
-    Args:
-        modules: the units, by their index; the root last.
-        shards: this rank's shards of each unit's parameters.
-        order: order of all ranks' operations, which records the first gathers of a forward.
-        device: device of the weights.
+    modules: the units, by their index; the root last. order: order of all ranks' operations, which records the first
+    gathers of a forward.
     """
 
     def __init__(
@@ -272,7 +267,6 @@ class ReplicaSum:
         self.factor = 1.0
 
     def __call__(self, sums: torch.Tensor) -> None:
-        """Add this call's share in place."""
         if self.factor != 1.0:
             sums *= self.factor
         if not self.last:
@@ -299,13 +293,11 @@ class ReplicaSum:
             pending.wait()
 
     def wait(self) -> None:
-        """Wait until the sum is complete."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def clear(self) -> None:
-        """Drop the state that a step left."""
         self.wait()
         self._kept = None
 
@@ -346,10 +338,7 @@ def watch_calls(
 ) -> None:
     """Count the calls of all units, and call `begin_root` before each forward of the root.
 
-    Args:
-        modules: the units, by their index; the root last.
-        begin_root: forward pre-hook of the root.
-        recompute: blocks are recomputed in backward.
+    modules: the units, by their index; the root last.
     """
     calls = Calls()
     units = [module for module in modules if isinstance(module, nn.Module)]

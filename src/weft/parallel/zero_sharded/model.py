@@ -47,8 +47,7 @@ from weft.parallel.zero_sharded.units import check_torch
 class FullyShardedModel(ZeroEngine):
     """The engine of zero=3 for one module, sharded in place. Its methods are documented in `gradients.DataParallel`.
 
-    Args:
-        model, mesh, placements, seed, filled_later, host: as in `build_engine`, with the same errors.
+    model, mesh, placements, seed, filled_later, host: as in `build_engine`, with the same errors.
     """
 
     reducer: ShardReducer

@@ -257,11 +257,7 @@ class ShardSlices:
         return FlatSlice(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
 
     def states(self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption) -> Iterator[FlatSlice]:
-        """Yield an optimizer's states.
-
-        Raises:
-            CheckpointError: for a state whose shape does not fit its parameter.
-        """
+        """Yield an optimizer's states. Raises CheckpointError for a state whose shape does not fit its parameter."""
         for name, param, is_whole in adoption.local_params(optimizer):
             shard = self._shards[name]
             first = self._kinds[name].holders[0] if is_whole else self._layout(name, shard.local).deal.holder(0)
@@ -285,11 +281,7 @@ class ShardSlices:
         plain: Mapping[str, nn.Parameter],
         source: StateSource,
     ) -> None:
-        """Load an optimizer's states.
-
-        Raises:
-            CheckpointError: for a state of a parameter that it does not train.
-        """
+        """Load an optimizer's states. Raises CheckpointError for a state of a parameter that it does not train."""
         ours: dict[str, list[tuple[str, nn.Parameter | None, bool]]] = {}
         for name, param, is_whole in adoption.local_params(optimizer):
             ours.setdefault(self._axes.saved_name(name), []).append((name, param, is_whole))
@@ -350,10 +342,7 @@ class UnitWithErrorFeedback:
     def sending(self, numel: int) -> Coder:
         """Return the coder of its sums in this step.
 
-        numel: number of elements in the sums.
-
-        Raises:
-            CommError: if the sums do not cover all its parameters.
+        numel: number of elements in the sums. Raises CommError if the sums do not cover all its parameters.
         """
         if numel != self.numel:
             raise CommError(
@@ -391,15 +380,7 @@ class UnitWithErrorFeedback:
 
 
 class ShardErrorFeedback:
-    """Error feedback of sharded parameters.
-
-    Args:
-        placed: flat slices of the shards.
-        shards: shards by name.
-        plain: parameters that are unsharded on each rank.
-        axes: axes of the module's parameters.
-        coders: store loaded residuals until the first step is taken.
-    """
+    """Error feedback of sharded parameters."""
 
     def __init__(
         self,
@@ -416,13 +397,7 @@ class ShardErrorFeedback:
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
         """Return a function from the number of elements to the coder of a unit's sums over replicas.
 
-        The coder may keep residuals from now on.
-
-        Args:
-            unit: index of the unit.
-            params: parameters of fully_shard, in the order of its reduction.
-            axis: the replicas.
-            coder: coder of these sums.
+        The coder may keep residuals from now on. params: parameters of fully_shard, in the order of its reduction.
         """
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder

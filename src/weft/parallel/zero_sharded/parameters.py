@@ -25,14 +25,7 @@ class ShardedParameters:
 
     `plain` holds parameters that every rank stores in full: scalars, and those in another format than the computation.
     `members` holds the shards of each unit.
-
-    Args:
-        model: model; its parameters may be on the meta device.
-        mesh: mesh of the ranks.
-        axes: axes of the parameters.
-        precision: formats of the plan.
-        materialise: values of parameters on the meta device.
-        host: host memory for the plan's share of states, or None.
+    model: model; its parameters may be on the meta device. host: host memory for the plan's share of states, or None.
     """
 
     def __init__(

@@ -53,14 +53,7 @@ class UnitSettings:
 
 
 class ShardReducer(GradientReducer):
-    """Reduces the gradients of one step, unit by unit, during backward.
-
-    Args:
-        parameters: parameters of the model.
-        mesh: mesh of the ranks.
-        axes: axes of the parameters.
-        precision: formats of the plan.
-    """
+    """Reduces the gradients of one step, unit by unit, during backward."""
 
     def __init__(self, parameters: ShardedParameters, mesh: Mesh, axes: AxisMap, precision: Precision):
         super().__init__()
@@ -134,7 +127,6 @@ class ShardReducer(GradientReducer):
         self.clear()
 
     def clear(self) -> None:
-        """Drop all gradients of parameters."""
         for _, param in self._parameters.local():
             param.grad = None
         for shard in self._parameters.shards.values():
@@ -167,8 +159,7 @@ class ShardReducer(GradientReducer):
     def finish(self, totals: torch.Tensor | None) -> None:
         """Wait for all sums, and sum `totals` and unsharded gradients.
 
-        Raises:
-            CommError: if some ranks did not reach this call.
+        Raises CommError if some ranks did not reach this call.
         """
         self._complete()
         plain, kinds = self._parameters.plain, self._parameters.kinds
@@ -212,7 +203,6 @@ class ShardReducer(GradientReducer):
         return all_reduce(self._partial.square(counted), self._axes.replica).sqrt()
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
         grads = [param.grad for _, param in self._parameters.local() if param.grad is not None]
         if factor != 1.0 and grads:
             if self._parameters.hosted is not None:

@@ -142,7 +142,6 @@ class HostedShards:
             part.forget()
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that were sent."""
         for part in self._parts.values():
             if part.is_sent:
                 part.scale(factor)

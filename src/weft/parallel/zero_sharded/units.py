@@ -114,9 +114,7 @@ def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tupl
     """Return the units, each after the units of experts inside of it.
 
     A unit is sharded over one axis, and experts are sharded over another axis than the rest.
-
-    Raises:
-        ModelError: if experts share a module with other parameters.
+    Raises ModelError if experts share a module with other parameters.
     """
     own = {id(unit.module) for unit in units}
     names = {id(module): name for name, module in model.named_modules()}
