@@ -381,7 +381,7 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
             "without items. Call it with tensors and plain values, or use a plan without zero=3 and spread without "
             ":data."
         )
-    said = [_to_json(path, leaf if not _is_divided(items, place) else items.taken(place, [chosen]))
+    said = [_to_json(path, items.taken(place, [chosen]) if place in (*items.by_row, *items.by_item) else leaf)
             for place, leaf in enumerate(items.leaves)]  # fmt: skip
     named = dict(zip(kwargs, said[len(args) :], strict=True))
     sizes = items.rows[chosen], items.spans[chosen]
@@ -406,10 +406,6 @@ def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.devic
     every = all_gather(filled.to(device), axis).view(axis.size, -1).cpu()
     speaker = next(rank for rank, size in enumerate(sizes) if size)
     return bytes(every[speaker, : sizes[speaker]].tolist())
-
-
-def _is_divided(items: Items, place: int) -> bool:
-    return place in items.by_row or place in items.by_item
 
 
 def _to_json(path: str, value: Any) -> Any:

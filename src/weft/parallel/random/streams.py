@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,13 +82,9 @@ _RATES = (
 )  # fmt: skip
 
 
-def _is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
-    return type(module).forward is nn.Dropout.forward
-
-
 def drops_itself(module: nn.Module) -> bool:
     """Return True if a module is nn.Dropout, has a rate attribute, or is attention that contains a dropout."""
-    if _is_dropout(module):
+    if type(module).forward is nn.Dropout.forward:
         return module.p > 0
     kind = type(module).__name__.lower()
     for name in _RATES:

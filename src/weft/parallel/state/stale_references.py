@@ -319,14 +319,10 @@ def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
         yield from (
             (f"global {key}", value.__globals__[key])
             for key in sorted(used)
-            if _is_container_or_tensor(value.__globals__[key])
+            if isinstance(value.__globals__[key], Tensor | list | tuple | dict | functools.partial)
         )
     elif hasattr(value, "__dict__"):
         yield from ((f"{what}.{key}", part) for key, part in list(vars(value).items()))
-
-
-def _is_container_or_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor | list | tuple | dict | functools.partial)
 
 
 def _leads_to(node: Any, stale: StaleReferences, name: str | None) -> bool:

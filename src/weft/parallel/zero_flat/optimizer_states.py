@@ -20,7 +20,6 @@ from weft.comm.wire.coder import Coder
 from weft.errors import CheckpointError, ModelError
 from weft.parallel.state.flat_slices import (
     FlatSlice,
-    PlacedPart,
     StateSource,
     filled,
     flat_of,
@@ -28,7 +27,7 @@ from weft.parallel.state.flat_slices import (
     single_rank_slice,
 )
 from weft.parallel.state.placement import AxisMap
-from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
+from weft.parallel.zero.engine import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.states import (
     DTYPES,
     StateEntry,
@@ -87,7 +86,10 @@ class SlotAdoption:
         """Put this rank's slices into the groups. Existing optimizer states are sliced to fit."""
         self.pieces = {}
         for slot in self.slots:
-            piece = _own_slice(slot)
+            bucket, piece = slot.bucket, slot.param
+            if bucket.num_shards > 1 or bucket.is_mixed:
+                view = slot.view_in(bucket.master, bucket.own)
+                piece = None if view is None else nn.Parameter(view)
             if piece is not None:
                 self.pieces[slot] = piece
             held = self._before[slot]
@@ -113,20 +115,10 @@ class SlotAdoption:
                 piece.grad = grad
 
 
-def _own_slice(slot: Slot) -> nn.Parameter | None:
-    bucket = slot.bucket
-    assert bucket is not None
-    if bucket.num_shards == 1 and not bucket.is_mixed:
-        return slot.param
-    piece = slot.view_in(bucket.master, bucket.own)
-    return None if piece is None else nn.Parameter(piece)
-
-
 def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
     """Slice a parameter's state for its local slice. Adagrad creates states when it is constructed."""
     if held is not slot.param:
         return {}  # new layout: `load_states` restores full states
-    assert slot.bucket is not None
     return {
         key: slot.elements_in(value, slot.bucket.own).to(piece.dtype).clone()
         if isinstance(value, torch.Tensor) and value.shape == slot.shape and value.is_floating_point()
@@ -308,7 +300,6 @@ def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> 
         piece = adoption.pieces.get(slot)
         if piece is None:
             continue
-        assert slot.bucket is not None
         divided = piece.numel() < slot.numel
         if divided and saved.ndim and saved.shape != slot.shape:
             raise CheckpointError(
@@ -339,12 +330,8 @@ def _describe(adoption: SlotAdoption, rank: int) -> dict[str, dict[str, StateEnt
                     raise not_joinable(f"{slot.name}/{key}", value.shape)
                 shape = "cut"
             number = value.item() if value.ndim == 0 and value.dtype != torch.bfloat16 else None
-            found.setdefault(slot.name, {})[key] = {
-                "owner": rank,
-                "shape": shape,
-                "dtype": str(value.dtype),
-                "value": number,
-            }
+            entry = {"owner": rank, "shape": shape, "dtype": str(value.dtype), "value": number}
+            found.setdefault(slot.name, {})[key] = entry
     return found
 
 
@@ -369,22 +356,17 @@ class SlotSlices:
     def of(self, slot: Slot) -> FlatSlice | None:
         """Return this rank's flat slice of a parameter's master, or None."""
         bucket = slot.bucket
-        assert bucket is not None
         if not slot.is_in(bucket.own):
             return None
         kind, (start, end) = bucket.over, slot.inside(bucket.own)
-        ranks = self._ranks[id(kind)]
-        times = len(kind.holders)
-        deal = assign_evenly(ranks, bucket.length, times, start=slot.start, turn=self._turns[id(bucket)])
+        turn = self._turns[id(bucket)]
+        deal = assign_evenly(self._ranks[id(kind)], bucket.length, len(kind.holders), start=slot.start, turn=turn)
         flat = bucket.master.detach()[start - bucket.own.start : end - bucket.own.start]
         part = self._axes.part_of(slot.name, slot.param)
         return FlatSlice(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
 
     def states(self, adoption: SlotAdoption) -> Iterator[FlatSlice]:
-        """Yield the states of this rank's slices.
-
-        Raises CheckpointError for a state whose shape does not fit a slice of its parameter.
-        """
+        """Yield the states of this rank's slices. Raises CheckpointError for a state whose shape does not fit."""
         for slot, piece in adoption.pieces.items():
             found = self.of(slot)
             assert found is not None
@@ -427,15 +409,6 @@ class SlotSlices:
             )
         # Keep step counters on the device that the optimizer expects: fused kernels read them on the GPU.
         adoption.optimizer.state[piece][key] = read_full(source, full_name).to(piece.device)
-
-
-def located_slices(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
-    """Yield an optimizer's slices, each with its position in the full parameter."""
-    for slot, piece in adoption.pieces.items():
-        assert slot.bucket is not None
-        start = slot.inside(slot.bucket.own)[0] - slot.start
-        part = axes.part_of(slot.name, slot.param)
-        yield piece, PlacedPart(axes.saved_name(slot.name), part, start, piece.device)
 
 
 class Untrained:

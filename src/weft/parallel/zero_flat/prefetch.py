@@ -117,7 +117,7 @@ class WeightPrefetcher:
     def watch(self) -> None:
         """Make modules wait for their own weights. Call it before the first forward, which may compile them."""
         model = self._model()
-        if model is None or self._units or all(_bucket(slot).num_shards == 1 for slot in self._slots):
+        if model is None or self._units or all(slot.bucket.num_shards == 1 for slot in self._slots):
             return
         by_param = {id(slot.param): slot for slot in self._slots}
         units = list(_units(model))
@@ -164,10 +164,7 @@ class WeightPrefetcher:
         return bool(self._units)
 
     def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
-        """Start the gathers that have not started yet.
-
-        follow: return before the gathers complete, if modules wait for their weights.
-        """
+        """Start the other gathers. follow: return before gathers complete, if modules wait for their weights."""
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
                 self.start(bucket, is_update=is_update)
@@ -182,19 +179,16 @@ class WeightPrefetcher:
     def wait_for(self, slots: Sequence[Slot]) -> None:
         if self._waiting:
             for slot in slots:
-                _wait_for_bucket(_bucket(slot))
+                _wait_for_bucket(slot.bucket)
 
     def wait_for_rest(self) -> None:
         """Wait, before a forward, for weights that no module waits for."""
         if self._waiting:
             for bucket in self._waiting:
-                if not all(self._is_awaited(slot) for slot in bucket.slots):
-                    _wait_for_bucket(bucket)
+                for units in map(self._units.get, bucket.slots):
+                    if not units or not all(unit.was_called for unit in units):
+                        _wait_for_bucket(bucket)
             self._waiting = [bucket for bucket in self._waiting if bucket.arriving is not None]
-
-    def _is_awaited(self, slot: Slot) -> bool:
-        found = self._units.get(slot)
-        return bool(found) and all(one.was_called for one in found)
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
@@ -214,11 +208,6 @@ def _wait_for_bucket(bucket: Bucket) -> None:
     if bucket.arriving is not None:
         bucket.arriving.wait()
         bucket.arriving = None
-
-
-def _bucket(slot: Slot) -> Bucket:
-    assert slot.bucket is not None
-    return slot.bucket
 
 
 def _made(kind: type[nn.Module]) -> nn.Module:

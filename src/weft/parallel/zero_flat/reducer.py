@@ -212,10 +212,7 @@ class Reducer(GradientReducer):
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's full flat gradient, including `.grad` set by autograd or the user.
-
-        Missing gradients are zero.
-        """
+        """Return the bucket's full flat gradient, with `.grad` set by autograd or the user. Missing ones are zero."""
         flat = self._room(bucket)
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:
@@ -233,9 +230,7 @@ class Reducer(GradientReducer):
     def arrived(self, index: int, param: nn.Parameter) -> None:
         """Process a gradient that autograd has delivered for this parameter."""
         slot = self._slots[index]
-        bucket = slot.bucket
-        assert bucket is not None
-        phase = self.phase
+        bucket, phase = slot.bucket, self.phase
         if bucket.index < self._pass.next and phase.in_pass:
             self._late.append(index)
             slot.fired += 1
@@ -350,7 +345,13 @@ class Reducer(GradientReducer):
         self._first_late = self._late[0] if self._late else -1
         extra[0].fill_(len(self._late))  # an assignment would copy from the host and block
         # Ranks with equal sums compute the norm of one part each.
-        parts = [part for bucket in self.buckets for part in _share_of(bucket)]
+        parts: list[torch.Tensor] = []
+        for bucket in self.buckets:
+            rank, number = bucket.over.share
+            if bucket.loose is not None:
+                parts += [grad for _, grad in bucket.loose]
+            else:
+                parts.append(shard_of(bucket).tensor_split(number)[rank])
         norms: list[torch.Tensor] = []
         for dtype in dict.fromkeys(part.dtype for part in parts):  # a GPU kernel supports one dtype
             alike = [part for part in parts if part.dtype == dtype]
@@ -368,14 +369,6 @@ def shard_of(bucket: Bucket) -> torch.Tensor:
     bucket.collect()
     assert bucket.shard is not None, "gradients were not reduced yet"
     return bucket.shard
-
-
-def _share_of(bucket: Bucket) -> list[torch.Tensor]:
-    """Return the tensors whose norm this rank computes."""
-    rank, number = bucket.over.share
-    if bucket.loose is not None:
-        return [grad for _, grad in bucket.loose]
-    return [shard_of(bucket).tensor_split(number)[rank]]
 
 
 def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:

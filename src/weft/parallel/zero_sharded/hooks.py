@@ -36,7 +36,7 @@ from weft.parallel.private_torch import (
     fsdp_state,
     wrap_forward_hooks,
 )
-from weft.parallel.zero.adopt import step_by_decision, steps_in_parts
+from weft.parallel.zero.engine import step_by_decision, steps_in_parts
 from weft.parallel.zero_sharded.shards import Shard
 from weft.private_torch import graph_task, tree_map, uncompiled, without_modes
 

@@ -33,8 +33,7 @@ from weft.optim.step_decision import StepDecision
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.placement import Placement
-from weft.parallel.zero.adopt import find_optimizers, leaves_steps_out, undo_skipped_counts, watch_steps
-from weft.parallel.zero.engine import ZeroEngine
+from weft.parallel.zero.engine import ZeroEngine, find_optimizers, leaves_steps_out, undo_skipped_counts, watch_steps
 from weft.parallel.zero.states import broadcast_buffers
 from weft.parallel.zero_sharded.forward_limits import ForwardLimits
 from weft.parallel.zero_sharded.hooks import FirstGathers

@@ -35,7 +35,7 @@ from weft.parallel.state.flat_slices import (
     single_rank_slice,
 )
 from weft.parallel.state.placement import Axes, AxisMap
-from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
+from weft.parallel.zero.engine import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.states import not_joinable, read_residual, replicas_in, untrained
 from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
 
