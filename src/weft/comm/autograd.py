@@ -127,8 +127,7 @@ class _Library:
     """Operators of one axis, in a torch namespace that is deleted with this object."""
 
     def __init__(self, axis: Axis, known: Mapping[str, Operator]):
-        self.axis = axis
-        self._known = known
+        self.axis, self._known = axis, known
         self._space = f"{_SPACE}{id(self)}"
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 

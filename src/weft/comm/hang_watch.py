@@ -279,8 +279,7 @@ class Watch(threading.Thread):
         warn_after_s = min(WARN_AFTER_S, limit_s / 2) if warn_after_s is None else warn_after_s
         self._warn_after_s, self._limit_s, self._limit_name = warn_after_s, limit_s, limit_name
         self._stacks = stacks or sys.__stderr__
-        self._where_stacks = where_stacks
-        self._owns_process = owns_process
+        self._where_stacks, self._owns_process = where_stacks, owns_process
         self._tick_s = min(1.0, warn_after_s / 4)
         #: The ranks need time to record their status before one of them reports, which is after warn_after_s.
         self._grace_s = 3 * self._tick_s

@@ -139,11 +139,9 @@ class Mesh:
         route: str = "auto",
         link_profile: str = "",
     ):
-        self.plan = plan
-        self.rank = rank
+        self.plan, self.rank = plan, rank
         self.world_size = plan.world_size
-        self.device = device
-        self._record = record
+        self.device, self._record = device, record
         self._route, self._link_profile = route, link_profile
         self._hosts: dict[int, bytes] = {}
         self._axes: dict[tuple[str, ...], Axis] = {}

@@ -31,10 +31,7 @@ class Pending:
         into: torch.Tensor | None = None,
         counts: bool = True,
     ):
-        self._tensor = tensor
-        self._into = into
-        self._axis = axis
-        self._operation = operation
+        self._tensor, self._into, self._axis, self._operation = tensor, into, axis, operation
         self._counts = counts
         self.seconds = 0.0
         self.sent_bytes = self.off_host_bytes = 0

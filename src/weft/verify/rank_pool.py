@@ -53,9 +53,7 @@ class RankPool:
     """
 
     def __init__(self, num_ranks: int, timeout_s: float = 120.0, backend: str = "gloo"):
-        self.num_ranks = num_ranks
-        self._timeout_s = timeout_s
-        self._backend = backend
+        self.num_ranks, self._timeout_s, self._backend = num_ranks, timeout_s, backend
         self._start()
 
     def _start(self) -> None:

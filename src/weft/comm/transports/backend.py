@@ -85,9 +85,7 @@ class BackendLink:
     self_driven = True
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], reason: str, on_one_host: Callable[[], bool]):
-        self.reason = reason
-        self._group = group
-        self._ranks = ranks
+        self.reason, self._group, self._ranks = reason, group, ranks
         self._works: dict[Operation, dist.Work] = {}
         self._on_one_host = on_one_host
 
@@ -189,8 +187,7 @@ class ExchangeLink:
         hosts: tuple[int, ...] = (),
         purpose: str = "exchange",
     ):
-        self.reason = reason
-        self._group = group
+        self.reason, self._group = reason, group
         self._ranks, self._rank = ranks, rank
         self._sent = SentBytes(rank, hosts or (0,) * len(ranks))
         self._combine = Combiner()

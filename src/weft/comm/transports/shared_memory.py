@@ -163,10 +163,7 @@ class SharedLink:
     self_driven = False
 
     def __init__(self, segment: Segment, ranks: tuple[int, ...], timeout_s: float, reason: str):
-        self.reason = reason
-        self._segment = segment
-        self._ranks = ranks
-        self._timeout_s = timeout_s
+        self.reason, self._segment, self._ranks, self._timeout_s = reason, segment, ranks, timeout_s
         self._combine = Combiner()
         self._lock = threading.Lock()
         # Acquiring a lock is a locked instruction: other cores observe all stores before it before the stores after

@@ -24,8 +24,7 @@ class Coder:
     """
 
     def __init__(self, wire: Wire, name: str = ""):
-        self.wire = wire
-        self.name = name
+        self.wire, self.name = wire, name
         self.turn = self.calls = 0
         self.unit = 1.0
         #: Positions of matrices in the tensor, for a wire that sums matrices.

@@ -73,8 +73,7 @@ class Drops:
         self._data = mesh.data
         self._cp, self._plan = mesh["cp"], mesh.plan
         self.device = mesh.device
-        self._context = context
-        self._seed = seed
+        self._context, self._seed = context, seed
         self.num_keys = 0  #: number of keys drawn here
         self._forward = _Forward()
         self._compiled_key: int | None = None  # the key in compiled blocks

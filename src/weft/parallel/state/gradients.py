@@ -209,8 +209,7 @@ class _Attached:
     """Attaches the engine to its module, but not to copies and pickles: a copy of the module is a plain module."""
 
     def __init__(self, engine: DataParallel, originals: Mapping[str, Original]):
-        self.engine = engine
-        self.originals = originals
+        self.engine, self.originals = engine, originals
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

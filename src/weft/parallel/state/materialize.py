@@ -39,9 +39,7 @@ class Materialise:
     ):
         self._filled_later = filled_later
         self._awaited: set[int] = set()
-        self._axes = axes
-        self._seed = seed
-        self._device = device
+        self._axes, self._seed, self._device = axes, seed, device
         self._owners: dict[int, tuple[str, nn.Module]] = {}
         for path, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):

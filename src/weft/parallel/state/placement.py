@@ -236,9 +236,7 @@ class AxisMap:
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
-        self.placements = placements
-        self.mesh = mesh
-        self._sharded = sharded
+        self.placements, self.mesh, self._sharded = placements, mesh, sharded
         self._kinds: dict[tuple[object, ...], Axes] = {}
         self.batch = mesh.batch
         self.stage = self._joined((*_DATA, "cp", "tp"))

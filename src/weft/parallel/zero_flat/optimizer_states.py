@@ -429,10 +429,7 @@ class Untrained:
             if (value := value_of(param)) is not None:
                 same = axes.of(name, param.shape).same
                 param.data = broadcast(value.to(formats[param]).contiguous(), same)
-        for name, buffer in model.named_buffers():
-            settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
-            if settled.data_ptr() != buffer.data_ptr():
-                buffer.copy_(settled)
+        broadcast_buffers((buffer, axes.settling(name, buffer)) for name, buffer in model.named_buffers())
         lasting = model.state_dict(keep_vars=True)
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
         # Statistics that forward updates (batch norm): the first rank's values are broadcast after each step.

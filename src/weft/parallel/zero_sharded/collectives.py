@@ -44,11 +44,7 @@ class UnitGather(GatherBase):
         parts: Callable[[], list[list[tuple[torch.Size, nn.Module, str]]]],
         near: Axis | None = None,
     ):
-        self._unit = unit
-        self._axis = axis
-        self._order = order
-        self._wire = wire
-        self._parts = parts
+        self._unit, self._axis, self._order, self._wire, self._parts = unit, axis, order, wire, parts
         self._near = near
         self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
@@ -70,21 +66,17 @@ class UnitGather(GatherBase):
                 all_gather(input_tensor, self._near, out=output_tensor)  # second shards, already rounded
             elif self._wire is None:
                 all_gather(input_tensor, self._axis, out=output_tensor)
-            else:
-                self._gather_codes(output_tensor, input_tensor, self._wire)
+            else:  # every rank decodes all parts, its own too, so all compute with the same weights
+                codec = self._codec(input_tensor, self._wire)
+                codes = codec.encode(input_tensor)
+                everyones = torch.empty(self._axis.size * codec.num_bytes, dtype=torch.uint8, device=codes.device)
+                all_gather(codes, self._axis, out=everyones)
+                codec.decode(everyones.view(self._axis.size, -1), output_tensor.view(self._axis.size, -1))
         except CommError as error:
             raise self._order.explain(error) from error
         if output_tensor.is_cuda:
             self._there = torch.cuda.Event(enable_timing=True), output_tensor.device
             self._there[0].record()
-
-    def _gather_codes(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, wire: WireSpec) -> None:
-        """Gather encoded weights. Every rank decodes all parts, its own too, so all compute with the same weights."""
-        codec = self._codec(input_tensor, wire)
-        codes = codec.encode(input_tensor)
-        everyones = torch.empty(self._axis.size * codec.num_bytes, dtype=torch.uint8, device=codes.device)
-        all_gather(codes, self._axis, out=everyones)
-        codec.decode(everyones.view(self._axis.size, -1), output_tensor.view(self._axis.size, -1))
 
     def _codec(self, flat: torch.Tensor, wire: WireSpec) -> RowCodes:
         key = flat.numel(), flat.dtype
@@ -127,11 +119,7 @@ class UnitReduce(ReduceBase):
     """
 
     def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
-        self._unit = unit
-        self._axis = axis
-        self._order = order
-        self._wire = wire
-        self._grads = grads
+        self._unit, self._axis, self._order, self._wire, self._grads = unit, axis, order, wire, grads
         self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,6 @@ from weft.models.inspect.blocks import repeated_blocks
 from weft.optim.step_decision import StepDecision
 from weft.parallel.private_torch import (
     base_of_its_own,
-    drop_unreduced_gradients,
     end_backward,
     forget_forward,
     fsdp_state,
@@ -73,8 +72,7 @@ class Order:
     """
 
     def __init__(self, axis: Axis, units: Sequence[str]):
-        self._axis = axis
-        self._units = units
+        self._axis, self._units = axis, units
         self._record: list[Entry] = []
         self._done: list[Entry] = []  # operations of this step, during comparison
         self._place = 0  # position in the record, while this rank follows it
@@ -189,12 +187,10 @@ class FirstGathers:
         order: Order,
         device: torch.device,
     ):
-        self._modules = modules
-        self._shards = shards
+        self._modules, self._shards = modules, shards
         # The gathers of blocks overlap with earlier computation anyway.
         self._blocks = {*repeated_blocks(modules[-1]).values()} if isinstance(modules[-1], nn.Module) else set()
-        self._order = order
-        self._device = device
+        self._order, self._device = order, device
         self._stream: torch.cuda.Stream | None = None
         self._early: list[tuple[FSDPModule, UnshardHandle]] = []
 
@@ -206,7 +202,10 @@ class FirstGathers:
     def step(self, optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
         """Step the optimizer, and start the first gathers of the next forward."""
         self.drop()
-        first = self._first() if self._stream is not None and steps_in_parts(optimizer) else []
+        first: list[int] = []
+        if self._stream is not None and steps_in_parts(optimizer):  # units that are gathered before any block
+            gathers = self._order.first_gathers()
+            first += itertools.takewhile(lambda one: self._modules[one] not in self._blocks, gathers)
         params = {id(shard.local) for number in first for shard in self._shards[number]}
         step_by_decision(optimizer, decision, params, functools.partial(self._gather, first, self._stream))
 
@@ -215,18 +214,11 @@ class FirstGathers:
         self._early = []
 
     def drop(self) -> None:
-        """Drop early gathers between steps.
-
-        The shards may change now, and gathered weights would be outdated.
-        """
+        """Drop early gathers between steps. The shards may change now, and gathered weights would be outdated."""
         early, self._early = self._early, []
         for module, handle in early:
             handle.wait()  # no-op if an evaluation has already waited
             module.reshard()
-
-    def _first(self) -> list[int]:
-        """Return the units that are gathered before any block."""
-        return [*itertools.takewhile(lambda one: self._modules[one] not in self._blocks, self._order.first_gathers())]
 
     def _gather(self, units: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         assert stream is not None
@@ -252,11 +244,7 @@ class ReplicaSum:
     def __init__(
         self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, wire: Callable[[int], Coder]
     ):
-        self._unit = unit
-        self._params = params
-        self._axis = axis
-        self._order = order
-        self._wire = wire
+        self._unit, self._params, self._axis, self._order, self._wire = unit, params, axis, order, wire
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
         #: False in all passes of a step but the last.
@@ -302,90 +290,57 @@ class ReplicaSum:
         self._kept = None
 
 
-class Calls:
-    """Counts the calls of each unit in a forward pass.
-
-    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so ranks may use
-    different ones. With several calls, fully_shard would reduce zeros once per call, so only existing gradients are
-    reduced.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-
-    def watch(self, module: nn.Module, is_root: bool) -> None:
-        """Count the calls of this unit, if torch can reduce zeros (2.13 and later)."""
-        set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
-        if set_zeros is None:
-            return
-        set_zeros(True, recurse=False)
-
-        def count(module: Any, args: Any) -> None:
-            if is_root:
-                self._counts.clear()
-            # A call inside a backward pass is a recomputation, not another use.
-            if not torch.is_grad_enabled() or graph_task() != -1:
-                return
-            calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
-            if calls <= 2:
-                set_zeros(calls == 1, recurse=False)
-
-        module.register_forward_pre_hook(uncompiled(count))
-
-
 def watch_calls(
     modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
 ) -> None:
-    """Count the calls of all units, and call `begin_root` before each forward of the root.
+    """Count the calls of all units in a forward, and call `begin_root` before each forward of the root.
 
-    modules: the units, by their index; the root last.
+    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so ranks may use
+    different ones. With several calls, fully_shard would reduce zeros once per call, so only existing gradients are
+    reduced. modules: the units, by their index; the root last.
     """
-    calls = Calls()
+    counts: dict[int, int] = {}
     units = [module for module in modules if isinstance(module, nn.Module)]
     root = units[-1]
+
+    def count(module: Any, args: Any) -> None:
+        if module is root:
+            counts.clear()
+        # A call inside a backward pass is a recomputation, not another use.
+        if torch.is_grad_enabled() and graph_task() == -1:
+            calls = counts[id(module)] = counts.get(id(module), 0) + 1
+            if calls <= 2:
+                module.set_reduce_scatter_unused_params(calls == 1, recurse=False)
+
     for module in units:
-        calls.watch(module, is_root=module is root)
+        set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.13 and later
+        if set_zeros is not None:
+            set_zeros(True, recurse=False)
+            module.register_forward_pre_hook(uncompiled(count))
     if recompute and not repeated_blocks(root):
+        # The region counts operations, and gathering differs in its replay: the unit may already be unsharded.
         for module in units[:-1]:
-            hide_hooks(module)
+            wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
     root.register_forward_pre_hook(uncompiled(begin_root))
 
 
-def return_no_views(module: nn.Module) -> None:
-    """Make a unit return tensors that are not views, before fully_shard registers its hooks on them.
+@uncompiled
+def without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a unit's output as tensors that are not views: a forward hook before fully_shard's own.
 
     A layer with a bias returns a view. An in-place operation on it would remove the hook that gathers the unit for
     backward. A value without a gradient stays the same object: a head's loss identifies the batch's labels by it.
     """
-    module.register_forward_hook(_without_views, prepend=True)
-
-
-@uncompiled
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     del module, args
     return tree_map(
         lambda one: base_of_its_own(one) if isinstance(one, torch.Tensor) and one.requires_grad else one, output
     )
 
 
-def hide_hooks(module: nn.Module) -> None:
-    """Exclude the computation of a unit's hooks from a recomputed region around it.
-
-    The region counts operations, and gathering differs in the replay, in which the unit may already be unsharded.
-    """
-    wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
-
-
 @uncompiled
 def _outside_of_modes(hook: Any, *args: Any) -> Any:
     with without_modes():
         return hook(*args)
-
-
-def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
-    """Drop unreduced gradients of a step that failed."""
-    for module in modules:
-        drop_unreduced_gradients(module)
 
 
 class StagePasses:

@@ -30,7 +30,7 @@ from weft.comm.mesh import Mesh
 from weft.memory.offload import Host
 from weft.optim.build import clip_factor
 from weft.optim.step_decision import StepDecision
-from weft.parallel.state.flat_slices import FlatSlice, StateSource
+from weft.parallel.state.flat_slices import FlatSlice, StateSource, register_param_locations
 from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.placement import Placement
 from weft.parallel.zero.engine import ZeroEngine, find_optimizers, leaves_steps_out, undo_skipped_counts, watch_steps
@@ -75,7 +75,7 @@ class FullyShardedModel(ZeroEngine):
         self.error_feedback = self.reducer.error_feedback
         units = [(str(unit), unit.module) for unit in parameters.units if isinstance(unit.module, FSDPModule)]
         self._limits = ForwardLimits(units, self.reducer.orders, is_stage=mesh.plan.pp > 1)
-        self._first_gathers = FirstGathers(parameters.modules, parameters.members, self.reducer.order, self.device)
+        self._first_gathers = FirstGathers(parameters.modules, parameters.members, self.reducer.orders[0], self.device)
         find_optimizers(weakref.ref(self))
 
     def begin_step(self) -> None:
@@ -89,11 +89,7 @@ class FullyShardedModel(ZeroEngine):
         return self.reducer.microbatch(last)
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait for all sums, and sum `totals` and unsharded gradients.
-
-        Raises:
-            CommError: if some ranks did not reach this call.
-        """
+        """Wait for all sums, and sum `totals` and unsharded gradients."""
         self.reducer.finish(totals)
 
     def check(self) -> None:
@@ -159,7 +155,8 @@ class FullyShardedModel(ZeroEngine):
         join_sharded(optimizer, self._adoption.full_parameters(optimizer), self.axes, self.device)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        self.parameters.slices.register_positions(optimizer, self._adoption, self.parameters.plain)
+        located = self.parameters.slices.located(optimizer, self._adoption, self.parameters.plain)
+        register_param_locations(optimizer, located)
         around = {"before": self._adoption.before_step, "after": self._adoption.after_step}
         watch_steps(optimizer, weakref.ref(self), clear=lambda engine: engine.reducer.clear(), **around)
 

@@ -16,7 +16,7 @@ from weft.parallel.state.materialize import Materialise
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.state.precision import Precision, cast_inputs, formats
 from weft.parallel.zero_sharded.optimizer_states import ShardAdoption, ShardSlices
-from weft.parallel.zero_sharded.shards import HostedShards, choose_hosted, find_shards, full_tensors
+from weft.parallel.zero_sharded.shards import HostedShards, choose_hosted, find_shards
 from weft.parallel.zero_sharded.units import Unit, finalize, find_units, kinds_of, shard_units, with_experts
 
 
@@ -75,7 +75,12 @@ class ShardedParameters:
 
     def full(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors of the parameters for which `of` returns a local tensor. A collective."""
-        return full_tensors(self.shards, self.plain, of)
+        for name, shard in self.shards.items():
+            if (local := of(shard.local)) is not None:
+                yield name, shard.gather(local)
+        for name, param in self.plain.items():
+            if (tensor := of(param)) is not None:
+                yield name, tensor
 
     def model_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of parameters and buffers. No collective."""

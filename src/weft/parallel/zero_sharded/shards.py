@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,20 +69,6 @@ def find_shards(model: nn.Module, names: list[str], axis_of: Callable[[str], Axi
     return found
 
 
-def full_tensors(
-    shards: Mapping[str, Shard],
-    plain: Mapping[str, nn.Parameter],
-    of: Callable[[nn.Parameter], torch.Tensor | None],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the full tensor of `of(param)` for each parameter, by name, except if it is None. A collective."""
-    for name, shard in shards.items():
-        if (local := of(shard.local)) is not None:
-            yield name, shard.gather(local)
-    for name, param in plain.items():
-        if (tensor := of(param)) is not None:
-            yield name, tensor
-
-
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's local tensor, or any other tensor unchanged."""
@@ -116,11 +102,10 @@ class HostedShards:
         self._parts = {
             name: HostPart(host, shard.local.numel(), shard.local.dtype) for name, shard in self._shards.items()
         }
-        self.params = {name: self._param(name) for name in self._parts}
+        self.params = {
+            name: nn.Parameter(part.master.view(self._shards[name].local.shape)) for name, part in self._parts.items()
+        }
         self._versions = dict.fromkeys(self._parts, -1)
-
-    def _param(self, name: str) -> nn.Parameter:
-        return nn.Parameter(self._parts[name].master.view(self._shards[name].local.shape))
 
     def watch(self, names: Iterable[str]) -> None:
         """Copy the gradients of these parameters to the host as soon as fully_shard has reduced them."""
@@ -166,10 +151,9 @@ class HostedShards:
             part.wait()
         param.grad = None if grad is None else part.grad.view(param.shape)
 
-    def bring_full(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def bring_full(self, name: str, weight: torch.Tensor) -> None:
         """Copy the new weight into a tensor of the device."""
         self._parts[name].bring(weight.view(-1)).wait()
-        return weight
 
     @torch.no_grad()
     def before_step(self, names: Iterable[str]) -> None:

@@ -28,7 +28,8 @@ from weft.parallel.private_torch import keep_second_shards
 from weft.parallel.state.materialize import Materialise
 from weft.parallel.state.placement import Axes, AxisMap
 from weft.parallel.state.precision import Precision
-from weft.parallel.zero_sharded.hooks import return_no_views
+from weft.parallel.zero.states import broadcast_buffers
+from weft.parallel.zero_sharded.hooks import without_views
 from weft.parallel.zero_sharded.shards import Shard
 
 #: Smallest fraction of all parameters that makes a layer outside the blocks a unit.
@@ -57,31 +58,25 @@ def find_units(model: nn.Module) -> list[Unit]:
     for module in model.modules():
         for owned in (*module.children(), *module.parameters(recurse=False)):
             owners.setdefault(id(owned), set()).add(module)
-    order = (
-        None
-        if hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
-        else dry_run.call_order(model)
-    )
+    is_known = hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
+    order = None if is_known else dry_run.call_order(model)
     large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
 
-    def is_closed(module: nn.Module) -> bool:
-        """Return True if no parameter or module inside it belongs to a module outside."""
+    def is_unit(site: blocks.Site) -> bool:
+        module = site.module
+        if not blocks.is_layer(module):
+            fits = _is_block(site)
+        else:  # torch's attention reads the weights of its output projection without calling it
+            called = not isinstance(site.parent, nn.MultiheadAttention)
+            fits = called and sum(param.numel() for param in module.parameters()) >= large
+        if not fits or (order is not None and order.is_read(module)):
+            return False
+        # No parameter or module inside it may belong to a module outside.
         inside = set(module.modules())
         below = (child for child in inside if child is not module and blocks.has_params(child))
-        is_alone = all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
-        return is_alone and not (order is not None and order.is_read(module))
-
-    def is_unit(site: blocks.Site) -> bool:
-        fits = _is_large_layer(site, large) if blocks.is_layer(site.module) else _is_block(site)
-        return fits and is_closed(site.module)
+        return all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
 
     return [Unit(site.path, site.module) for site in blocks.outermost(model, is_unit)]
-
-
-def _is_large_layer(site: blocks.Site, large: float) -> bool:
-    # torch's attention reads the weights of its output projection without calling it.
-    called = not isinstance(site.parent, nn.MultiheadAttention)
-    return called and sum(param.numel() for param in site.module.parameters()) >= large
 
 
 def _is_block(site: blocks.Site) -> bool:
@@ -171,10 +166,7 @@ def finalize(
         dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
         settled = param.data.to(dtype).contiguous()
         param.data = settled if param.is_meta else broadcast(settled, axes.of(name, param.shape).same)
-    for name, buffer in model.named_buffers():
-        settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
-        if settled.data_ptr() != buffer.data_ptr():
-            buffer.copy_(settled)
+    broadcast_buffers((buffer, axes.settling(name, buffer)) for name, buffer in model.named_buffers())
     lasting = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
 
@@ -183,8 +175,7 @@ class PartialSums:
     """Gradients that are sums over their units' ranks, but still partial over other axes, such as tp."""
 
     def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
-        self._axes = axes
-        self._precision = precision
+        self._axes, self._precision = axes, precision
         self.coders = Coders(precision.wire, precision.outer_wire)
         self._device = device
 
@@ -222,10 +213,7 @@ class PartialSums:
                 grad.copy_(part.view_as(grad))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """Return this rank's share of the squared norm.
-
-        grads: gradients, each with the number of ranks that count it too.
-        """
+        """Return this rank's share of the squared norm. grads: each with the number of ranks that count it too."""
         groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for grad, number in grads:
             groups.setdefault((number, grad.device), []).append(grad)
@@ -267,10 +255,7 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Build the mesh of dp_shard and of the neighbors that keep second shards.
-
-    Returns None if the plan has no such shards.
-    """
+    """Build the mesh of dp_shard and of the neighbors that keep second shards, or None without such shards."""
     if not mesh.plan.second_shards:
         return None
     whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
@@ -324,5 +309,5 @@ def shard_units(
             keep_second_shards(unit, second)
         # The gradient of an embedding needs its tokens, not its weights.
         unit.set_unshard_in_backward(not embeds)
-        return_no_views(module)
+        module.register_forward_hook(without_views, prepend=True)
     return members, [name for unit, own in zip(units, members, strict=True) if str(unit) in on_host for name in own]
