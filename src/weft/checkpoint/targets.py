@@ -28,12 +28,15 @@ class Sink(Protocol):
 
     def write(self, data: bytes | memoryview) -> object:
         """Append bytes."""
+        ...
 
     def finish(self) -> None:
         """Make the file durable."""
+        ...
 
     def close(self) -> None:
         """Close the file. If it was not finished, it does not count as a file of a checkpoint."""
+        ...
 
 
 class RangeReader(Protocol):
@@ -48,6 +51,7 @@ class RangeReader(Protocol):
 
     def close(self) -> None:
         """Close the file."""
+        ...
 
 
 class Target(Protocol):
@@ -67,12 +71,15 @@ class Target(Protocol):
 
     def lock(self, held: contextlib.ExitStack) -> None:
         """Lock out other writers until `held` closes, if the target has locks."""
+        ...
 
     def prepare(self, held: contextlib.ExitStack) -> None:
         """Create the target, lock it until `held` closes, and delete hidden leftovers of killed writers."""
+        ...
 
     def clear_debris(self) -> None:
         """Delete hidden leftovers of killed writers, unless another process is saving."""
+        ...
 
     def free_bytes(self) -> int | None:
         """Return the free space in bytes, or None if it is unknown. Raises OSError if nothing can be written."""
@@ -88,6 +95,7 @@ class Target(Protocol):
 
     def commit(self, place: Location, text: bytes) -> None:
         """Write COMMIT atomically. After it, the checkpoint exists."""
+        ...
 
     def replace(self, again: Location, final: Location) -> Location:
         """Replace the earlier saves of a step by a committed later one, and return its path."""
@@ -95,12 +103,15 @@ class Target(Protocol):
 
     def sync(self, place: Location) -> None:
         """Flush the entries of a folder to the disk."""
+        ...
 
     def discard(self, place: Location) -> None:
         """Delete the folder of a save that failed."""
+        ...
 
     def remove(self, places: Collection[Location]) -> None:
         """Delete checkpoints. Each is removed atomically for readers. The next call deletes any remaining files."""
+        ...
 
     def set_aside(self, place: Location) -> Location:
         """Exclude a checkpoint from resuming and pruning but keep its files. Return its new path."""

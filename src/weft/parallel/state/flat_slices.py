@@ -42,13 +42,6 @@ class Original:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
-    def bytes_laid_out(self, precision: Precision) -> int:
-        """Return the bytes of the values in forward and backward, plus the master weights if they are rounded."""
-        if not self.dtype.is_floating_point:
-            return self.num_bytes
-        masters = precision.master.itemsize if self.is_trained and precision.is_mixed else 0
-        return self.numel * (precision.compute.itemsize + masters)
-
 
 def originals_of(model: nn.Module) -> dict[str, Original]:
     """Return the entries of a plain model's state_dict by name, in its order.
@@ -93,7 +86,11 @@ def dtype_growth_warning(originals: Mapping[str, Original], precision: Precision
     """Return a warning if parameters loaded in 16 bits will take more memory, else ""."""
     params = [one for name, one in originals.items() if one.is_parameter and one.first == name]
     narrow = {one.dtype for one in params} & {torch.bfloat16, torch.float16}
-    before, after = sum(one.num_bytes for one in params), sum(one.bytes_laid_out(precision) for one in params)
+    before, after = sum(one.num_bytes for one in params), 0
+    for one in params:
+        masters = precision.master.itemsize if one.is_trained and precision.is_mixed else 0
+        is_float = one.dtype.is_floating_point
+        after += one.numel * (precision.compute.itemsize + masters) if is_float else one.num_bytes
     if not narrow or after <= before:
         return ""
     loaded = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrow))
@@ -193,26 +190,19 @@ class FlatSlice:
         if flat.dtype == kind and flat.device.type == "cpu" and flat.is_contiguous():
             source.read(self.name, self.part, self.start, flat.view(torch.uint8).numpy().data)
             torch.autograd.graph.increment_version(flat)
-            self._bring_home()
-            return
-        for first in range(0, flat.numel(), _AT_ONCE):
-            target = flat[first : first + _AT_ONCE]
-            staged = torch.empty(target.numel(), dtype=kind)
-            source.read(self.name, self.part, self.start + first, staged.view(torch.uint8).numpy().data)
-            target.copy_(staged)
-        self._bring_home()
-
-    def _bring_home(self) -> None:
+        else:
+            for first in range(0, flat.numel(), _AT_ONCE):
+                target = flat[first : first + _AT_ONCE]
+                staged = torch.empty(target.numel(), dtype=kind)
+                source.read(self.name, self.part, self.start + first, staged.view(torch.uint8).numpy().data)
+                target.copy_(staged)
         if self.home is not None:
             self.home.copy_(self.flat.view(self.home.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """Consecutive elements of a flattened part from `start` on, for optimizers that need positions.
-
-    `name` is the name in checkpoints.
-    """
+    """Consecutive elements of a flattened part from `start` on, for optimizers that need positions."""
 
     name: str
     part: Part
@@ -268,10 +258,7 @@ def read_full(source: StateSource, name: str) -> torch.Tensor:
 
 
 def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or in the order of `stride`.
-
-    Another order may need a copy.
-    """
+    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or in that of `stride`."""
     if stride is not None and stride != tensor.stride() and tensor.numel():
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
@@ -290,9 +277,6 @@ def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSo
 
 
 def single_rank_slice(name: str, value: torch.Tensor, rank: int) -> FlatSlice:
-    """Return the flat slice, of the value's dtype and shape (numel,), of a tensor that one rank writes in full.
-
-    For values that are not shaped like a parameter.
-    """
+    """Return the flat slice, of the value's dtype and shape (numel,), of a tensor that one rank writes in full."""
     value = value.detach().contiguous()
     return FlatSlice(name, Part(tuple(value.shape)), OwnershipMap.to_one(rank, value.numel()), 0, value.view(-1))

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -52,10 +52,8 @@ class DataParallel(Protocol):
     """Gradients, master weights and the collectives between them, of one module on one rank.
 
     Names are the names in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank
-    used
-    in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the model in
-    one
-    process: sharded parts are joined, and other pipeline stages are included.
+    used in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the
+    model in one process: sharded parts are joined, and other pipeline stages are included.
 
     `axes` holds the placements of local parts and the axes over which gradients are summed.
     """
@@ -77,10 +75,7 @@ class DataParallel(Protocol):
         ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Run forward and backward of one microbatch inside this context.
-
-        In the last one, gradient collectives may start.
-        """
+        """Run forward and backward of one microbatch in this context. In the last one, collectives may start."""
         ...
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
@@ -211,18 +206,12 @@ class _Attached:
     def __init__(self, engine: DataParallel, originals: Mapping[str, Original]):
         self.engine, self.originals = engine, originals
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
-    """Keep the engine with its module, for `data_parallel` and `originals`.
-
-    originals: tensors of the plain module, by name. None means empty.
-    """
+    """Keep the engine and the tensors of the plain module with the module, for `data_parallel` and `originals`."""
     setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
 
 

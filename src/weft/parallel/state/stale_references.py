@@ -12,6 +12,7 @@ keeping such a reference is legal, for example in a list for an optimizer's grou
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -69,10 +70,8 @@ class OriginalParameters:
             if name in named and named[name] is not self._objects[name]():
                 raise ModelError(hook_refusal(name))
         current = list(model.parameters())
-        here, memory = (
-            {id(param) for param in current},
-            {_memory(one) for one in map(_local, current) if _has_memory(one)},
-        )
+        here = {id(param) for param in current}
+        memory = {_memory(one) for one in map(_local, current) if _has_memory(one)}
         objects = {
             name: ref for name, ref in self._objects.items() if (old := ref()) is not None and id(old) not in here
         }
@@ -125,11 +124,8 @@ class StaleReferences:
         self._depth = 0
         self._own_pass: ExitStack | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StaleReferences:
-        return StaleReferences(nn.Module(), {}, {}, False)  # a copy has separate parameters
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        return StaleReferences, (nn.Module(), {}, {}, False)  # a copy has separate parameters
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -187,16 +183,9 @@ class StaleReferences:
             ModelError: with the parameter and how the model reaches it.
         """
         nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
-        known = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and self.name_of(variable) is not None:
+        for variable in _variables(nodes):
+            if self.name_of(variable) is not None:
                 self.refuse(variable)
-            for following, _ in node.next_functions:
-                if following is not None and following not in known:
-                    known.add(following)
-                    nodes.append(following)
 
     def refuse(self, tensor: Tensor) -> None:
         """Refuse a tensor with old values.
@@ -234,10 +223,6 @@ class _Watch(TorchFunctionMode):
 def watched_references(model: nn.Module) -> StaleReferences | None:
     """Return the object that watches the model for old parameters, or None if no old references are left."""
     return getattr(model, _ATTRIBUTE, None)
-
-
-def _nothing() -> StaleReferences:
-    return StaleReferences(nn.Module(), {}, {}, False)
 
 
 def _reads_values(func: Any) -> bool:
@@ -287,7 +272,9 @@ def _references(
 ) -> Iterator[str]:
     if isinstance(value, Tensor):
         node = value.grad_fn
-        if stale.name_of(value) == name or (node is not None and _leads_to(node, stale, name)):
+        if stale.name_of(value) == name or any(
+            stale.name_of(one) == name for one in _variables([node] if node is not None else [], most=1000)
+        ):
             yield what
         return
     if depth > _DEPTH or id(value) in done or isinstance(value, nn.Module | type | str | bytes | int | float):
@@ -325,16 +312,14 @@ def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{what}.{key}", part) for key, part in list(vars(value).items()))
 
 
-def _leads_to(node: Any, stale: StaleReferences, name: str | None) -> bool:
-    """Return True if a tensor made before parallelize was computed from the parameter."""
-    nodes, known = [node], {node}
-    while nodes and len(known) < 1000:
-        one = nodes.pop()
-        variable = getattr(one, "variable", None)
-        if isinstance(variable, Tensor) and stale.name_of(variable) == name:
-            return True
-        for following, _ in one.next_functions:
+def _variables(nodes: list[Any], most: float = math.inf) -> Iterator[Tensor]:
+    """Yield the leaves of an autograd graph. most: nodes after which the search ends."""
+    known = set(nodes)
+    while nodes and len(known) < most:
+        node = nodes.pop()
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            yield variable
+        for following, _ in node.next_functions:
             if following is not None and following not in known:
                 known.add(following)
                 nodes.append(following)
-    return False

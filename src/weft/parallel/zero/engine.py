@@ -25,7 +25,8 @@ from weft.errors import ModelError
 from weft.memory.offload import step_on_host
 from weft.optim.step_decision import DecidedOptimizer, StepDecision
 from weft.parallel.private_torch import optimizer_step_hooks
-from weft.parallel.state.flat_slices import FlatSlice, StateSource
+from weft.parallel.state.flat_slices import StateSource
+from weft.parallel.state.gradients import DataParallel
 from weft.parallel.state.materialize import Materialise, check_same_model, guard_optimizer
 from weft.parallel.state.placement import AxisMap, Placement
 from weft.parallel.state.precision import Precision
@@ -118,8 +119,8 @@ class GradientReducer(ABC):
         """Multiply all gradients by a factor."""
 
 
-class ZeroEngine(ABC):
-    """Methods that both ZeRO engines share. `weft.parallel.state.gradients.DataParallel` documents them.
+class ZeroEngine(DataParallel, ABC):
+    """Methods that both ZeRO engines share.
 
     A subclass sets `reducer`, and `updates_on_host` to True if optimizers step parameters in host memory.
     placements: placements of parameters that techniques changed, by name.
@@ -142,7 +143,6 @@ class ZeroEngine(ABC):
 
     @property
     def coders(self) -> Coders:
-        """Coders of communicated gradients."""
         return self.reducer.coders
 
     @property
@@ -159,11 +159,9 @@ class ZeroEngine(ABC):
         self.reducer.phase = Phase.UPDATE
 
     def norm(self) -> torch.Tensor:
-        """Return the Euclidean norm of the full gradient, after `finish`."""
         return self.reducer.norm()
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters in `optimizer.param_groups` by this rank's shards."""
         if self.has_adopted(optimizer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -179,13 +177,12 @@ class ZeroEngine(ABC):
         """Return True if `adopt` was called with it."""
 
     @abstractmethod
-    def owns_some(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if the optimizer holds parameters of the module."""
 
     @abstractmethod
-    def finalize(self) -> None: ...
-
-    @abstractmethod
-    def publish(self) -> None: ...
+    def finalize(self) -> None:
+        """Put all gradients where the optimizer reads them, at the step of a user's own loop."""
 
     @abstractmethod
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -195,15 +192,12 @@ class ZeroEngine(ABC):
         """Register the hooks around the optimizer's step."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full, unrounded trainable parameters by name. A collective."""
         return self._joined(self._full_weights())
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield in full the frozen tensors that are not full on every rank. A collective."""
         return self._joined(self._full_frozen())
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full gradients by name, after `finish` or `publish`. A collective."""
         return self._joined(self._full_gradients())
 
     def _joined(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,13 +213,8 @@ class ZeroEngine(ABC):
     @abstractmethod
     def _full_gradients(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
-    @abstractmethod
-    def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model. No collective."""
-
     @torch.no_grad()
     def load_weights(self, source: StateSource) -> None:
-        """Fill this rank's flat slices."""
         for one in self.model_slices():
             one.fill(source)
 

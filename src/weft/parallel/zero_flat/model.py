@@ -71,7 +71,7 @@ class FlatModel(ZeroEngine):
         wires = self.precision.wire, self.precision.outer_wire, each_microbatch and stage == 2
         self.reducer = Reducer(slots, self.axes, stage, mesh.device, self.own_loop.note, *wires)
         self.recorded = RecordedPasses(slots, self.reducer)
-        self.error_feedback = SlotErrorFeedback(self.reducer.sums, self.axes)
+        self._error_feedback = SlotErrorFeedback(self.reducer.sums, self.axes)
         # A bucket's mean over its ranks becomes the mean over all ranks that read samples.
         for slot in slots:
             factor = self._parameters.kinds[slot].over.size / self.axes.batch.size
@@ -86,14 +86,16 @@ class FlatModel(ZeroEngine):
             model.register_load_state_dict_pre_hook(hooks.before)
             model.register_load_state_dict_post_hook(hooks.after)
 
+    @property
+    def error_feedback(self) -> SlotErrorFeedback:
+        return self._error_feedback
+
     def begin_step(self) -> None:
-        """Reset the gradients for a new step."""
         self.check_parameters()
         self.reducer.begin_step()
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Surround forward and backward of one microbatch."""
         self._prefetcher.wait() if self.reducer.holds else self._prefetcher.wait_for_rest()
         try:
             with self.reducer.microbatch(last):
@@ -102,17 +104,14 @@ class FlatModel(ZeroEngine):
             self.wait_for_weights()
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait until gradients are sums over all data ranks, or this rank's shard of the sums."""
         self.reducer.finish(totals)
         if not self.reducer.has_unbucketed:  # else `scale` sets `.grad`, if the optimizer needs it
             self.show_gradients()
 
     def check(self) -> None:
-        """Raise CommError if the sums are wrong because ranks disagreed."""
         self.reducer.check()
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
         self.reducer.scale(factor)
         if self.reducer.phase is Phase.REDUCED:
             self.show_gradients()
@@ -129,13 +128,11 @@ class FlatModel(ZeroEngine):
         self._optimizers.show_gradients()
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if `update` accepts the device's decision for this optimizer."""
         if self.updates_on_host or self.coders.needs_host:
             return False
         return self._step_of(optimizer).accepts_decision
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
-        """Run the optimizer's step with gradients multiplied by a factor."""
         step = self._step_of(optimizer)
         self.wait_for_weights()
         reducer = self.reducer
@@ -176,12 +173,10 @@ class FlatModel(ZeroEngine):
         self.own_loop.finalize()
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients in a user's loop. Return the norm of the full gradient before clipping."""
         return self.own_loop.clip(max_norm)
 
     @torch.no_grad()
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
-        """Copy the new weights to the parameters of all ranks."""
         self._prefetcher.start_rest(self.reducer.buckets, follow, is_update=self.reducer.phase.is_update)
         self._parameters.untrained.broadcast()
         self._optimizers.drop_hosted_gradients()
@@ -189,11 +184,9 @@ class FlatModel(ZeroEngine):
         self.leave_step()
 
     def prefetch_weights(self) -> None:
-        """Make modules wait for their own weights from now on, so that `publish` does not have to wait."""
         self._prefetcher.watch()
 
     def wait_for_weights(self) -> None:
-        """Wait for pending weights."""
         self._prefetcher.wait()
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -221,7 +214,7 @@ class FlatModel(ZeroEngine):
         self.own_loop.watch(self._optimizers.steps[optimizer].adoption)
 
     def _use_layout(self) -> None:
-        self.reducer.buckets = self.error_feedback.buckets = self._parameters.buckets
+        self.reducer.buckets = self._error_feedback.buckets = self._parameters.buckets
 
     def _step_of(self, optimizer: torch.optim.Optimizer) -> FlatStep:
         self.adopt(optimizer)
@@ -238,12 +231,10 @@ class FlatModel(ZeroEngine):
         return self.reducer.full_gradients()
 
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shards of the masters by name."""
         self._wait_for_masters()
         return {slot.name: shard for slot, shard in self._parameters.local()}
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield this rank's shards of the masters, each with the number of ranks that store the same shard."""
         self._wait_for_masters()
         return self._parameters.counted()
 
@@ -252,25 +243,20 @@ class FlatModel(ZeroEngine):
         self.reducer.wait_for_sums()
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the tensors that store this rank's gradients."""
         return self.reducer.gradient_tensors()
 
     def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
         self._wait_for_masters()
         yield from self._parameters.slices()
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the optimizer's state. No collective."""
         return self._parameters.placed.states(self._step_of(optimizer).adoption)
 
     def load_weights(self, source: StateSource) -> None:
-        """Fill this rank's flat slices, and copy masters to the parameters of all ranks. A collective."""
         super().load_weights(source)
         self.publish()
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
-        """Load this rank's part of the optimizer states that any plan saved."""
         self._parameters.placed.take_states(self._step_of(optimizer).adoption, source)
 
     def check_parameters(self) -> None:
