@@ -224,7 +224,6 @@ def verify_checkpoint(
 
 
 def _problems(path: Location, digests: bool, together: RankGroup, report: Callable[[int], None]) -> list[str]:
-    """Return the problems in this rank's share of the files."""
     try:
         manifest = _read_manifest(path)
         problems = _file_problems(path, manifest, digests=digests, together=together, report=report)
@@ -368,7 +367,6 @@ def _file_problems(
 
 
 def _slices_in(path: Location, manifest: Manifest) -> list[str]:
-    """Return the differences between a rank's file and the manifest."""
     wanted = runs_in(path.name, manifest)
     return missing_slices(path, wanted) if wanted else []
 

@@ -153,9 +153,8 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Location of one tensor: a file, or slices in the files of several ranks, for which `file` is "".
-
-    `same_as` is the name of a tensor in the group that shares its memory.
+    """Location of one tensor: a file, or slices in the files of several ranks, for which `file` is "". `same_as` is the
+    name of a tensor in the group that shares its memory.
     """
 
     file: str

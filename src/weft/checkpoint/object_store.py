@@ -37,9 +37,8 @@ _NO_ACCESS = "the store refused access: check the credentials of this machine, a
 
 
 class StoreError(CheckpointError, OSError):
-    """A store refuses a request, or does not answer. Also an OSError, like errors of a disk.
-
-    `strerror` is the reason, and `filename` the URL.
+    """A store refuses a request, or does not answer. Also an OSError, like errors of a disk. `strerror` is the reason,
+    and `filename` the URL.
     """
 
     def __init__(self, code: int, reason: str, url: str):
@@ -168,9 +167,8 @@ def key_of(path: StorePath) -> str:
 
 
 def file_system(path: StorePath) -> Any:
-    """Return the fsspec file system of a URL, which is cached in the process.
-
-    Raises MissingExtra if its package is not installed.
+    """Return the fsspec file system of a URL, which is cached in the process. Raises MissingExtra if its package is not
+    installed.
     """
     return _opened(path)[0]
 
@@ -370,9 +368,8 @@ def _in_one_sentence(path: StorePath, act: Callable[[], object]) -> object:
 
 
 class _OpenObject:
-    """Range reads of an object.
-
-    Small reads are served from a read-ahead buffer. Large reads request several parts together.
+    """Range reads of an object. Small reads are served from a read-ahead buffer. Large reads request several parts
+    together.
     """
 
     chunk_bytes = 2 * _READ_PART
@@ -390,8 +387,7 @@ class _OpenObject:
             starts = range(offset, offset + size, _READ_PART)
             ends = [min(start + _READ_PART, offset + size) for start in starts]
             parts = insisted(
-                self._path,
-                lambda: self._system.cat_ranges([self._key] * len(ends), [*starts], ends, on_error="raise"),
+                self._path, lambda: self._system.cat_ranges([self._key] * len(ends), [*starts], ends, on_error="raise")
             )
             for start, part in zip(starts, parts, strict=True):
                 out[start - offset : start - offset + len(part)] = part

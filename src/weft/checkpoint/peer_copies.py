@@ -122,9 +122,8 @@ class CopyServer:
 
 
 def ask(call: socket.socket, token: str, line: bytes) -> None:
-    """Send a request on a new connection, and verify that the server has the token.
-
-    Raises OSError if the server disconnects, or does not prove that it has the token.
+    """Send a request on a new connection, and verify that the server has the token. Raises OSError if the server
+    disconnects, or does not prove that it has the token.
     """
     own = secrets.token_bytes(_ONCE_BYTES)
     both = bytes(received(call, _ONCE_BYTES)) + own
@@ -174,10 +173,9 @@ def copies_at(homes: Sequence[CopyHome], own: int) -> StorePath:
 
 
 class CopyFiles:
-    """Files on several servers, with the API of fsspec's file systems.
-
-    Names are keys such as "run/step_00000012/COMMIT". Folders are the prefixes of names. Methods raise OSError if a
-    server is lost. homes: as in `copies_at`. own: as in `copies_at`.
+    """Files on several servers, with the API of fsspec's file systems. Names are keys such as
+    "run/step_00000012/COMMIT". Folders are the prefixes of names. Methods raise OSError if a server is lost. homes: as
+    in `copies_at`. own: as in `copies_at`.
     """
 
     def __init__(self, homes: Sequence[CopyHome], own: int):
@@ -199,7 +197,6 @@ class CopyFiles:
             file.discard()
 
     def cat_file(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a byte range of a file."""
         lost: OSError | None = None
         for home in self._near:
             try:
@@ -239,7 +236,6 @@ class CopyFiles:
         return {"name": key, "size": sizes.get(key, 0), "type": "file" if is_file else "directory"}
 
     def ls(self, key: str, detail: bool = True) -> list[Any]:
-        """List the direct children of a folder."""
         found: dict[str, dict[str, Any]] = {}
         for name, size in self._sizes(key).items():
             first, *more = name[len(key) + 1 :].split("/")

@@ -461,7 +461,6 @@ def _converted(
 
 
 def _described(operation: Any, parts: _Parts, converter: Any, target: str, model: Any) -> _Parts:
-    """Apply one operation of transformers to compositions of tensors."""
     kind, targets = type(operation).__name__, list(converter.target_patterns)
     if kind == "MergeModulelist":
         stacked = {pattern: [Joined.stacked(each, operation.dim)] for pattern, each in parts.items()}

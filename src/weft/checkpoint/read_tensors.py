@@ -45,10 +45,9 @@ class SliceReader:
         self.num_bytes = 0
 
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with the elements of the flattened part from `start` on. Padding becomes zero.
-
-        start: first element to read, as an index into the flattened part. Raises CheckpointError if bytes are missing.
-        The message names the file.
+        """Fill `out` with the elements of the flattened part from `start` on. Padding becomes zero. start: first
+        element to read, as an index into the flattened part. Raises CheckpointError if bytes are missing. The message
+        names the file.
         """
         if tuple(part.shape) != entry.shape:
             raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
@@ -140,9 +139,8 @@ class _Source:
         from_: tuple[int, ...],
         box: Box,
     ) -> None:
-        """Copy a box from a file into memory.
-
-        `strides` and `from_` are the strides in memory and in the file, in elements.
+        """Copy a box from a file into memory. `strides` and `from_` are the strides in memory and in the file, in
+        elements.
         """
         width = self._width
         order = sorted(range(len(box)), key=lambda dim: -from_[dim])
@@ -189,10 +187,9 @@ def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> 
 
 
 class TensorGroup(Mapping[str, "Tensor"]):
-    """The tensors of one group. Each is read on access. In a folder, files are memory-mapped.
-
-    Tensors are on the CPU and private to this process. Writing to one never changes the file, but a second access of
-    the name returns the changed values. Names that shared memory when saved share it again.
+    """The tensors of one group. Each is read on access. In a folder, files are memory-mapped. Tensors are on the CPU
+    and private to this process. Writing to one never changes the file, but a second access of the name returns the
+    changed values. Names that shared memory when saved share it again.
     """
 
     def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: SliceReader):

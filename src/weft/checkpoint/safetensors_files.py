@@ -223,9 +223,8 @@ def torch_formats() -> dict[str, torch.dtype]:
 
 
 def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
-    """Return the format's name of a tensor's dtype.
-
-    Raises CheckpointError if the tensor cannot be stored. The message has `name`.
+    """Return the format's name of a tensor's dtype. Raises CheckpointError if the tensor cannot be stored. The message
+    has `name`.
     """
     if isinstance(tensor, RawArray):
         return tensor.dtype
@@ -284,9 +283,8 @@ class DigestingFile:
         self._num_bytes = 0
 
     def write(self, data: bytes | memoryview, look: Callable[[bytes | memoryview], None] | None = None) -> None:
-        """Write and digest bytes.
-
-        data: the bytes. look: called with each chunk while it is in the processor's cache. An exception ends the write.
+        """Write and digest bytes. data: the bytes. look: called with each chunk while it is in the processor's cache.
+        An exception ends the write.
         """
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
@@ -335,10 +333,9 @@ def write_tensors(
     entries: Mapping[str, TensorEntry],
     look: Callable[[RawArray], None] | None = None,
 ) -> FileEntry:
-    """Write one safetensors file, which is durable on return. One tensor at a time is copied to the CPU.
-
-    entries: dtype and shape of each, by name. look: called with all values, some MiB at a time, as they are written. An
-    exception ends the write.
+    """Write one safetensors file, which is durable on return. One tensor at a time is copied to the CPU. entries: dtype
+    and shape of each, by name. look: called with all values, some MiB at a time, as they are written. An exception ends
+    the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -376,9 +373,8 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 
 
 def open_tensors(path: Location, framework: str = "pt") -> Any:
-    """Return the safetensors package's handle on a memory-mapped file.
-
-    Raises CheckpointError if the file is not in the format.
+    """Return the safetensors package's handle on a memory-mapped file. Raises CheckpointError if the file is not in the
+    format.
     """
     if not isinstance(path, Path):
         return _RangedTensors(path)

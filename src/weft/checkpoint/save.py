@@ -419,9 +419,8 @@ class _Saving:
         return written
 
     def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
-        """Commit or discard the files of all ranks, on the first rank.
-
-        Return the folder's name, or why the values are unfit.
+        """Commit or discard the files of all ranks, on the first rank. Return the folder's name, or why the values are
+        unfit.
         """
         try:
             with disk_errors_as_checkpoint_errors(self._root, self._step):
@@ -474,7 +473,6 @@ class _Saving:
 
 def _checked_name(name: object, step: int) -> str:
     """Return the folder name that rank 0 sent, after a check that it is a plain name directly in the run's folder.
-
     Raises CheckpointError for any other value.
     """
     if not isinstance(name, str) or not re.fullmatch(_FOLDER.format(step=folder_name(step)), name):

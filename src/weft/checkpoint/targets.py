@@ -26,13 +26,9 @@ from weft.errors import CheckpointError
 class Sink(Protocol):
     """A new file that is open for writing."""
 
-    def write(self, data: bytes | memoryview) -> object:
-        """Append bytes."""
-        ...
+    def write(self, data: bytes | memoryview) -> object: ...
 
-    def finish(self) -> None:
-        """Make the file durable."""
-        ...
+    def finish(self) -> None: ...
 
     def close(self) -> None:
         """Close the file. If it was not finished, it does not count as a file of a checkpoint."""
@@ -49,9 +45,7 @@ class RangeReader(Protocol):
         """Fill `out` with bytes from `offset` on. Return their number, which is 0 at the end of the file."""
         ...
 
-    def close(self) -> None:
-        """Close the file."""
-        ...
+    def close(self) -> None: ...
 
 
 class Target(Protocol):
@@ -122,10 +116,7 @@ class Target(Protocol):
         ...
 
     def reading(self, place: Location) -> Callable[[], None] | None:
-        """Keep a checkpoint from being pruned until the returned function is called.
-
-        Return None if the target cannot.
-        """
+        """Keep a checkpoint from being pruned until the returned function is called; None if the target cannot."""
         ...
 
     def is_being_read(self, place: Location) -> bool:
@@ -283,9 +274,8 @@ class FolderTarget:
 
 @functools.cache
 def _start_writing() -> Callable[[int, int, int], object]:
-    """Return a function (descriptor, start, size) that starts writeback of a file range without waiting.
-
-    Writeback then overlaps with the digests, and the final fsync has little left to write. Only Linux has it.
+    """Return a function (descriptor, start, size) that starts writeback of a file range without waiting. Writeback then
+    overlaps with the digests, and the final fsync has little left to write. Only Linux has it.
     """
     try:
         call = ctypes.CDLL(None).sync_file_range

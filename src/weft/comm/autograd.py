@@ -58,9 +58,8 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's slice along `dim` of the sum over the ranks.
-
-    Raises CommError if dim is not a multiple of the axis's size.
+    """Return this rank's slice along `dim` of the sum over the ranks. Raises CommError if dim is not a multiple of the
+    axis's size.
     """
     size = share(x, axis, dim)
     if (operator := _compiled(axis, "sum_part")) is not None:

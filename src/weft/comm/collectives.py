@@ -12,6 +12,9 @@ summed. If summands must be decoded first, an all_reduce rounds the sums once mo
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 
 from weft.comm.mesh import Axis
@@ -102,12 +105,16 @@ def start_all_gather(
     return Pending(out, axis, Operation("all_gather", axis.label, source, flat))
 
 
+def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """Gather each rank's JSON value, in order of the axis. device: device of the collectives."""
+    text = json.dumps(value).encode()
+    longest = int(all_reduce(torch.tensor([len(text)], device=device), axis, op="max"))
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    return [json.loads(row.numpy().tobytes()) for row in all_gather(padded, axis).view(axis.size, -1).cpu()]
+
+
 def reduce_scatter(
-    flat: torch.Tensor,
-    axis: Axis,
-    out: torch.Tensor | None = None,
-    op: str = "sum",
-    wire: Coder | None = None,
+    flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum", wire: Coder | None = None
 ) -> torch.Tensor:
     """Combine `flat` over the axis and return this rank's slice, flat (numel / size) or in `out` of any shape.
 
@@ -124,11 +131,7 @@ def reduce_scatter(
 
 
 def start_reduce_scatter(
-    flat: torch.Tensor | Parts,
-    axis: Axis,
-    out: torch.Tensor | None = None,
-    op: str = "sum",
-    wire: Coder | None = None,
+    flat: torch.Tensor | Parts, axis: Axis, out: torch.Tensor | None = None, op: str = "sum", wire: Coder | None = None
 ) -> Pending:
     """Begin `reduce_scatter`. Do not touch `flat` or `out` before `wait()` of the returned object.
 

@@ -44,10 +44,8 @@ VARIABLES = (
 
 
 def prepare_gpu() -> None:
-    """Set the variables that libraries read, before this process first uses its GPU.
-
-    Matrix products of bf16 and fp16 accumulate in fp32, also if a kernel splits the product. By default torch allows
-    reduced-precision reductions there.
+    """Set the variables that libraries read, before this process first uses its GPU. Matrix products of bf16 and fp16
+    accumulate in fp32, also if a kernel splits the product. By default torch allows reduced-precision reductions there.
     """
     for one in VARIABLES:
         if not (one.or_name and env.get(one.or_name)):
@@ -58,10 +56,9 @@ def prepare_gpu() -> None:
 
 
 def multiply_as_planned(precision: str, device: torch.device) -> None:
-    """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32.
-
-    The flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
-    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
+    """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32. The
+    flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default torch
+    rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
     because torch and its compiler raise an error if the two disagree.
 
     Raises:

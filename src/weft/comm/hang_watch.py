@@ -33,11 +33,10 @@ _NOT_USER = ("/torch/", "/weft/", "<frozen", "/lib/python")
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Status of a rank that makes no progress.
-
-    `since` is in seconds of the epoch. `waits_for` describes a collective, or is "" if the rank is not in one. `ranks`
-    are its members and `late` the members identified as late. `phase` is the work in progress. With `may_take_long` a
-    long duration is normal. `frame` is the current Python line. `in_step` is True during a training step.
+    """Status of a rank that makes no progress. `since` is in seconds of the epoch. `waits_for` describes a collective,
+    or is "" if the rank is not in one. `ranks` are its members and `late` the members identified as late. `phase` is
+    the work in progress. With `may_take_long` a long duration is normal. `frame` is the current Python line. `in_step`
+    is True during a training step.
     """
 
     rank: int
@@ -65,11 +64,9 @@ Ask = Callable[[int], RankStatus | None]
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """Result of a hang analysis.
-
-    `text` is for the user. `culprits` are the ranks that the others wait for. `is_calm` is True if all culprits do work
-    that may take long. `standing` lists (ranks, status) of the ranks involved, with ranks of the same status in one
-    entry.
+    """Result of a hang analysis. `text` is for the user. `culprits` are the ranks that the others wait for. `is_calm`
+    is True if all culprits do work that may take long. `standing` lists (ranks, status) of the ranks involved, with
+    ranks of the same status in one entry.
     """
 
     text: str
@@ -87,9 +84,8 @@ def hang_event(state: str, found: HangReport) -> dict[str, object]:
 
 
 def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
-    """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks.
-
-    The status is None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
+    """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks. The status is
+    None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
     """
     known: dict[int, RankStatus | None] = {start.rank: start}
     found: dict[int, RankStatus | None] = {}
@@ -112,10 +108,9 @@ def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
 def report(
     waiter: RankStatus, ask: Ask, process_of: Callable[[int], str], *, now: float, rest: str, zero: int
 ) -> HangReport:
-    """Build the report of `waiter` and the ranks that it waits for.
-
-    process_of: returns a sentence on the state of another rank's process, as far as this machine can determine it. now:
-    seconds of the epoch. rest: sentences on the end of the wait and the location of the stacks.
+    """Build the report of `waiter` and the ranks that it waits for. process_of: returns a sentence on the state of
+    another rank's process, as far as this machine can determine it. now: seconds of the epoch. rest: sentences on the
+    end of the wait and the location of the stacks.
     """
     culprits = find_culprits(waiter, ask)
     since = f"since {time.strftime('%H:%M:%S', time.localtime(waiter.since))} ({format_seconds(now - waiter.since)})"
@@ -183,9 +178,8 @@ def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bo
 
 
 def main_frame() -> str:
-    """Return the main thread's current line in user code, such as 'train.py:40 in evaluate'.
-
-    If no user code is on the stack, this is the innermost line.
+    """Return the main thread's current line in user code, such as 'train.py:40 in evaluate'. If no user code is on the
+    stack, this is the innermost line.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # documented
     innermost = frame
@@ -198,9 +192,8 @@ def main_frame() -> str:
 
 
 def process_state(rank: int, pid: int | None) -> str:
-    """Return a sentence on the state of a rank's process.
-
-    pid: its process id, or None if it runs on another machine or is unknown.
+    """Return a sentence on the state of a rank's process. pid: its process id, or None if it runs on another machine or
+    is unknown.
     """
     if pid is None:
         return f"Rank {rank} does not respond; it is on another machine."
@@ -358,7 +351,6 @@ class Watch(threading.Thread):
             self._stand_still()
 
     def _deadline_s(self) -> float:
-        """Return the seconds without progress that count as a hang."""
         usual = max((pulse.usual_s() for pulse in self._pulses), default=0.0) if self._follows_steps else 0.0
         return min(max(_LEAST_S, _STEPS_OF_A_HANG * usual), self._limit_s / 2) if usual else self._warn_after_s
 

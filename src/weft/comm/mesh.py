@@ -47,10 +47,8 @@ class RecordsCall(Protocol):
     def __call__(
         self, axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
     ) -> None:
-        """Record one call.
-
-        num_bytes: size of the tensor on this rank, in its wire format. sent_bytes: bytes that this rank sent to others.
-        off_host_bytes: the part of `sent_bytes` that left its host.
+        """Record one call. num_bytes: size of the tensor on this rank, in its wire format. sent_bytes: bytes that this
+        rank sent to others. off_host_bytes: the part of `sent_bytes` that left its host.
         """
         ...
 
@@ -158,9 +156,8 @@ class Mesh:
         self.reader = Reader.for_rank(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the axis of that name, or several joined.
-
-        Joining creates a process group, so all ranks of the axis must call it.
+        """Return the axis of that name, or several joined. Joining creates a process group, so all ranks of the axis
+        must call it.
         """
         key = self._key((names,) if isinstance(names, str) else names)
         if key not in self._axes:
@@ -243,7 +240,6 @@ class Mesh:
 
 class ReplicaMesh(Mesh):
     """One replica as a separate world: its `dp_replicate` has one rank, and its `world` contains the replica's ranks.
-
     Ranks keep their global numbers. Axes, groups, links and the heartbeat are shared with the full mesh.
     """
 
@@ -459,9 +455,8 @@ def _as_loopback(host: str) -> str | None:
 
 
 def _keep_gloo_at_home() -> None:
-    """Restrict gloo to the loopback interface, for ranks of one machine.
-
-    By default gloo listens on the address to which the hostname resolves.
+    """Restrict gloo to the loopback interface, for ranks of one machine. By default gloo listens on the address to
+    which the hostname resolves.
     """
     name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if name is not None and name in (found for _, found in socket.if_nameindex()):

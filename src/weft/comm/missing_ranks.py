@@ -36,9 +36,8 @@ def missing_ranks(store: Store, world_size: int) -> list[int]:
 
 
 def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
-    """Wait until rank 0's store accepts connections. torch's attempts would fill the terminal with stack traces.
-
-    Raises OSError if it cannot be reached in time.
+    """Wait until rank 0's store accepts connections. torch's attempts would fill the terminal with stack traces. Raises
+    OSError if it cannot be reached in time.
     """
     end, pause_s = time.monotonic() + limit_s, 0.05
     while True:
@@ -56,10 +55,8 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 
 @contextmanager
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
-    """Print once within the block which ranks are missing, if it takes more than a few seconds.
-
-    store: the rendezvous store, or None while this rank tries to reach it. tell: called with the line; None writes it
-    to stderr.
+    """Print once within the block which ranks are missing, if it takes more than a few seconds. store: the rendezvous
+    store, or None while this rank tries to reach it. tell: called with the line; None writes it to stderr.
     """
     if place.starter == "weft":  # its launcher watches the processes of all ranks
         yield
@@ -85,9 +82,8 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
 
 
 def connection_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> str:
-    """Return an error sentence for ranks that could not connect.
-
-    store: the rendezvous store, or None if this rank could not reach it.
+    """Return an error sentence for ranks that could not connect. store: the rendezvous store, or None if this rank
+    could not reach it.
     """
     text = " ".join(str(error).split())
     address = f"{place.master_addr}:{place.master_port}"

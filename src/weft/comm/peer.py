@@ -55,9 +55,8 @@ def start_all_to_all(
     receive: Sequence[int] | None = None,
     most: int | None = None,
 ) -> Pending:
-    """Begin `all_to_all`. Do not touch `tensor` or `out` before `wait()` of the returned object.
-
-    Raises CommError if `out` or the counts do not fit the tensors.
+    """Begin `all_to_all`. Do not touch `tensor` or `out` before `wait()` of the returned object. Raises CommError if
+    `out` or the counts do not fit the tensors.
 
     Args:
         tensor: as in `all_to_all`.

@@ -50,9 +50,8 @@ class PeerListener:
         self._listener.close()
 
     def join(self, meeting: int, place: int, doors: Sequence[str], timeout_s: float) -> dict[int, socket.socket]:
-        """Return a connection to each other member, by its index.
-
-        doors: addresses of all members, by index. Raises OSError if a member does not connect in time.
+        """Return a connection to each other member, by its index. doors: addresses of all members, by index. Raises
+        OSError if a member does not connect in time.
         """
         end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
         try:
@@ -88,10 +87,8 @@ def _who_calls(call: socket.socket, meeting: int) -> int | None:
 
 
 class SocketLink:
-    """The ranks of one round, each with a connection to every other.
-
-    timeout_s: seconds without data transfer after which an operation fails. leaves_host: returns True if bytes to the
-    rank at that index leave this host.
+    """The ranks of one round, each with a connection to every other. timeout_s: seconds without data transfer after
+    which an operation fails. leaves_host: returns True if bytes to the rank at that index leave this host.
     """
 
     transport = "sockets of a synchronization"
@@ -115,13 +112,11 @@ class SocketLink:
         self._queue.append(operation)
 
     def advance(self) -> bool:
-        """Return False: nothing runs in the background."""
         return False
 
     def block(self, operation: Operation) -> bool:
-        """Run the queued operations up to this one. Always returns True.
-
-        Raises CommError if a rank has exited, or no data moved for too long.
+        """Run the queued operations up to this one. Always returns True. Raises CommError if a rank has exited, or no
+        data moved for too long.
         """
         while not operation.finished:
             one = self._queue[0]

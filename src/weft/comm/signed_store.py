@@ -30,9 +30,8 @@ _keys: list[tuple[weakref.ref[dist.ProcessGroup], StoreKey]] = []
 
 
 class StoreKey:
-    """Signs messages and checks signatures. A signature is bound to the message's key in the store.
-
-    secret: shared by all ranks, and by no other process.
+    """Signs messages and checks signatures. A signature is bound to the message's key in the store. secret: shared by
+    all ranks, and by no other process.
     """
 
     def __init__(self, secret: bytes):

@@ -37,7 +37,6 @@ class _Batch:
 
 def read_batch(reading: Reading, world_size: int | None) -> int | None:
     """Read the batch into train.global_batch and the passes per step, and return the number of data-parallel ranks.
-
     world_size: number of all ranks, or None. The three batch sizes together determine the number of data-parallel
     ranks.
     """
@@ -517,10 +516,9 @@ def _mark_not_built(
 
 
 def plan_from_deepspeed(source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
-    """Return the plan of a DeepSpeed config: a path to ds_config.json, its text, or its dict.
-
-    world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or the number that
-    follows from the file's batch sizes. `import_deepspeed` also returns the settings and the outcome of each key.
+    """Return the plan of a DeepSpeed config: a path to ds_config.json, its text, or its dict. world_size: number of
+    ranks; by default the number that torchrun, srun or `weft train` started, or the number that follows from the file's
+    batch sizes. `import_deepspeed` also returns the settings and the outcome of each key.
 
     Raises:
         ConfigError: with every mistake in the file.

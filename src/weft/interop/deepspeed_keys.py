@@ -140,7 +140,6 @@ _COMMENTS = ("comment", "comments", "$schema")
 
 class Reading:
     """plan: fields of the plan. settings: dotted settings of a RunConfig. open: settings that are "auto" in the file.
-
     values: typed values of the keys that are translated. Keys whose value is null are omitted.
     """
 

@@ -26,9 +26,8 @@ REMOVED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """kind: Weft's schedule. final: its last factor. params: DeepSpeed's parameters.
-
-    near: description of DeepSpeed's schedule if Weft's is only similar, else "".
+    """kind: Weft's schedule. final: its last factor. params: DeepSpeed's parameters. near: description of DeepSpeed's
+    schedule if Weft's is only similar, else "".
     """
 
     kind: str

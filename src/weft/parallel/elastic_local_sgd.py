@@ -22,7 +22,7 @@ from weft.comm.mesh import Axis, Mesh
 from weft.comm.replica_client import Call, ReplicaGroup
 from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.parallel.local_sgd import RareSync, keep_sync
+from weft.parallel.local_sgd import RareSync, keep_sync, put_anchor
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.gradients import DataParallel
 
@@ -75,10 +75,7 @@ class ElasticDiLoCo(RareSync):
             self.began_with(0, self.token_of_anchor())
 
     def token_of_anchor(self) -> int:
-        """Return a checksum of the anchor. All ranks call it.
-
-        A replica with another anchor loads the weights of the others.
-        """
+        """Return a checksum of the anchor. All ranks call it. A replica with another one loads the others' weights."""
         own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
         whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
         return int(whole) & _MASK
@@ -185,7 +182,7 @@ class ElasticDiLoCo(RareSync):
             if one.momentum is not None and run.momentum is not None:
                 run.momentum.copy_(one.momentum)
             self._step(run, one.delta, averages=self._is_buffer(here))
-            self._put(here, run)
+            put_anchor(here, run)
         self._engine.publish()
         self.since, self.meetings, self.token, self.differs = 0, call.number, call.token, False
         self._notify_all(call)
@@ -209,10 +206,7 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Keep the sync of separate replicas with a model. Return the sync.
-
-    model: model that is parallelized over the mesh of this replica.
-    """
+    """Keep the sync of separate replicas with a model. Return the sync."""
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)
     return sync

@@ -24,9 +24,8 @@ _OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
-    """Warn of batch norm now, and of a mean loss when a user's own loop runs backward through it.
-
-    groups_norms: batch norms use the statistics of groups, so they are the same under every plan.
+    """Warn of batch norm now, and of a mean loss when a user's own loop runs backward through it. groups_norms: batch
+    norms use the statistics of groups, so they are the same under every plan.
     """
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
@@ -93,7 +92,6 @@ def frequency_refusal(what: str) -> str:
 
 def refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
     """Refuse embeddings that depend on all indices of a microbatch. The model has all its stages, so all ranks refuse.
-
     Raises ModelError for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
     """
     if mesh.world_size * mesh.plan.microbatches_per_step == 1:
@@ -193,5 +191,4 @@ def sum_of_hugging_face(output: Any) -> str:
 
 
 def _shifts(output: Any) -> bool:
-    """Return True if each token's label is the next token."""
     return "CausalLM" in type(output).__name__

@@ -46,7 +46,6 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return the config and the configs of its submodels."""
     return [config, *(found for name in _PARTS if (found := getattr(config, name, None)) is not None)]
 
 
@@ -83,9 +82,8 @@ def has_inputs(model: nn.Module) -> bool:
 
 
 def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
-    """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them.
-
-    Tokens are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
+    """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them. Tokens
+    are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
     samples). The last sample has no trained token, so that ranks have uneven counts.
     """
     config: Any = model.config
@@ -106,11 +104,10 @@ def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng
 
 
 def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, seed: int) -> dry_run.LoadedSamples:
-    """Return random samples with one or two images each, for a model with images in token positions.
-
-    Such models are LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text
-    token. All have the same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token.
-    Raises ModelError if the model's images cannot be created.
+    """Return random samples with one or two images each, for a model with images in token positions. Such models are
+    LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text token. All have the
+    same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token. Raises ModelError
+    if the model's images cannot be created.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config
@@ -165,7 +162,6 @@ def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Te
 
 
 def _tokens_of_image(model: Any, rng: torch.Generator) -> int:
-    """Return the number of text tokens that one image replaces."""
     dtype = next(model.parameters()).dtype
     image = {
         name: each.to(dtype) if each.is_floating_point() else each

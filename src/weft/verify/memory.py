@@ -36,10 +36,9 @@ from weft.verify.private_torch import storage_behind
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, tracks every storage that an operation creates.
-
-    now: bytes of live storages, including storages that autograd's graph references. peak: maximum after any operation.
-    Storages of `known` tensors, such as parameters, are not counted. Operations of compiled code are not tracked.
+    """While active, tracks every storage that an operation creates. now: bytes of live storages, including storages
+    that autograd's graph references. peak: maximum after any operation. Storages of `known` tensors, such as
+    parameters, are not counted. Operations of compiled code are not tracked.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()):
@@ -88,7 +87,6 @@ def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) ->
 
 class StepBytes(LiveTensors):
     """Also counts tensors that exist before a step, and tensors that it reads but that were created without dispatch.
-
     Storages count with their current size: storages of gathered parameters are resized to zero, and stay alive.
     """
 

@@ -277,9 +277,8 @@ class _Called(Exception):
 
 
 class BuiltCase(SampleCase):
-    """A `Case` for a built model; `model()` returns that model once.
-
-    data: samples of a loader, or batch_fn(step, size). task: the task whose batches a rank reads, as in a run.
+    """A `Case` for a built model; `model()` returns that model once. data: samples of a loader, or batch_fn(step,
+    size). task: the task whose batches a rank reads, as in a run.
     """
 
     def __init__(
@@ -317,9 +316,8 @@ class BuiltCase(SampleCase):
         return build_optimizer(model.named_parameters(), self._optimizer)
 
     def batch(self, step: int) -> Any:
-        """Return a batch of the subject's data, or of random tokens or images.
-
-        The last random sample has no trained token, so that counts are uneven.
+        """Return a batch of the subject's data, or of random tokens or images. The last random sample has no trained
+        token, so that counts are uneven.
         """
         size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
         if self._task is not None:

@@ -347,7 +347,6 @@ class ExchangeLink:
     def _broadcast_parts(
         self, operation: Operation, parts: list[torch.Tensor], group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Broadcast parts[r] from rank r to all."""
         for place, part in enumerate(parts):
             self._sent.tree(operation, place, part.nbytes)
         return [

@@ -119,9 +119,8 @@ def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 class SentBytes:
-    """Counts the bytes that a rank sends over gloo.
-
-    `rank` is its index on the axis. `hosts` holds a host number for each index.
+    """Counts the bytes that a rank sends over gloo. `rank` is its index on the axis. `hosts` holds a host number for
+    each index.
     """
 
     def __init__(self, rank: int, hosts: tuple[int, ...]):
@@ -192,11 +191,10 @@ _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class SpinBackoff:
-    """A wait loop that yields the core to other ranks, of which there may be more than cores.
-
-    It yields the core at first, because the next message usually arrives soon, then sleeps, for longer over time.
-    Measured on 2 cores: small steps of 8 ranks take 0.8 of the time if they yield for 2 ms instead of 0.1 ms, because a
-    sleep is longer than the wait. Steps of a second, and steps of 4 ranks, take the same time.
+    """A wait loop that yields the core to other ranks, of which there may be more than cores. It yields the core at
+    first, because the next message usually arrives soon, then sleeps, for longer over time. Measured on 2 cores: small
+    steps of 8 ranks take 0.8 of the time if they yield for 2 ms instead of 0.1 ms, because a sleep is longer than the
+    wait. Steps of a second, and steps of 4 ranks, take the same time.
     """
 
     YIELD_S, LOOK_S = 0.002, 0.1
@@ -321,10 +319,8 @@ class Combiner:
         self._scratch: list[torch.Tensor] = []
 
     def __call__(self, parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-        """Combine parts in the order of the tree. `out` may be the memory of one of the parts.
-
-        Sums of bf16 and fp16 are accumulated in fp32 and rounded once. Two parts need no scratch, because their sum is
-        rounded once anyway.
+        """Combine parts in the order of the tree. `out` may be the memory of one of the parts. Sums of bf16 and fp16
+        are accumulated in fp32 and rounded once. Two parts need no scratch, because their sum is rounded once anyway.
         """
         function, size = _FUNCTIONS[op], len(parts)
         if size == 2:

@@ -67,9 +67,8 @@ def slot_bytes(size: int) -> int:
 
 
 class Segment:
-    """The mapped memory from the view of one rank. Memory and file are freed with the object.
-
-    fd: file descriptor of the memory. It is closed with the object.
+    """The mapped memory from the view of one rank. Memory and file are freed with the object. fd: file descriptor of
+    the memory. It is closed with the object.
     """
 
     def __init__(self, fd: int, rank: int, size: int):
@@ -110,9 +109,8 @@ class Segment:
 
     @classmethod
     def find(cls, address: tuple[int, int, bytes], rank: int, size: int) -> Segment:
-        """Map the memory that rank 0 made, on the other ranks.
-
-        address: (process, descriptor, token) of that memory. Raises OSError if the memory does not exist.
+        """Map the memory that rank 0 made, on the other ranks. address: (process, descriptor, token) of that memory.
+        Raises OSError if the memory does not exist.
         """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -66,10 +66,8 @@ class CodedExchange(Pending):
 
 
 class CodedSum(Pending):
-    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order.
-
-    `rows_RN` holds the row for each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in
-    CodedGather.
+    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order. `rows_RN` holds the row for
+    each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in CodedGather.
     """
 
     def __init__(self, rows_RN: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, whole: bool):

@@ -110,9 +110,8 @@ class Int4(Wire):
 
 
 def scales_of(blocks_BK: torch.Tensor, largest: int) -> torch.Tensor:
-    """Return a bf16 scale (B,) for each block, at least its largest magnitude / `largest`.
-
-    A block with a non-finite value gets a non-finite scale.
+    """Return a bf16 scale (B,) for each block, at least its largest magnitude / `largest`. A block with a non-finite
+    value gets a non-finite scale.
     """
     exact = blocks_BK.abs().amax(-1) / largest
     scales = exact.to(torch.bfloat16)
@@ -339,9 +338,8 @@ class Largest(Wire):
         return out_RN
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first value, number of chunks, values per chunk, kept values per chunk).
-
-        The full chunks come first, then the shorter rest.
+        """Yield (first value, number of chunks, values per chunk, kept values per chunk). The full chunks come first,
+        then the shorter rest.
         """
         block, kept = self.spec.block, self.spec.kept
         whole, rest = divmod(numel, block)

@@ -100,9 +100,8 @@ class ContextCore(SdpaCore):
 
     @property
     def takes_ids(self) -> bool:
-        """True while the sequence is sharded.
-
-        A document can continue past this rank's tokens, so ids mark documents instead of start positions.
+        """True while the sequence is sharded. A document can continue past this rank's tokens, so ids mark documents
+        instead of start positions.
         """
         return self.context is not None and self.context.in_use
 
@@ -187,9 +186,8 @@ _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Replace the attention functions that the model looks up by name.
-
-    The new functions call `attend_sharded` while the context is in use.
+    """Replace the attention functions that the model looks up by name. The new functions call `attend_sharded` while
+    the context is in use.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -363,10 +361,8 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 def _document_ids(
     context: Context, mask: Tensor | None, positions: Tensor | None, places_T: Tensor, batch: int
 ) -> Tensor | None:
-    """Return a document id per token, by the rules of transformers.
-
-    A mask marks padding. Without a mask, a document begins where positions restart, if the model fills no cache
-    (`use_cache=False`).
+    """Return a document id per token, by the rules of transformers. A mask marks padding. Without a mask, a document
+    begins where positions restart, if the model fills no cache (`use_cache=False`).
     """
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):

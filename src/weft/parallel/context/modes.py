@@ -47,10 +47,9 @@ def full_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch
 
 def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
     """Return the document borders in full sequences, from the ids of each rank's tokens. Identical on all ranks.
-
     Returns None if no sequence has an inner border. Uses host values if the batch came from the host. For ids computed
-    on the device, this is a collective over the axis, and the host waits for it.
-    Raises ModelError if a document continues after another one.
+    on the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document
+    continues after another one.
     """
     known = full_values(ids_BT)
     ids_BS = (full_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
@@ -109,11 +108,10 @@ class View:
 def attend_sharded(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Return attention over the full sequence for this rank's queries, (B, H, T, C).
-
-    Values may differ in width from queries and keys (multi-head latent attention). The output has the values' width.
-    The narrower tensors are padded with zeros, which change no product, so that keys and values stay one message.
-    `sink_H` is a score per head that takes a share of the weights and has no value (attention sinks of GPT-OSS).
+    """Return attention over the full sequence for this rank's queries, (B, H, T, C). Values may differ in width from
+    queries and keys (multi-head latent attention). The output has the values' width. The narrower tensors are padded
+    with zeros, which change no product, so that keys and values stay one message. `sink_H` is a score per head that
+    takes a share of the weights and has no value (attention sinks of GPT-OSS).
     """
     width = v_BKTC.shape[-1]
     widest = max(width, q_BHTC.shape[-1])

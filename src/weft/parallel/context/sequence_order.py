@@ -59,9 +59,8 @@ class SequenceOrder:
 
 
 def sequence_length(batch: Any) -> int | None:
-    """Return the tokens per sequence of a batch, or None.
-
-    This is dim 1 of its input_ids, or else of its first tensor with two dims.
+    """Return the tokens per sequence of a batch, or None. This is dim 1 of its input_ids, or else of its first tensor
+    with two dims.
     """
     if isinstance(batch, torch.Tensor):
         return batch.shape[1] if batch.ndim >= 2 else None
@@ -72,9 +71,8 @@ def sequence_length(batch: Any) -> int | None:
 
 
 def shard_batch(batch: Any, order: SequenceOrder) -> Any:
-    """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
-
-    Raises ModelError if a tensor is a mask over pairs of tokens, which has the sequence in two dims.
+    """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens. Raises ModelError
+    if a tensor is a mask over pairs of tokens, which has the sequence in two dims.
     """
     if isinstance(batch, Mapping):
         parts = [
@@ -85,9 +83,8 @@ def shard_batch(batch: Any, order: SequenceOrder) -> Any:
 
 
 def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
-    """Return this rank's tokens if dim 1 is the sequence, else the tensor.
-
-    `name` is the tensor's name in the batch, for errors. Raises ModelError if the last two dims are both the sequence.
+    """Return this rank's tokens if dim 1 is the sequence, else the tensor. `name` is the tensor's name in the batch,
+    for errors. Raises ModelError if the last two dims are both the sequence.
     """
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         shape = tuple(tensor.shape)

@@ -6,6 +6,8 @@ mode replaces the calls. Attention with dropout then runs unfused, because no fu
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
@@ -31,24 +33,17 @@ from weft.private_torch import uncompiled
 _ATTRIBUTE = "_weft_drops"
 
 
-class _Hook:
-    """Hook of the full model. An object, because copies of a module copy its hooks."""
-
-    def __init__(self, drops: Drops | None):
-        self._drops = drops
+# Hooks of the full model. Copies and pickles of a module include its hooks, so they are not closures.
 
 
-class _Begin(_Hook):
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._drops is not None:
-            self._drops.before_forward(model, [args, kwargs])
+def _begin(drops: Drops | None, model: nn.Module, args: Any, kwargs: Any) -> None:
+    if drops is not None:
+        drops.before_forward(model, [args, kwargs])
 
 
-class _End(_Hook):
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        del model, args, output
-        if self._drops is not None:
-            self._drops.after_forward()
+def _end(drops: Drops | None, model: nn.Module, args: Any, output: Any) -> None:
+    if drops is not None:
+        drops.after_forward()
 
 
 class PositionDropout(nn.Module):
@@ -143,7 +138,7 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
     model: model, with or without modules that drop. seed: seed of steps and forwards without a key.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
-    drops.name_modules(model)
+    drops.model = weakref.ref(model)
     known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
     kinds: dict[str, type[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -170,8 +165,8 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         if sites:
             replace_class(block, DroppingBlock, sites=sites)
         block.__dict__["_weft_travels"] = drops
-    model.register_forward_pre_hook(_Begin(drops), with_kwargs=True)
-    model.register_forward_hook(_End(drops), always_call=True)
+    model.register_forward_pre_hook(functools.partial(_begin, drops), with_kwargs=True)
+    model.register_forward_hook(functools.partial(_end, drops), always_call=True)
     setattr(model, _ATTRIBUTE, drops)
     return drops
 

@@ -43,10 +43,9 @@ def marked_samples(batch: Any) -> SampleNumbers | None:
 
 @dataclass
 class _Forward:
-    """State of the current forward.
-
-    is_driven: a train step chose key and samples. samples: samples of the microbatch, or None if a rank's samples
-    follow the previous rank's. draws: number of tensors that each module drew. is_replay: backward replays a forward.
+    """State of the current forward. is_driven: a train step chose key and samples. samples: samples of the microbatch,
+    or None if a rank's samples follow the previous rank's. draws: number of tensors that each module drew. is_replay:
+    backward replays a forward.
     """
 
     is_driven: bool = False
@@ -83,7 +82,7 @@ class Drops:
         #: generators.
         self.may_place_noise = self._cp.size == 1 and not mesh.plan.compile and not mesh.plan.graphs
         self.places_noise = False  #: True if it does now: not in a step with given seeds.
-        self._model: weakref.ref[nn.Module] | None = None
+        self.model: weakref.ref[nn.Module] | None = None  #: its paths are part of the keys of draws in forward
         self._paths: dict[int, str] = {}  # by id of the module, filled at the first draw
         self._draw_sites: dict[str, DropSite] = {}
 
@@ -153,10 +152,6 @@ class Drops:
         """Return the context that a later replay of the current computation must run in."""
         return _Replay(self, self._forward.key, self._forward.samples, dict(self._forward.draws))
 
-    def name_modules(self, model: nn.Module) -> None:
-        """Use the paths of the model's modules for keys of draws in forward."""
-        self._model = weakref.ref(model)
-
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
         """Return the key of the next tensor drawn in forward, and the position of its elements in each dim.
 
@@ -181,7 +176,7 @@ class Drops:
 
     def _path_of(self, modules: Iterable[nn.Module]) -> str:
         """Return the path of the innermost module that belongs to the model, or "" outside of all."""
-        model = None if self._model is None else self._model()
+        model = None if self.model is None else self.model()
         for module in modules:
             if id(module) not in self._paths and model is not None:
                 self._paths = {id(one): path for path, one in model.named_modules()}
@@ -300,21 +295,20 @@ class Drops:
         """Return a number for each row, if rows are samples, or tokens of all sequences that may be sharded."""
         context = self._context
         in_context = context is not None and context.in_use and not is_whole
-        sequences = self._num_sequences() if is_cut or in_context else 0
+        sequences = 0  # unknown, or not needed
+        if is_cut or in_context:
+            samples = self._forward.samples
+            if self.part.sequences:
+                sequences = self.part.sequences
+            elif self.reads_tensors and self.told_samples is not None:
+                sequences = len(self.told_samples)
+            elif samples is not None and not samples.rows:
+                sequences = len(samples.numbers)
         if not sequences or count % sequences or (count == sequences and not is_cut):
             return self.samples(count, device)
         here = self.tokens(count // sequences, is_cut, is_whole, device)
         cuts = (self.part.axis.size if is_cut else 1) * (self._cp.size if in_context else 1)
         return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
-
-    def _num_sequences(self) -> int:
-        """Return the number of sequences in the microbatch, or 0 if unknown."""
-        if self.part.sequences:
-            return self.part.sequences
-        if self.reads_tensors and self.told_samples is not None:
-            return len(self.told_samples)
-        samples = self._forward.samples
-        return len(samples.numbers) if samples is not None and not samples.rows else 0
 
     def sees_full_sequence(self, path: str) -> bool:
         """Return True if a module has all tokens despite cp."""
@@ -336,9 +330,8 @@ class Drops:
 
 
 class _Replay:
-    """Context of a replayed forward. It can be entered again, for a second backward.
-
-    draws: number of tensors that each module had drawn when the forward began.
+    """Context of a replayed forward. It can be entered again, for a second backward. draws: number of tensors that each
+    module had drawn when the forward began.
     """
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
@@ -391,9 +384,8 @@ class DropSite:
         return self.key(self._drops.key, self.calls)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
-        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape.
-
-        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded.
+        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape. x:
+        (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded.
         """
         if rate >= 1:
             return x * 0.0
@@ -404,10 +396,7 @@ class DropSite:
         return self._drop_in_order(x, rate)
 
     def keep(self, shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
-        """Return a bool mask of the elements to keep in this shape. Not for compiled code.
-
-        shape: shape of x in `drop`.
-        """
+        """Return a bool mask of the elements to keep, in the shape of x in `drop`. Not for compiled code."""
         if rate >= 1:
             return torch.zeros(shape, dtype=torch.bool, device=device)
         if len(shape) == 1:
@@ -417,10 +406,9 @@ class DropSite:
         return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
 
     def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
-        """Drop values of packed sequences at the same positions as `drop` would in padded ones.
-
-        values: data of nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples
-        with a token at each position of the sequence.
+        """Drop values of packed sequences at the same positions as `drop` would in padded ones. values: data of
+        nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples with a token at
+        each position of the sequence.
         """
         sizes = batch_sizes.tolist()
         kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)

@@ -53,13 +53,11 @@ class ItemCost:
         return cls(2.0 * max(weights, 1), 4.0 * width * len(blocks))
 
     def __call__(self, rows: int, span: int) -> float:
-        """Return the cost of an item."""
         return rows * (self.per_row + self.per_pair * span)
 
 
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
-
     ranks_per_home: number of consecutive ranks per data rank. Of equally costly items a rank gets its home's first.
     """
     alike: dict[float, dict[int, list[int]]] = {}
@@ -92,9 +90,8 @@ Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Encoder:
-    """One module whose items are distributed.
-
-    module: the encoder. shares: distribute items. If False, ranks only ensure that all of them call the module.
+    """One module whose items are distributed. module: the encoder. shares: distribute items. If False, ranks only
+    ensure that all of them call the module.
     """
 
     def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
@@ -121,9 +118,8 @@ class Encoder:
     def before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Outer | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the arguments of a call by this rank's items.
-
-        outer: the enclosing call of the model's method, or None.
+        """Replace the arguments of a call by this rank's items. outer: the enclosing call of the model's method, or
+        None.
         """
         self.calls += 1
         self._call = None
@@ -147,9 +143,8 @@ class Encoder:
         return self._divided(items, known) if max(counts) > 0 else None
 
     def _divided(self, home: Items, known: Items) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with this rank's items.
-
-        `home` holds the items of this rank's batch. A rank without items computes the cheapest item of `known` instead.
+        """Return the arguments with this rank's items. `home` holds the items of this rank's batch. A rank without
+        items computes the cheapest item of `known` instead.
         """
         home = home if len(home) else known.without_any
         division = self._divide(home)
@@ -184,10 +179,8 @@ class Encoder:
         return Division(self._ranks, rows, homes, dealt)
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
-        """Gather the number of items of each data rank. A collective.
-
-        Returns the calls of another rank if some ranks do not call the module, else None. `items` are this rank's; None
-        means that it does not call the module.
+        """Gather the number of items of each data rank. A collective. Returns the calls of another rank if some ranks
+        do not call the module, else None. `items` are this rank's; None means that it does not call the module.
         """
         said = b""
         if items is not None and len(items):
@@ -229,9 +222,8 @@ class Encoder:
         self.made += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def stand_by(self, model: nn.Module) -> None:
-        """Call the module if the model did not but other ranks' models did.
-
-        If the other ranks called it through a method, the same method of `model` is called.
+        """Call the module if the model did not but other ranks' models did. If the other ranks called it through a
+        method, the same method of `model` is called.
         """
         others = self._ask(None)
         if others is None:
@@ -243,10 +235,7 @@ class Encoder:
 
 
 class Encoders:
-    """Encoders of one model on one rank, in the order in which its forward calls them.
-
-    encoders: the model's encoders.
-    """
+    """Encoders of one model on one rank, in the order in which its forward calls them."""
 
     def __init__(self, encoders: list[Encoder], holder: nn.Module):
         self._encoders, self._holder = encoders, holder
@@ -269,9 +258,8 @@ class Encoders:
             self._outer = before
 
     def enter(self, encoder: Encoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call of an encoder.
-
-        Earlier encoders that the model has not called are called first, for the other ranks.
+        """Begin a call of an encoder. Earlier encoders that the model has not called are called first, for the other
+        ranks.
         """
         for one in self._encoders[: self._encoders.index(encoder)]:
             self._stand_by(one)
@@ -287,9 +275,8 @@ class Encoders:
     def prepare_text(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the encoders that the model did not call, and tie all encoder outputs to the graph.
-
-        Runs before the first text block.
+        """Call the encoders that the model did not call, and tie all encoder outputs to the graph. Runs before the
+        first text block.
         """
         for encoder in self._encoders:
             self._stand_by(encoder)
@@ -361,10 +348,9 @@ class _Text:
 
 
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
-    """Register the hooks in front of existing ones, so that other techniques' collectives run later.
-
-    text: first block that reads encoder outputs. None if it is not on this rank or does not exist. encoders: encoders
-    by module, in call order.
+    """Register the hooks in front of existing ones, so that other techniques' collectives run later. text: first block
+    that reads encoder outputs. None if it is not on this rank or does not exist. encoders: encoders by module, in call
+    order.
     """
     inner = getattr(model, "model", None)
     holder = inner if isinstance(inner, nn.Module) and any(hasattr(inner, name) for name in FEATURES) else model

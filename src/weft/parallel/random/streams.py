@@ -132,9 +132,8 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...).
-
-    key: int64, 0-d. places: positions per dim, int64, 1-D.
+    """Draw an integer below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...). key: int64,
+    0-d. places: positions per dim, int64, 1-D.
     """
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)

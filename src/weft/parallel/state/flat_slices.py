@@ -196,6 +196,10 @@ class FlatSlice:
                 staged = torch.empty(target.numel(), dtype=kind)
                 source.read(self.name, self.part, self.start + first, staged.view(torch.uint8).numpy().data)
                 target.copy_(staged)
+        self.bring_home()
+
+    def bring_home(self) -> None:
+        """Copy the elements to the tensor that they are a copy of, if any."""
         if self.home is not None:
             self.home.copy_(self.flat.view(self.home.shape))
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -200,11 +200,11 @@ class DataParallel(Protocol):
         ...
 
 
-class _Attached:
-    """Attaches the engine to its module, but not to copies and pickles: a copy of the module is a plain module."""
+class NotCopied:
+    """Attribute of a module that becomes None in copies and pickles of it: a copy is a plain module."""
 
-    def __init__(self, engine: DataParallel, originals: Mapping[str, Original]):
-        self.engine, self.originals = engine, originals
+    def __init__(self, value: Any):
+        self.value = value
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -212,7 +212,7 @@ class _Attached:
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
     """Keep the engine and the tensors of the plain module with the module, for `data_parallel` and `originals`."""
-    setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
+    setattr(model, _ATTRIBUTE, NotCopied((engine, originals or {})))
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -222,7 +222,7 @@ def is_attached(model: nn.Module) -> bool:
 
 def originals(model: nn.Module) -> Mapping[str, Original]:
     """Return the tensors that a parallelized module held before, by name."""
-    return getattr(model, _ATTRIBUTE).originals
+    return getattr(model, _ATTRIBUTE).value[1]
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
@@ -237,7 +237,7 @@ def data_parallel(model: nn.Module) -> DataParallel:
             f"model of type {type(model).__name__}: it is not parallelized, or is a copy of a parallelized model. "
             f"Call parallelize(model, mesh) first."
         )
-    return attached.engine
+    return attached.value[0]
 
 
 # Matrices sharded by tensor parallelism, joined temporarily for optimizers that need full matrices.
@@ -264,10 +264,7 @@ class ShardedJoin:
 
 
 def join_sharded(
-    optimizer: torch.optim.Optimizer,
-    params: Iterable[tuple[str, nn.Parameter]],
-    axes: AxisMap,
-    device: torch.device,
+    optimizer: torch.optim.Optimizer, params: Iterable[tuple[str, nn.Parameter]], axes: AxisMap, device: torch.device
 ) -> None:
     """Set the joins of sharded parameters on an optimizer that needs full matrices.
 

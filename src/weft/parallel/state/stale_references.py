@@ -103,10 +103,8 @@ def hook_refusal(name: str) -> str:
 
 
 class StaleReferences:
-    """Watches one model's first training forward and first evaluation for old parameters.
-
-    model: the model after parallelize. storages: old memory, with the name of the parameter that it belonged to and its
-    address.
+    """Watches one model's first training forward and first evaluation for old parameters. model: the model after
+    parallelize. storages: old memory, with the name of the parameter that it belonged to and its address.
     """
 
     def __init__(
@@ -233,7 +231,6 @@ def _reads_values(func: Any) -> bool:
 
 
 def _local(param: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor."""
     local = getattr(param, "_local_tensor", None)
     return param if local is None else cast("Tensor", local)
 

@@ -201,9 +201,8 @@ WeightOf = Callable[[Slot], torch.Tensor | None]
 
 
 def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], object]) -> None:
-    """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights.
-
-    settle: makes the flat, unrounded weights equal on all ranks, in place.
+    """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights. settle:
+    makes the flat, unrounded weights equal on all ranks, in place.
     """
     full = torch.zeros(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device)
     known = [(slot, weight) for slot in bucket.slots if (weight := source(slot)) is not None]
@@ -240,10 +239,9 @@ def lay_out(
     host: frozenset[str] = frozenset(),
     bucket_bytes: int = shares.bucket_bytes("cpu"),
 ) -> list[Bucket]:
-    """Build empty buckets in the order in which backward completes them: the last parameters first.
-
-    whole: names of parameters that must not cross part boundaries. host: names of parameters whose masters are on the
-    host. Raises ModelError if sharding over this many ranks would leave most of the memory as padding.
+    """Build empty buckets in the order in which backward completes them: the last parameters first. whole: names of
+    parameters that must not cross part boundaries. host: names of parameters whose masters are on the host. Raises
+    ModelError if sharding over this many ranks would leave most of the memory as padding.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
@@ -277,10 +275,9 @@ def lay_out(
 
 
 def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Callable[[str], str]) -> None:
-    """Sort buckets of several kinds by the order in which backward completes them.
-
-    Buckets that wait for other stages come last. Their order follows from their names, which are equal on all stages.
-    slots: slots in the order of the model. saved_name: returns a parameter's name in checkpoints.
+    """Sort buckets of several kinds by the order in which backward completes them. Buckets that wait for other stages
+    come last. Their order follows from their names, which are equal on all stages. slots: slots in the order of the
+    model. saved_name: returns a parameter's name in checkpoints.
     """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
 
@@ -377,9 +374,8 @@ _WAYS = ("shard", "replicas", "own")
 
 
 class BucketSums:
-    """Starts the gradient sums of buckets. coders: encode gradients for communication.
-
-    The `compress` format applies only to the outermost data axis, which is summed last, after exact sums.
+    """Starts the gradient sums of buckets. coders: encode gradients for communication. The `compress` format applies
+    only to the outermost data axis, which is summed last, after exact sums.
     """
 
     def __init__(self, coders: Coders):
@@ -447,7 +443,6 @@ class BucketSums:
 
 def matrices_in(bucket: Bucket, span: slice, rank: int) -> list[Matrix]:
     """Return the matrices of a bucket's parameters, or of their rows in a span, with offsets counted from its start.
-
     rank: low rank at which compressing a matrix must pay off.
     """
     found: list[Matrix] = []

@@ -301,9 +301,8 @@ class OwnLoop:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's earlier norm.
-
-        A collective: waits for ranks that are still in a backward.
+        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's earlier norm. A
+        collective: waits for ranks that are still in a backward.
         """
         self._wait_for_all()
         engine = self._require_engine()
@@ -339,10 +338,8 @@ class OwnLoop:
         self._touched = set()
 
     def _check_identical(self) -> None:
-        """Raise ModelError if ranks scaled a replicated gradient by different factors.
-
-        Each rank compares its gradients with its own after backward: norms of equal gradients differ by the order of
-        addition.
+        """Raise ModelError if ranks scaled a replicated gradient by different factors. Each rank compares its gradients
+        with its own after backward: norms of equal gradients differ by the order of addition.
         """
         if self._norm is None:
             return
@@ -397,9 +394,8 @@ class OwnLoop:
         return bool(found[0])
 
     def _reduce_touched(self) -> None:
-        """Average the touched buckets over the ranks.
-
-        Earlier gradients are equal on all ranks, so their mean is unchanged.
+        """Average the touched buckets over the ranks. Earlier gradients are equal on all ranks, so their mean is
+        unchanged.
         """
         engine = self._require_engine()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]

@@ -18,14 +18,7 @@ from weft.comm.collectives import all_gather, broadcast
 from weft.comm.mesh import Axis
 from weft.comm.wire.coder import Coder
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.state.flat_slices import (
-    FlatSlice,
-    StateSource,
-    filled,
-    flat_of,
-    read_full,
-    single_rank_slice,
-)
+from weft.parallel.state.flat_slices import FlatSlice, StateSource, filled, flat_of, read_full, single_rank_slice
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.zero.engine import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.states import (
@@ -42,10 +35,8 @@ from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 
 class SlotAdoption:
-    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups.
-
-    pieces: this rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or
-    rounded.
+    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups. pieces: this
+    rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or rounded.
 
     Raises:
         ModelError: for a trainable parameter that the module does not have.
@@ -412,9 +403,8 @@ class SlotSlices:
 
 
 class Untrained:
-    """Frozen parameters and buffers: replicated on every rank, with the first rank's values.
-
-    value_of: returns a parameter's values, or None if each rank loads them later.
+    """Frozen parameters and buffers: replicated on every rank, with the first rank's values. value_of: returns a
+    parameter's values, or None if each rank loads them later.
     """
 
     def __init__(

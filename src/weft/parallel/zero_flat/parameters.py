@@ -23,10 +23,9 @@ from weft.private_torch import version_of
 
 
 class FlatParameters:
-    """Slots and buckets of a model's parameters, and its tensors outside of buckets.
-
-    model: model; its parameters may be on the meta device. host: host memory for the plan's share of optimizer states,
-    or None. bucket_bytes: bytes of masters in a bucket.
+    """Slots and buckets of a model's parameters, and its tensors outside of buckets. model: model; its parameters may
+    be on the meta device. host: host memory for the plan's share of optimizer states, or None. bucket_bytes: bytes of
+    masters in a bucket.
     """
 
     buckets: list[Bucket]
@@ -104,7 +103,6 @@ class FlatParameters:
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def local(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """Yield this rank's shards of the masters."""
         for slot in self.slots:
             shard = slot.view_in(slot.bucket.master, slot.bucket.own)
             if shard is not None:
@@ -120,9 +118,8 @@ class FlatParameters:
         yield from (self._axes.slice_of(name, tensor) for name, tensor in self.untrained.tensors())
 
     def check(self, wait: Callable[[], None]) -> None:
-        """Update the master of each parameter that was written to. wait: waits for pending weights.
-
-        Raises ModelError for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
+        """Update the master of each parameter that was written to. wait: waits for pending weights. Raises ModelError
+        for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
         """
         for slot in self.slots:
             param = slot.param
@@ -150,9 +147,8 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
 
 
 class LoadHooks:
-    """Hooks that update masters from the unrounded tensors of `load_state_dict` of a full module.
-
-    The module stores the hooks. The hooks of a module's copy do nothing.
+    """Hooks that update masters from the unrounded tensors of `load_state_dict` of a full module. The module stores the
+    hooks. The hooks of a module's copy do nothing.
     """
 
     def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):
@@ -165,7 +161,6 @@ class LoadHooks:
         self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
-        """Pass the loaded state to the masters."""
         del module, incompatible
         loaded, self._loaded = self._loaded, {}
         if self._wait is not None:

@@ -26,7 +26,6 @@ from weft.private_torch import uncompiled
 
 class AwaitsWeights(nn.Module):
     """Mixin that waits for the module's gathered weights in `__call__`, and for all weights when parameters are read.
-
     `__call__` is outside of the code that torch.compile compiles.
     """
 
@@ -56,9 +55,8 @@ class AwaitsWeights(nn.Module):
 
 
 class Arrival:
-    """Slots that one module waits for. None: all slots that no other module waits for.
-
-    Modules may outlive their engine, so they do not keep it alive.
+    """Slots that one module waits for. None: all slots that no other module waits for. Modules may outlive their
+    engine, so they do not keep it alive.
     """
 
     def __init__(self, arrivals: WeightPrefetcher, slots: Sequence[Slot] | None = None):
@@ -142,7 +140,6 @@ class WeightPrefetcher:
 
     def start(self, bucket: Bucket, *, is_update: bool) -> None:
         """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis.
-
         is_update: an optimizer stepped. Buckets that support differences then send them instead of full weights.
         """
         own = bucket.weights[bucket.own]
@@ -160,7 +157,6 @@ class WeightPrefetcher:
 
     @property
     def is_watched(self) -> bool:
-        """True if modules wait for their weights."""
         return bool(self._units)
 
     def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:

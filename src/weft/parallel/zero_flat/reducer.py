@@ -42,10 +42,8 @@ class _PendingReduction:
 
 @dataclass(slots=True)
 class _Pass:
-    """Reductions of one microbatch.
-
-    launches: buckets are reduced while backward runs. missing: parameters of each bucket without a gradient. next:
-    first bucket that is not reduced.
+    """Reductions of one microbatch. launches: buckets are reduced while backward runs. missing: parameters of each
+    bucket without a gradient. next: first bucket that is not reduced.
     """
 
     launches: bool = False
@@ -150,7 +148,6 @@ class Reducer(GradientReducer):
                 bucket.host.forget()
 
     def wait_for_sums(self) -> None:
-        """Wait until the host has the sums."""
         for bucket in self.buckets:
             if bucket.host is not None:
                 bucket.host.wait()
@@ -220,7 +217,6 @@ class Reducer(GradientReducer):
         return flat
 
     def _room(self, bucket: Bucket) -> torch.Tensor:
-        """Return the flat tensor that gradients are collected in."""
         if bucket.grads is None:
             bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
         assert bucket.grads is not None
@@ -257,10 +253,9 @@ class Reducer(GradientReducer):
                 self._launch(self.buckets[self._pass.next], phase is Phase.LAST_PASS)
 
     def stays(self, bucket: Bucket, phase: Phase) -> bool:
-        """Return True if gradients of a pass stay in autograd's tensors until they are reduced.
-
-        Stage 2 needs memory for them until then in any case. At lower stages, the buffer of their sum already exists,
-        and later microbatches would allocate a second set.
+        """Return True if gradients of a pass stay in autograd's tensors until they are reduced. Stage 2 needs memory
+        for them until then in any case. At lower stages, the buffer of their sum already exists, and later microbatches
+        would allocate a second set.
         """
         if phase is Phase.INNER_PASS:
             return self._stage == 2 and bucket.num_shards > 1 and not self._each
@@ -295,7 +290,6 @@ class Reducer(GradientReducer):
         self._reduced.add(bucket.index)
 
     def _launch_all_reduce(self, bucket: Bucket, final: bool) -> None:
-        """Start the reduction of an unsharded bucket."""
         alone = bucket.over.replicate.size == bucket.over.share[1] == 1 and bucket.host is None
         if alone and final and not bucket.collected and (found := bucket.found()) is not None:
             bucket.loose, bucket.shard = found, None  # on a single rank they already are the sums
@@ -318,7 +312,6 @@ class Reducer(GradientReducer):
         return bucket.host.send(shard_of(bucket), pending)
 
     def _limit_pending(self) -> None:
-        """Wait for the oldest pending reduction if there are many."""
         if len(self._under_way) >= MOST_UNDER_WAY:
             self._land(min(self._under_way))
 

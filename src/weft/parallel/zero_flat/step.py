@@ -113,10 +113,9 @@ class RecordedSteps:
         self, found: Hashable, rules: Mapping[Rule, int], lanes: Callable[[], Iterable[tuple[Lane, Rule]]],
         decision: StepDecision, recorder: Recorder,
     ) -> None:  # fmt: skip
-        """Step all lanes: by replay if the step was recorded, otherwise kernel by kernel or while recording.
-
-        found: addresses of all tensors, and the constant settings of the rules. rules: rules of the lanes, numbered in
-        their order.
+        """Step all lanes: by replay if the step was recorded, otherwise kernel by kernel or while recording. found:
+        addresses of all tensors, and the constant settings of the rules. rules: rules of the lanes, numbered in their
+        order.
         """
         step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
@@ -244,10 +243,9 @@ class FlatStep:
 
     @torch.no_grad()
     def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
-        """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step.
-
-        factor: factor of gradients, applied as they are read. recorder: recorder for steps that the device decides
-        about. Such a step updates all buckets here. None disables recording.
+        """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step. factor: factor
+        of gradients, applied as they are read. recorder: recorder for steps that the device decides about. Such a step
+        updates all buckets here. None disables recording.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
@@ -423,7 +421,6 @@ def _take_over(state: dict[str, Any], key: str, view: torch.Tensor) -> None:
 
 
 def _keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the keys of states that have the parameter's size."""
     if type(optimizer) in _ADAMS:
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if group["momentum"] else ()
@@ -441,7 +438,6 @@ class FlatOptimizers:
         return [step.adoption for step in self.steps.values()]
 
     def add(self, adoption: SlotAdoption) -> None:
-        """Put this rank's slices into an optimizer."""
         self._put(adoption)
         self.steps[adoption.optimizer] = FlatStep(adoption)
 

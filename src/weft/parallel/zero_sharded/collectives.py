@@ -53,11 +53,7 @@ class UnitGather(GatherBase):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill `output_tensor`. It is complete on return (on CUDA: in the order of the current stream)."""
         self._order.check(Act.GATHER, self._unit, input_tensor.numel())
@@ -92,10 +88,8 @@ class UnitGather(GatherBase):
         return self._codes[key]
 
     def wait_all(self, wait: Callable[[], None]) -> None:
-        """Wait for the last gather, and record the compute stream's wait time in the ledger.
-
-        fully_shard's wait also copies out of the buffer. That is not counted: the wait ends when the gather is
-        complete.
+        """Wait for the last gather, and record the compute stream's wait time in the ledger. fully_shard's wait also
+        copies out of the buffer. That is not counted: the wait ends when the gather is complete.
         """
         there, self._there = self._there, None
         stream_wait = None if there is None else StreamWait.begin(there[1])
@@ -112,10 +106,9 @@ def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) 
 
 
 class UnitReduce(ReduceBase):
-    """Reduce-scatter of one unit's gradients.
-
-    order: order of all ranks' operations on the axis. grads: dtype of all input gradients, if it is narrower than the
-    dtype of sums and is communicated instead of it. None copies gradients into the dtype of sums.
+    """Reduce-scatter of one unit's gradients. order: order of all ranks' operations on the axis. grads: dtype of all
+    input gradients, if it is narrower than the dtype of sums and is communicated instead of it. None copies gradients
+    into the dtype of sums.
     """
 
     def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
@@ -123,9 +116,8 @@ class UnitReduce(ReduceBase):
         self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor, alternately for the gradients and for their sums.
-
-        fully_shard requests both in the dtype of sums, and copies gradients into the first.
+        """Return an uninitialized tensor, alternately for the gradients and for their sums. fully_shard requests both
+        in the dtype of sums, and copies gradients into the first.
         """
         is_input, self._has_input = not self._has_input, not self._has_input
         return torch.empty(*size, dtype=self._grads if is_input and self._grads else dtype, device=device)
@@ -156,9 +148,8 @@ class UnitReduce(ReduceBase):
 
 
 def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
-    """Return the coders of a unit's gradients, over the shard axis and over replicas.
-
-    The plan's `compress` applies to the outermost data axis, which is dp_replicate if it exists.
+    """Return the coders of a unit's gradients, over the shard axis and over replicas. The plan's `compress` applies to
+    the outermost data axis, which is dp_replicate if it exists.
     """
     shard, replicas = f"unit {unit} shard", f"unit {unit} replicas"
     if plan.compress == "none":
@@ -169,19 +160,11 @@ def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
 
 
 def connect_unit(
-    module: FSDPModule,
-    unit: int,
-    axis: Axis,
-    order: Order,
-    wire: Coder,
-    mesh: Mesh,
-    grads: torch.dtype | None = None,
+    module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, mesh: Mesh, grads: torch.dtype | None = None
 ) -> None:
-    """Make a unit communicate through `weft.comm`.
-
-    order: order of all ranks' operations on the axis. mesh: mesh of the ranks; the `gather` field of its plan is the
-    wire format of weights. grads: dtype of all gradients to reduce, narrower than the dtype of sums, or None if they
-    may have that dtype.
+    """Make a unit communicate through `weft.comm`. order: order of all ranks' operations on the axis. mesh: mesh of the
+    ranks; the `gather` field of its plan is the wire format of weights. grads: dtype of all gradients to reduce,
+    narrower than the dtype of sums, or None if they may have that dtype.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None

@@ -28,13 +28,7 @@ from weft.comm.wire.coder import Coder
 from weft.errors import CommError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.optim.step_decision import StepDecision
-from weft.parallel.private_torch import (
-    base_of_its_own,
-    end_backward,
-    forget_forward,
-    fsdp_state,
-    wrap_forward_hooks,
-)
+from weft.parallel.private_torch import base_of_its_own, end_backward, forget_forward, fsdp_state, wrap_forward_hooks
 from weft.parallel.zero.engine import step_by_decision, steps_in_parts
 from weft.parallel.zero_sharded.shards import Shard
 from weft.private_torch import graph_task, tree_map, uncompiled, without_modes
@@ -66,9 +60,8 @@ Entry = tuple[Act, int, int]
 
 
 class Order:
-    """Order of this rank's operations on units over one axis, from the end of a step to the end of the next.
-
-    units: their names, by index.
+    """Order of this rank's operations on units over one axis, from the end of a step to the end of the next. units:
+    their names, by index.
     """
 
     def __init__(self, axis: Axis, units: Sequence[str]):
@@ -80,7 +73,6 @@ class Order:
 
     def check(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
         """Check the next operation against the record or the other ranks. No collective while it follows the record.
-
         Raises CommError if ranks start different operations.
         """
         if self._axis.size == 1:
@@ -174,18 +166,12 @@ class _Disagreement(CommError):
 
 
 class FirstGathers:
-    """Steps an optimizer in two parts, and overlaps the gather of the first part with the second.
-
-    modules: the units, by their index; the root last. order: order of all ranks' operations, which records the first
-    gathers of a forward.
+    """Steps an optimizer in two parts, and overlaps the gather of the first part with the second. modules: the units,
+    by their index; the root last. order: order of all ranks' operations, which records the first gathers of a forward.
     """
 
     def __init__(
-        self,
-        modules: Sequence[FSDPModule],
-        shards: Sequence[Sequence[Shard]],
-        order: Order,
-        device: torch.device,
+        self, modules: Sequence[FSDPModule], shards: Sequence[Sequence[Shard]], order: Order, device: torch.device
     ):
         self._modules, self._shards = modules, shards
         # The gathers of blocks overlap with earlier computation anyway.
@@ -234,11 +220,10 @@ class FirstGathers:
 
 
 class ReplicaSum:
-    """Second half of HSDP's reduction for one unit: sums shards of gradients over the replicas.
-
-    fully_shard calls it with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as
-    views, or added to existing gradients). Only the last microbatch's call communicates over the replicas. wire:
-    returns the coder for a number of elements.
+    """Second half of HSDP's reduction for one unit: sums shards of gradients over the replicas. fully_shard calls it
+    with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as views, or added to
+    existing gradients). Only the last microbatch's call communicates over the replicas. wire: returns the coder for a
+    number of elements.
     """
 
     def __init__(
@@ -293,11 +278,10 @@ class ReplicaSum:
 def watch_calls(
     modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
 ) -> None:
-    """Count the calls of all units in a forward, and call `begin_root` before each forward of the root.
-
-    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so ranks may use
-    different ones. With several calls, fully_shard would reduce zeros once per call, so only existing gradients are
-    reduced. modules: the units, by their index; the root last.
+    """Count the calls of all units in a forward, and call `begin_root` before each forward of the root. A unit that is
+    called once is reduced with zeros for the parameters that this rank did not use, so ranks may use different ones.
+    With several calls, fully_shard would reduce zeros once per call, so only existing gradients are reduced. modules:
+    the units, by their index; the root last.
     """
     counts: dict[int, int] = {}
     units = [module for module in modules if isinstance(module, nn.Module)]
@@ -326,10 +310,9 @@ def watch_calls(
 
 @uncompiled
 def without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return a unit's output as tensors that are not views: a forward hook before fully_shard's own.
-
-    A layer with a bias returns a view. An in-place operation on it would remove the hook that gathers the unit for
-    backward. A value without a gradient stays the same object: a head's loss identifies the batch's labels by it.
+    """Return a unit's output as tensors that are not views: a forward hook before fully_shard's own. A layer with a
+    bias returns a view. An in-place operation on it would remove the hook that gathers the unit for backward. A value
+    without a gradient stays the same object: a head's loss identifies the batch's labels by it.
     """
     del module, args
     return tree_map(
@@ -344,11 +327,10 @@ def _outside_of_modes(hook: Any, *args: Any) -> Any:
 
 
 class StagePasses:
-    """The passes of one pipeline step, whose forwards and backwards interleave.
-
-    fully_shard expects one root forward after another, each with its end and its backward. A stage leaves the root's
-    forward before its end, and the pass ends with the schedule, so gradients accumulate unreduced until then. As in
-    torch.distributed.pipelining, fully_shard's work at the end of a backward is called explicitly.
+    """The passes of one pipeline step, whose forwards and backwards interleave. fully_shard expects one root forward
+    after another, each with its end and its backward. A stage leaves the root's forward before its end, and the pass
+    ends with the schedule, so gradients accumulate unreduced until then. As in torch.distributed.pipelining,
+    fully_shard's work at the end of a backward is called explicitly.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]):

@@ -41,11 +41,9 @@ from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
 
 @dataclass(slots=True)
 class OptimizerShards:
-    """Sharded parameters of one optimizer.
-
-    local: parameters that it updates on shards. whole: full parameters, each with the rank that updates it. mine: full
-    parameters that this rank updates, empty between steps. hosted: parameters of both kinds with their optimizer on the
-    host.
+    """Sharded parameters of one optimizer. local: parameters that it updates on shards. whole: full parameters, each
+    with the rank that updates it. mine: full parameters that this rank updates, empty between steps. hosted: parameters
+    of both kinds with their optimizer on the host.
     """
 
     local: list[str] = field(default_factory=list)
@@ -316,9 +314,8 @@ def plain_states(
 
 @dataclass(slots=True)
 class UnitWithErrorFeedback:
-    """A unit whose sums over replicas keep a residual of their rounding.
-
-    unit: its index. shards: its trained parameters, in the order of their sums. axis: the replicas.
+    """A unit whose sums over replicas keep a residual of their rounding. unit: its index. shards: its trained
+    parameters, in the order of their sums. axis: the replicas.
     """
 
     unit: int
@@ -378,9 +375,8 @@ class ShardErrorFeedback:
         self.units: list[UnitWithErrorFeedback] = []
 
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
-        """Return a function from the number of elements to the coder of a unit's sums over replicas.
-
-        The coder may keep residuals from now on. params: parameters of fully_shard, in the order of its reduction.
+        """Return a function from the number of elements to the coder of a unit's sums over replicas. The coder may keep
+        residuals from now on. params: parameters of fully_shard, in the order of its reduction.
         """
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder

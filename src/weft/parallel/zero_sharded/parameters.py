@@ -65,7 +65,6 @@ class ShardedParameters:
         self.adoption = ShardAdoption(self.shards, originals, axes.plain.shard, self.hosted)
 
     def local(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shards and unsharded parameters."""
         return chain(((name, shard.local) for name, shard in self.shards.items()), self.plain.items())
 
     def counted(self) -> Iterator[tuple[nn.Parameter, int]]:

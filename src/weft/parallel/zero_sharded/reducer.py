@@ -150,9 +150,8 @@ class ShardReducer(GradientReducer):
             self._parameters.hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Wait for all sums, and sum `totals` and unsharded gradients.
-
-        Raises CommError if some ranks did not reach this call.
+        """Wait for all sums, and sum `totals` and unsharded gradients. Raises CommError if some ranks did not reach
+        this call.
         """
         self._complete()
         plain, kinds = self._parameters.plain, self._parameters.kinds

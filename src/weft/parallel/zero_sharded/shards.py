@@ -79,9 +79,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Plan) -> frozenset[str]:
-    """Choose the shards of which the plan puts only the optimizer on the host.
-
-    on_host: names of the shards that are entirely on the host; they count towards the share.
+    """Choose the shards of which the plan puts only the optimizer on the host. on_host: names of the shards that are
+    entirely on the host; they count towards the share.
     """
     there = set(on_host)
     trained = [(name, shard.local.numel()) for name, shard in shards.items() if shard.param.requires_grad]
@@ -90,9 +89,8 @@ def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Pla
 
 
 class HostedShards:
-    """Shards whose optimizer is on the host. `params`: the optimizer's host parameters, by name.
-
-    is_last: True if new gradients are the step's final ones, without a later microbatch.
+    """Shards whose optimizer is on the host. `params`: the optimizer's host parameters, by name. is_last: True if new
+    gradients are the step's final ones, without a later microbatch.
     """
 
     def __init__(self, host: Host, shards: Mapping[str, Shard], names: Iterable[str]):
@@ -173,7 +171,6 @@ class HostedShards:
 
     @torch.no_grad()
     def after_step(self, names: Iterable[str]) -> None:
-        """Copy the new weights to the shards."""
         chosen = list(names)
         pending = [self._parts[name].bring(self._shards[name].local.view(-1)) for name in chosen]
         for name, copy in zip(chosen, pending, strict=True):

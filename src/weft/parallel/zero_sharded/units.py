@@ -48,11 +48,10 @@ class Unit:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Find the units below the root, in the model's order. Units are not nested.
-
-    A module that is registered and called in several modules is one unit. A module that shares a parameter with a
-    module outside of it is not a unit: a tied embedding and head stay with the root, gathered together. A module whose
-    weights are read outside of its calls is not one either, such as a block of which another module calls a part.
+    """Find the units below the root, in the model's order. Units are not nested. A module that is registered and called
+    in several modules is one unit. A module that shares a parameter with a module outside of it is not a unit: a tied
+    embedding and head stay with the root, gathered together. A module whose weights are read outside of its calls is
+    not one either, such as a block of which another module calls a part.
     """
     owners: dict[int, set[nn.Module]] = {}  # parents of each parameter and module, by id
     for module in model.modules():
@@ -106,10 +105,8 @@ _MIXED = (
 
 
 def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tuple[Unit, ...]:
-    """Return the units, each after the units of experts inside of it.
-
-    A unit is sharded over one axis, and experts are sharded over another axis than the rest.
-    Raises ModelError if experts share a module with other parameters.
+    """Return the units, each after the units of experts inside of it. A unit is sharded over one axis, and experts are
+    sharded over another axis than the rest. Raises ModelError if experts share a module with other parameters.
     """
     own = {id(unit.module) for unit in units}
     names = {id(module): name for name, module in model.named_modules()}
@@ -158,9 +155,8 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
 def finalize(
     model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
 ) -> dict[str, torch.Tensor]:
-    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype.
-
-    Returns the buffers that checkpoints contain; training may update them.
+    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype. Returns the
+    buffers that checkpoints contain; training may update them.
     """
     for name, param in model.named_parameters():
         dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
@@ -194,10 +190,8 @@ class PartialSums:
 
     @torch.no_grad()
     def level(self, shards: Mapping[str, Shard]) -> None:
-        """Make the gradients of replicated parameters equal on all tp ranks, by broadcast from the first.
-
-        The rounding of a wire format depends on neighboring elements in a unit, and those are different shards on each
-        rank.
+        """Make the gradients of replicated parameters equal on all tp ranks, by broadcast from the first. The rounding
+        of a wire format depends on neighboring elements in a unit, and those are different shards on each rank.
         """
         tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
         if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):
@@ -273,9 +267,8 @@ def shard_units(
     plain: set[nn.Parameter],
     materialise: Materialise,
 ) -> tuple[list[list[str]], list[str]]:
-    """Apply fully_shard to each unit over its axis, the root last.
-
-    Returns the names of each unit's parameters, and the names of the parameters on the host.
+    """Apply fully_shard to each unit over its axis, the root last. Returns the names of each unit's parameters, and the
+    names of the parameters on the host.
     """
     meshes = {
         axis.ranks: DeviceMesh.from_group(group_of(axis), mesh.device.type, mesh_dim_names=("dp_shard",))
