@@ -347,9 +347,9 @@ def _file_problems(
     def check(name: str) -> list[str]:
         try:
             digest = digests or name == STATE_NAME
-            return _one_file(path / name, manifest, digest, in_files.get(name), report) or _slices_in(
-                path / name, manifest
-            )
+            found = _one_file(path / name, manifest, digest, in_files.get(name), report)
+            wanted = runs_in(name, manifest)
+            return found or (missing_slices(path / name, wanted) if wanted else [])
         except FileNotFoundError:
             return [f"{name} is missing"]
         except OSError as error:
@@ -364,11 +364,6 @@ def _file_problems(
         return []
     with ThreadPoolExecutor(min(_VERIFY_THREADS, len(share))) as threads:
         return [problem for problems in threads.map(check, share) for problem in problems]
-
-
-def _slices_in(path: Location, manifest: Manifest) -> list[str]:
-    wanted = runs_in(path.name, manifest)
-    return missing_slices(path, wanted) if wanted else []
 
 
 def _one_file(

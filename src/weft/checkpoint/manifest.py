@@ -76,15 +76,11 @@ def _read(said: Any, shape: tuple[int, ...], tables: RankLists) -> Slice:
     if row >= len(tables.rows):
         raise ValueError("ranks names a list that is not there")
     deal = OwnershipMap(tables.rows[row], **{name: _integer(said.get(name, _USUAL[name])) for name in _NUMBERS})
-    _check_ownership(deal, part.numel)
-    return Slice(part, deal)
-
-
-def _check_ownership(deal: OwnershipMap, numel: int) -> None:
     if not deal.length or not deal.times or len(deal.ranks) % deal.times or deal.turn >= deal.times:
         raise ValueError("the ranks do not share equal lengths")
-    if deal.share * deal.times < deal.length or deal.start + numel > len(deal.ranks) // deal.times * deal.length:
+    if deal.share * deal.times < deal.length or deal.start + part.numel > len(deal.ranks) // deal.times * deal.length:
         raise ValueError("the files are too short for all elements")
+    return Slice(part, deal)
 
 
 def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:

@@ -155,7 +155,13 @@ class _Source:
         if not outer or run * width >= _LONG_RUN:
             for place in np.ndindex(*outer):
                 there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                self._fill_box(out[(*place, ...)], file, there, run)  # `...` gives a view of an array without dims too
+                box = out[(*place, ...)]  # `...` gives a view of an array without dims too
+                if box.flags.c_contiguous and box.size:
+                    self._fill(box.reshape(-1), file, there)
+                else:
+                    window = np.empty(run, box.dtype)
+                    self._fill(window, file, there)
+                    box[...] = window.reshape(box.shape)
             return
         step, rows = reach[inner - 1], outer[-1]
         at_once = max(1, _WINDOW // (step * width))
@@ -168,14 +174,6 @@ class _Source:
                 shape = (number, *sizes[inner:])
                 close = [by * width for by in (step, *reach[inner:])]
                 out[place][first : first + number] = np.lib.stride_tricks.as_strided(window, shape, close)
-
-    def _fill_box(self, out: np.ndarray, file: RangedTensors, offset: int, run: int) -> None:
-        if out.flags.c_contiguous and out.size:
-            self._fill(out.reshape(-1), file, offset)
-            return
-        window = np.empty(run, out.dtype)
-        self._fill(window, file, offset)
-        out[...] = window.reshape(out.shape)
 
 
 def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:

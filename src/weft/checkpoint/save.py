@@ -86,7 +86,9 @@ def save_checkpoint(
     state_text = strict_json.encode(dict(state), "state")
     with disk_errors_as_checkpoint_errors(root, step), contextlib.ExitStack() as held:
         prepare(root, held)
-        _check_space(root, entries, len(state_text))
+        stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
+        # Headers and manifest contain each name twice, and file systems round up.
+        require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + len(state_text) + 2**20)
         return _write(root, step, tensors, entries, state_text, look)
 
 
@@ -158,12 +160,6 @@ def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
         return (name,)
     flags = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), flags)
-
-
-def _check_space(root: Location, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
-    stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
-    # Headers and manifest contain each name twice, and file systems round up.
-    require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20)
 
 
 def require_space(root: Location, needed: int) -> None:

@@ -353,8 +353,11 @@ def join_ranks(
     store = store or open_store(place, timeout_s)
     try:
         store.set_timeout(timeout)
-        if _as_loopback(place.master_addr) is not None:
-            _keep_gloo_at_home()
+        # Ranks of one machine. By default gloo listens on the address to which the hostname resolves.
+        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        names = [found for _, found in socket.if_nameindex()]
+        if _as_loopback(place.master_addr) is not None and loopback in names:
+            env.default_for_libraries(GLOO_SOCKET_IFNAME=loopback)
         # A rank that joins, leaves and joins again must not read the keys of the first time. The count is kept here
         # and not in the store, where other processes could change it.
         _joined[place.master_addr, place.master_port] += 1
@@ -452,15 +455,6 @@ def _as_loopback(host: str) -> str | None:
     except ValueError:
         return None
     return str(address) if address.is_loopback else None
-
-
-def _keep_gloo_at_home() -> None:
-    """Restrict gloo to the loopback interface, for ranks of one machine. By default gloo listens on the address to
-    which the hostname resolves.
-    """
-    name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if name is not None and name in (found for _, found in socket.if_nameindex()):
-        env.default_for_libraries(GLOO_SOCKET_IFNAME=name)
 
 
 def leave_ranks() -> None:

@@ -65,10 +65,14 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
     def notice() -> None:
         missing = [0] if store is None else missing_ranks(_own(store), place.world_size)
         if missing and not over.is_set():
-            (tell or _to_stderr)(
+            text = (
                 f"rank {place.rank} of {place.world_size} waits for {_named(missing)} at "
                 f"{place.master_addr}:{place.master_port}. {remedy(place)}"
             )
+            if tell is not None:
+                tell(text)
+            else:
+                print(f"weft: {text}", file=sys.stderr, flush=True)
 
     over = threading.Event()
     timer = threading.Timer(NOTICE_S, notice)
@@ -126,7 +130,3 @@ def _named(ranks: Iterable[int]) -> str:
     names = [f"{one[0]} to {one[-1]}" if len(one) > 1 else f"{one[0]}" for one in spans]
     more = f" and {len(names) - _MOST_NAMED} more groups" if len(names) > _MOST_NAMED else ""
     return f"rank{'s' if len(spans) > 1 or len(spans[0]) > 1 else ''} {', '.join(names[:_MOST_NAMED])}{more}"
-
-
-def _to_stderr(text: str) -> None:
-    print(f"weft: {text}", file=sys.stderr, flush=True)

@@ -35,12 +35,8 @@ class Reader:
 
 def joined(names: Iterable[str]) -> str:
     """Return the name of several axes joined, the same under every order of the plan."""
-    return "*".join(sorted(names, key=_default_position))
-
-
-def _default_position(name: str) -> int:
-    """Return the position of an axis in the default order, so that joined names do not depend on the plan's order."""
-    return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
+    order = (ENDS, *AXES, *EXPERT_AXES)
+    return "*".join(sorted(names, key=lambda name: order.index(name.partition("/")[0])))
 
 
 def strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:

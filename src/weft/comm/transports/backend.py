@@ -121,7 +121,13 @@ class BackendLink:
         with torch.no_grad(), unobserved():
             operation.source = flat = parts.joined(dtype) if parts.full_part is None else parts.full_part
             received = torch.empty_like(flat)
-        operation.then = functools.partial(_add_rows, received.view(len(self._ranks), -1), operation.out)
+        rows_RN, out = received.view(len(self._ranks), -1), operation.out
+
+        def add_rows() -> None:
+            with torch.no_grad(), unobserved():
+                torch.sum(rows_RN, 0, dtype=out.dtype, out=out)
+
+        operation.then = add_rows
         return all_to_all_single(as_bytes(received), as_bytes(flat), None, None, group=self._group, async_op=True)
 
     def _call(self, operation: Operation) -> dist.Work:
@@ -266,7 +272,10 @@ class ExchangeLink:
 
     def _all_reduce(self, operation: Operation) -> Stages:
         out, size = operation.out, len(self._ranks)
-        if self._order_is_free(operation):
+        # gloo's all_reduce gives the same bits for integers, and for two ranks with a single rounding. Its maximum may
+        # drop a NaN, depending on the order.
+        is_whole = out.dtype in (torch.int8, torch.uint8, torch.int32, torch.int64)
+        if is_whole or (size == 2 and operation.op == "sum" and out.dtype in (torch.float32, torch.float64)):
             self._sent.ring(operation, out.nbytes)
             yield [all_reduce(out, op=_OPS[operation.op], group=self._group, async_op=True)]
             return
@@ -316,14 +325,6 @@ class ExchangeLink:
     def _barrier(self) -> Stages:
         yield [barrier(group=self._group, async_op=True)]
 
-    def _order_is_free(self, operation: Operation) -> bool:
-        """Return True if gloo's all_reduce gives the same bits: integers, or two ranks with a single rounding."""
-        dtype = operation.out.dtype
-        if dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
-            return True
-        # gloo's maximum may drop a NaN, depending on the order.
-        return len(self._ranks) == 2 and operation.op == "sum" and dtype in (torch.float32, torch.float64)
-
     def _all_to_all(
         self,
         operation: Operation,
@@ -353,12 +354,6 @@ class ExchangeLink:
             broadcast(as_bytes(part), src=source, group=group, async_op=True)
             for source, part in zip(self._ranks, parts, strict=True)
         ]
-
-
-def _add_rows(rows_RN: torch.Tensor, out: torch.Tensor) -> None:
-    """Sum over the rows in the dtype of `out`, reading each value once."""
-    with torch.no_grad(), unobserved():
-        torch.sum(rows_RN, 0, dtype=out.dtype, out=out)
 
 
 def _joined(operation: Operation) -> torch.Tensor:

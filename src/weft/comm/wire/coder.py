@@ -41,17 +41,14 @@ class Coder:
             self.calls += 1
         kept = self._next.get(key, self._kept.get(key))
         if wire.feeds_back:
-            return self._encode_with_residual(key, x_RN, kept)
+            # The new rounding error becomes the residual if the step is applied.
+            owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
+            codes, _ = self.wire.encode(owing_RN, None)
+            self.owe(key, owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype))
+            return codes
         codes, state = wire.encode(x_RN, kept)
         if state is not None:
             self._next[key] = state
-        return codes
-
-    def _encode_with_residual(self, key: str, x_RN: torch.Tensor, kept: State | None) -> torch.Tensor:
-        """Encode values plus residual. The new rounding error becomes the residual if the step is applied."""
-        owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
-        codes, _ = self.wire.encode(owing_RN, None)
-        self.owe(key, owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype))
         return codes
 
     def with_residual(self, key: str, x_RN: torch.Tensor) -> torch.Tensor:

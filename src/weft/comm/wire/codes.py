@@ -200,17 +200,14 @@ class RowCodes:
             if self._is_float:
                 scales, steps = _as_floats(x.view(one.rows, one.columns))
             else:
-                blocks = self._in_blocks(x.view(one.rows, one.columns))
+                x_RC, rest = x.view(one.rows, one.columns), -one.columns % self._block
+                blocks = (pad(x_RC, (0, rest)) if rest else x_RC).reshape(-1, self._block)
                 scales = scales_of(blocks, 127)
                 steps = (blocks / usable(scales, x.dtype)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
             out[: 2 * scales.numel()].copy_(scales.view(torch.uint8))
             rows = steps.view(one.rows, -1)[:, : one.columns].reshape(-1)
             out[2 * scales.numel() :][: rows.numel()].copy_(rows.view(torch.uint8))
         return codes
-
-    def _in_blocks(self, x_RC: torch.Tensor) -> torch.Tensor:
-        rest = -x_RC.shape[1] % self._block
-        return (pad(x_RC, (0, rest)) if rest else x_RC).reshape(-1, self._block)
 
     def decode(self, codes_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
         """Write the values of several ranks' parts.

@@ -24,7 +24,13 @@ class LowRankSum(Pending):
         self._done = False
         with torch.no_grad(), unobserved():
             self._owing = coder.with_residual(self._key(flat), flat[None])[0]
-            self._bases = self._first_bases()
+            kept = coder.carried(BASIS)
+            sizes = [one.columns * self._rank for one in self._matrices]
+            if kept is not None and kept["q"].numel() == sum(sizes):
+                parts = torch.split(kept["q"], sizes) if sizes else ()
+                self._bases = [part.view(-1, self._rank) for part in parts]
+            else:
+                self._bases = [first_basis(one, self._rank, coder.name, self._owing) for one in self._matrices]
             products = [one.of(self._owing) @ basis for one, basis in zip(self._matrices, self._bases, strict=True)]
             self._gaps = _gaps_of(self._matrices, flat.numel())
             rest = [self._owing[gap] for gap in self._gaps]
@@ -37,14 +43,6 @@ class LowRankSum(Pending):
     @staticmethod
     def _key(flat: torch.Tensor) -> str:
         return f"summands-1x{flat.numel()}"
-
-    def _first_bases(self) -> list[torch.Tensor]:
-        kept = self._coder.carried(BASIS)
-        sizes = [one.columns * self._rank for one in self._matrices]
-        if kept is not None and kept["q"].numel() == sum(sizes):
-            parts = torch.split(kept["q"], sizes) if sizes else ()
-            return [part.view(-1, self._rank) for part in parts]
-        return [first_basis(one, self._rank, self._coder.name, self._owing) for one in self._matrices]
 
     def go_on(self) -> None:
         """Finish the first sums and begin the second. Called once."""
