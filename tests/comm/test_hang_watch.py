@@ -18,7 +18,7 @@ from weft.comm.collectives import all_reduce, barrier
 from weft.comm.connect import TRANSPORTS, join
 from weft.comm.hang_watch import Watch
 from weft.comm.mesh import Mesh, build_mesh
-from weft.comm.signed_store import StoreKey
+from weft.comm.store import StoreKey
 from weft.config.plan import Plan
 
 WARN_AFTER_S = 0.4

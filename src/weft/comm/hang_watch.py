@@ -19,7 +19,7 @@ import torch.distributed as dist
 from weft.comm.heartbeat import Heartbeat, Wait
 from weft.comm.mesh import LIMIT_S, Axis, Mesh
 from weft.comm.private_torch import connect_store, default_store, nccl_trace
-from weft.comm.signed_store import StoreKey, store_key
+from weft.comm.store import StoreKey, store_key
 from weft.comm.transports.shared_memory import host_mark
 from weft.private_torch import Store
 from weft.units import format_seconds

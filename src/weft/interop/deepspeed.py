@@ -18,8 +18,7 @@ from weft.config.plan_rules import check
 from weft.config.rule import Facts, Rule
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, PlanError, Problem
-from weft.interop.deepspeed_keys import BECAME, MOST, NOT_BUILT, TYPO, Outcome, Reading
-from weft.interop.deepspeed_source import Source, read_source
+from weft.interop.deepspeed_keys import BECAME, MOST, NOT_BUILT, TYPO, Outcome, Reading, Source, read_source
 from weft.interop.deepspeed_training import read_clipping, read_optimizer, read_scheduler
 
 TOTAL, MICRO, PASSES = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

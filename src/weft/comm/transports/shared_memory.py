@@ -26,8 +26,7 @@ import torch
 
 from weft import env
 from weft.comm.transports.link import Combiner, Operation, explain_signature, sign, unobserved
-from weft.comm.transports.route_choice import route
-from weft.comm.transports.routes import Route, Span
+from weft.comm.transports.routes import Route, Span, route
 from weft.comm.transports.scattered_tensor import Parts
 from weft.errors import CommError
 

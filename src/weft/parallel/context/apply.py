@@ -19,8 +19,7 @@ from weft.config.partitioning import choose_cp_mode, num_chunks, ulysses_fits
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.context.kernels import Scoring
-from weft.parallel.context.modes import View, attend_sharded, find_borders
-from weft.parallel.context.sequence_order import SequenceOrder, sequence_length, shard_batch
+from weft.parallel.context.modes import SequenceOrder, View, attend_sharded, find_borders, sequence_length, shard_batch
 
 
 class Context:

@@ -27,8 +27,7 @@ from weft.errors import LayoutError, ModelError
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
-from weft.parallel.context.modes import full_sequence
-from weft.parallel.context.sequence_order import SequenceOrder, shard_tensor
+from weft.parallel.context.modes import SequenceOrder, full_sequence, shard_tensor
 from weft.private_torch import tree_flatten, tree_unflatten
 
 #: Inputs that are not tokens: every rank reads them in full.

@@ -35,12 +35,10 @@ from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.placement import Placement
 from weft.parallel.zero.engine import ZeroEngine, find_optimizers, leaves_steps_out, undo_skipped_counts, watch_steps
 from weft.parallel.zero.states import broadcast_buffers
-from weft.parallel.zero_sharded.forward_limits import ForwardLimits
-from weft.parallel.zero_sharded.hooks import FirstGathers
+from weft.parallel.zero_sharded.hooks import FirstGathers, ForwardLimits
 from weft.parallel.zero_sharded.optimizer_states import ShardErrorFeedback, plain_states
-from weft.parallel.zero_sharded.parameters import ShardedParameters
 from weft.parallel.zero_sharded.reducer import ShardReducer
-from weft.parallel.zero_sharded.units import check_torch
+from weft.parallel.zero_sharded.units import ShardedParameters, check_torch
 
 
 class FullyShardedModel(ZeroEngine):

@@ -19,8 +19,7 @@ from weft.parallel.zero.engine import GradientReducer, Phase
 from weft.parallel.zero_sharded.collectives import connect_unit, unit_wires
 from weft.parallel.zero_sharded.hooks import Act, Order, ReplicaSum, StagePasses, watch_calls
 from weft.parallel.zero_sharded.optimizer_states import ShardErrorFeedback
-from weft.parallel.zero_sharded.parameters import ShardedParameters
-from weft.parallel.zero_sharded.units import PartialSums
+from weft.parallel.zero_sharded.units import PartialSums, ShardedParameters
 from weft.private_torch import foreach_mul_, graph_task
 
 
