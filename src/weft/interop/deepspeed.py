@@ -186,18 +186,14 @@ def read_precision(reading: Reading) -> None:
         elif on and reading.is_auto(key):
             reading.nothing(key, f"off, because {on[0]} is true")
             reading.open.remove("plan.precision")
-    _read_reduction(reading)
-    _read_loss_scale(reading, of_fp16=given["fp16.enabled"] or (reading.is_auto("fp16.enabled") and not on))
-    _read_autocast(reading, on)
-
-
-def _read_reduction(reading: Reading) -> None:
     key = "communication_data_type"
     dtype = reading.choice(key, tuple(_DTYPES))
     if dtype and _DTYPES[dtype] == "fp16":
         reading.missing(key, "Weft sends gradients in fp32 or bf16, which have the same range; fp16 overflows")
     elif dtype:
         reading.set_plan_field(key, reduce=_DTYPES[dtype])
+    _read_loss_scale(reading, of_fp16=given["fp16.enabled"] or (reading.is_auto("fp16.enabled") and not on))
+    _read_autocast(reading, on)
 
 
 def _read_loss_scale(reading: Reading, of_fp16: bool | None) -> None:

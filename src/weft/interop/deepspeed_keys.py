@@ -342,7 +342,11 @@ class Reading:
             self.order.append(key)
             self.typed[key] = value
             if key in sections() and isinstance(value, Mapping):
-                self._sort_table(inner, cast(Mapping[str, object], value))
+                table = cast(Mapping[str, object], value)
+                if table:
+                    self._sort(inner, table, is_off=table.get("enabled") is False)
+                else:
+                    self.nothing(key, "an empty table")
             elif value is None and (group is not None or key in sections()):
                 self.nothing(key, "null, as if it were not there")
             elif group is not None:
@@ -354,12 +358,6 @@ class Reading:
             else:
                 hint = meant(dotted(path), name) or " It is left out."
                 self._note(key, TYPO, f"no such key in DeepSpeed.{hint}")
-
-    def _sort_table(self, path: tuple[str, ...], table: Mapping[str, object]) -> None:
-        if table:
-            self._sort(path, table, is_off=table.get("enabled") is False)
-        else:
-            self.nothing(dotted(path), "an empty table")
 
     def _sort_known(self, key: str, value: object, group: Group, is_off: bool) -> None:
         if group.outcome == "becomes":

@@ -72,16 +72,10 @@ def read_clipping(reading: Reading) -> None:
         reading.follows(inner, key)
     elif other is not None:
         reading.set(inner, "optimizer.max_grad_norm", other)
-    _read_printing(reading)
-
-
-def _read_printing(reading: Reading) -> None:
     key = "steps_per_print"
     if reading.values.get(key) in ("inf", math.inf, 0):
         reading.nothing(key, f"DeepSpeed never prints with this value; log.every stays {default_text('log.every')}")
-        return
-    steps = reading.read_int(key)
-    if steps is not None:
+    elif (steps := reading.read_int(key)) is not None:
         reading.set(key, "log.every", steps)
 
 

@@ -144,7 +144,8 @@ class _OwnLoss:
         loss = output.get("loss")
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             # Only backward shows that the loop does not use run.global_mean.
-            counted = count_of_hugging_face(output)
+            labels, logits = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]', output.get("logits")
+            counted = f"len({labels})" if logits is not None and logits.ndim < 3 else f"({labels} != -100).sum()"
             loss.register_hook(lambda grad: self._warn(counted))
 
     def _warn(self, counted: str) -> None:
@@ -166,15 +167,6 @@ class _OwnLoss:
 def is_hugging_face_output(output: Any) -> bool:
     """Return True if a transformers model returned it. transformers need not be installed."""
     return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
-
-
-def count_of_hugging_face(output: Any) -> str:
-    """Write Python code that counts the labels in the mean of the model's own loss."""
-    labels = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]'
-    logits = output.get("logits")
-    if logits is not None and logits.ndim < 3:
-        return f"len({labels})"
-    return f"({labels} != -100).sum()"
 
 
 def sum_of_hugging_face(output: Any) -> str:

@@ -35,7 +35,10 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
             if "dropout" in name or "jitter" in name or name.endswith("pdrop"):
                 setattr(part, name, 0.0)
     if num_layers:
-        _reduce_depth(config, num_layers)
+        for part in _parts(config):
+            resize(part, layers=num_layers)
+            if getattr(part, "layer_types", None):
+                part.layer_types = list(part.layer_types)[:num_layers]
     if vocab_size and hasattr(config, "vocab_size"):
         config.vocab_size = vocab_size
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -47,13 +50,6 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
 
 def _parts(config: Any) -> list[Any]:
     return [config, *(found for name in _PARTS if (found := getattr(config, name, None)) is not None)]
-
-
-def _reduce_depth(config: Any, num_layers: int) -> None:
-    for part in _parts(config):
-        resize(part, layers=num_layers)
-        if getattr(part, "layer_types", None):
-            part.layer_types = list(part.layer_types)[:num_layers]
 
 
 def _reduce_width(config: Any, dim: int) -> None:

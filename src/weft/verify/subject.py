@@ -304,7 +304,10 @@ class BuiltCase(SampleCase):
         self.norm_group = subject.settings.global_batch if has_norms else 0
         self.notes = _quieten(model)
         if subject.settings.dtype == "float64":
-            _loop_over_experts(model)
+            # transformers multiplies experts one by one: its default grouped product does not support float64.
+            choices = (getattr(module, "set_experts_implementation", None) for module in model.modules())
+            if (choose := next(filter(None, choices), None)) is not None:
+                choose("eager")  # also in submodels
         # The same loss object as in a run, with the attributes that plans use.
         own = token_cross_entropy if subject.kind == "decoder" else None if task is None else task.loss
         self.loss = self._loss if own is None else own
@@ -483,14 +486,6 @@ def _quieten(model: nn.Module) -> list[str]:
             "microbatches cannot, and is refused"
         )
     return notes
-
-
-def _loop_over_experts(model: nn.Module) -> None:
-    """Make transformers multiply experts one by one: its default grouped product does not support float64."""
-    for module in model.modules():
-        if (choose := getattr(module, "set_experts_implementation", None)) is not None:
-            choose("eager")  # also in submodels
-            return
 
 
 def _floats(batch: Any, dtype: torch.dtype) -> Any:

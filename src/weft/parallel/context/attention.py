@@ -278,7 +278,12 @@ def _attend_sharded(
 ) -> Tensor:
     """Read the layer's attention options and attend. Returns (B, T, H, C)."""
     _refuse(module, context, dropout, asked)
-    refuse_chunks(module, context, key.shape[2] * context.axis.size)
+    seq_len = key.shape[2] * context.axis.size
+    if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:  # Llama 4, which only a mask could express
+        raise ModelError(
+            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
+            f"sharded sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
+        )
     if not context.has_looked:
         context.callers.add(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -307,15 +312,6 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
 
 def _unknown(asked: dict[str, Any]) -> list[str]:
     return [name for name in _UNKNOWN if asked.get(name) is not None]
-
-
-def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
-    """Raise ModelError for chunked attention (Llama 4), which only a mask could express."""
-    if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
-        raise ModelError(
-            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
-            f"sharded sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
-        )
 
 
 def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -427,15 +423,15 @@ def positions_of(model: nn.Module) -> Positions:
     for module in model.modules():
         count = getattr(module, _COUNTS, None) or getattr(sys.modules.get(type(module).__module__), _COUNTS, None)
         padding = getattr(module, "padding_idx", None)
-        if count is not None and isinstance(padding, int) and _has_table(module):
+        if (
+            count is not None
+            and isinstance(padding, int)
+            and isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
+        ):
             return _PastPadding(count, padding)
         if isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= _arguments(module):
             return _by_mask
     return _positions
-
-
-def _has_table(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
 
 
 def _arguments(module: nn.Module) -> set[str]:
