@@ -112,8 +112,7 @@ class Checkpoint:
     def tensors(self, group: str) -> Mapping[str, Tensor]:
         """Return the tensors of a group by name, in the order they were saved.
 
-        Raises:
-            CheckpointError: if the group is unknown.
+        Raises CheckpointError if the group is unknown.
         """
         if group not in self._manifest.tensors:
             known = ", ".join(self.groups) or "none"
@@ -130,15 +129,13 @@ class Checkpoint:
         """Fill `out` with elements of a part of a tensor, in the saved dtype.
 
         Only the requested bytes are read, for any plan that wrote them.
+        Raises CheckpointError if bytes are missing or cannot be read.
 
         Args:
             group: name of the group, such as "model".
             part: the part of the full tensor, which is flattened.
             start: first element to read, as an index into the flattened part.
             out: contiguous buffer to fill, a multiple of the element size.
-
-        Raises:
-            CheckpointError: if bytes are missing or cannot be read.
         """
         try:
             self._reader.read(group, name, self.entries(group)[name], part, start, out)
@@ -247,12 +244,10 @@ def list_checkpoints(root: Location) -> list[Location]:
 def newest_checkpoint(root: Location, *, verify: bool = True, together: RankGroup = ALONE) -> Found | None:
     """Return the newest complete checkpoint of a run, or None if none was finished.
 
-    The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed.
-    verify: check the digests of all bytes. If False, check everything else. together: ranks that share the work. The
-    result is equal on all of them.
-
-    Raises:
-        CheckpointError: if all finished checkpoints are damaged, since a silent restart would lose the run.
+    The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed. verify:
+    check the digests of all bytes. If False, check everything else. together: ranks that share the work. The result is
+    equal on all of them.
+    Raises CheckpointError if all finished checkpoints are damaged, since a silent restart would lose the run.
     """
     passed_over: list[PassedOver] = []
     damaged, target = False, target_at(located(root))

@@ -117,11 +117,7 @@ class StorePath:
         yield from (self / name for name in sorted(names))
 
     def stat(self) -> StoreStatus:
-        """Return size and modification time from the store.
-
-        Raises:
-            FileNotFoundError: if there is no such object.
-        """
+        """Return size and modification time from the store. Raises FileNotFoundError if there is no such object."""
         found = ask(self, "info", self._key)
         when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
         stamp = when.timestamp() if hasattr(when, "timestamp") else float(when) if isinstance(when, int | float) else 0
@@ -142,8 +138,7 @@ Location = Path | StorePath
 def located(words: str | Path | StorePath) -> Location:
     """Return the location for a user's input: a URL of an object store, or a path. file:// is a path.
 
-    Raises:
-        CheckpointError: if a URL contains a user, a password or a query, which would be printed and stored.
+    Raises CheckpointError if a URL contains a user, a password or a query, which would be printed and stored.
     """
     match = _SCHEME.fullmatch(words) if isinstance(words, str) else None
     if match is None:
@@ -196,11 +191,9 @@ def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:
 
 
 def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -> Any:
-    """Return the result of `act`, with retries and exponential backoff for transient errors of a store.
-
-    Raises:
-        FileNotFoundError: if the object does not exist. This is not retried.
-        StoreError: if access is denied, which is not retried, or after the last retry.
+    """Return the result of `act`, with retries and exponential backoff for transient errors of a store. Raises
+    FileNotFoundError if the object does not exist. This is not retried. Raises StoreError if access is denied, which is
+    not retried, or after the last retry.
     """
     for number in range(retries + 1):
         try:

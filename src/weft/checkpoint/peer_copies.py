@@ -45,8 +45,7 @@ class CopyHome:
 class CopyServer:
     """Stores files and answers requests, in threads of this process, until `close`.
 
-    Raises:
-        OSError: if no port of `host` is available.
+    Raises OSError if no port of `host` is available.
     """
 
     def __init__(self, host: str = "127.0.0.1"):

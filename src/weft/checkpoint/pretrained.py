@@ -49,9 +49,8 @@ def no_folder(folder: Path) -> str:
 def stored_weights(folder: Path) -> StoredWeights:
     """Read the headers of a folder's weights: one safetensors file, or several with an index.
 
-    Raises:
-        CheckpointError: if a file or tensor is missing, cut off, damaged or differs from the index, or the weights are
-            pickles. The message names it and the remedy.
+    Raises CheckpointError if a file or tensor is missing, cut off, damaged or differs from the index, or the weights
+    are pickles. The message names it and the remedy.
     """
     if not folder.is_dir():
         raise CheckpointError(no_folder(folder))
@@ -181,11 +180,7 @@ class Joined:
 
     @classmethod
     def stacked(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Return tensors of equal shape stacked along a new dim.
-
-        Raises:
-            ValueError: if shapes or dtypes differ.
-        """
+        """Return tensors of equal shape stacked along a new dim. Raises ValueError if shapes or dtypes differ."""
         _expect_equal([(one.shape, one.dtype) for one in parts])
         pieces = [
             replace(
@@ -201,11 +196,7 @@ class Joined:
 
     @classmethod
     def end_to_end(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Return tensors concatenated along a dim.
-
-        Raises:
-            ValueError: if dtypes, or sizes of the other dims, differ.
-        """
+        """Return tensors concatenated along a dim. Raises ValueError if dtypes, or sizes of the other dims, differ."""
         dim %= len(parts[0].shape)
         _expect_equal([((*one.shape[:dim], *one.shape[dim + 1 :]), one.dtype) for one in parts])
         pieces, place = list[_TensorSlice](), 0
@@ -294,9 +285,7 @@ class JoinedTensors:
         """Fill `out` with elements of a flattened part of a tensor.
 
         start: first element to read, as an index into the flattened part.
-
-        Raises:
-            CheckpointError: if bytes are missing or cannot be read, or a weight is not finite.
+        Raises CheckpointError if bytes are missing or cannot be read, or a weight is not finite.
         """
         self._read(name, part, start, out)
         dtype = self.entries[name].dtype
@@ -410,8 +399,7 @@ class _NotDescribed(Exception):
 def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined | Computed], list[str]]:
     """Return the composition of each tensor of a model, and the stored names that the model does not use.
 
-    Raises:
-        CheckpointError: if tensors cannot be composed as the model's class requires.
+    Raises CheckpointError if tensors cannot be composed as the model's class requires.
     """
     plain = {name: Joined.of(name, entry) for name, entry in stored.entries.items()}
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")

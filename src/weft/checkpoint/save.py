@@ -65,6 +65,8 @@ def save_checkpoint(
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
     One process saves. The caller synchronizes the other ranks.
+    Raises CheckpointError if a value cannot be stored or the disk is too full. Earlier checkpoints are then unchanged,
+    and no partial files remain.
 
     Args:
         root: the folder of the steps' folders, which is created if it is missing.
@@ -73,10 +75,6 @@ def save_checkpoint(
         state: JSON values. Floats, including inf and nan, are restored exactly. Tuples are restored as lists.
         max_file_bytes: size limit of a file. A larger tensor has a separate file.
         look: called with all values as they are written. It may end the save.
-
-    Raises:
-        CheckpointError: if a value cannot be stored or the disk is too full. Earlier checkpoints are then unchanged,
-            and no partial files remain.
     """
     root = located(root)
     # Keep a reference to every tensor: a mapping that creates tensors on access could reuse the address of another.
@@ -165,8 +163,7 @@ def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
 def require_space(root: Location, needed: int) -> None:
     """Check that the target has enough free space and can be written to.
 
-    Raises:
-        CheckpointError: if fewer than `needed` bytes are free, or nothing can be written.
+    Raises CheckpointError if fewer than `needed` bytes are free, or nothing can be written.
     """
     try:
         free = target_at(root).free_bytes()

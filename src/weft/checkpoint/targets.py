@@ -126,11 +126,8 @@ class Target(Protocol):
     def create(self, file: Location) -> Sink: ...
 
     def size(self, file: Location) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: if it is missing.
-            CheckpointError: if it is not a regular file.
+        """Return the size of a file in bytes. Raises FileNotFoundError if it is missing. Raises CheckpointError if it
+        is not a regular file.
         """
         ...
 

@@ -205,8 +205,7 @@ def gather_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Return this rank's slice along `dim` of the sum of the ranks' tensors. x: has the same shape on all ranks.
 
-    Raises:
-        CommError: if dim is not a multiple of the axis's size.
+    Raises CommError if dim is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _ScatterSum.apply(x, axis, dim % x.dim())
 
@@ -214,10 +213,7 @@ def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Return this rank's slice along `dim` of a tensor that is equal on all ranks.
 
-    x: has the same values on all ranks.
-
-    Raises:
-        CommError: if dim is not a multiple of the axis's size.
+    x: has the same values on all ranks. Raises CommError if dim is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _SliceTo.apply(x, axis, dim % x.dim())
 

@@ -73,13 +73,10 @@ def all_gather(
 ) -> torch.Tensor:
     """Gather all ranks' shards in order of the axis, flat (size * numel), or in `out` of any shape.
 
-    Over an axis of size 1 without `out`, this returns the shard itself, flat.
-    shard: tensor of any dtype and shape, with the same number of elements on every rank. It may be this rank's slice of
-    `out`; then it is not copied. out: contiguous, of the shard's dtype, with size * numel elements. None allocates a
-    new tensor. wire: encodes the values for communication, or None to send them unencoded.
-
-    Raises:
-        CommError: if `out` does not fit, or a rank has exited.
+    Over an axis of size 1 without `out`, this returns the shard itself, flat. shard: tensor of any dtype and shape,
+    with the same number of elements on every rank. It may be this rank's slice of `out`; then it is not copied. out:
+    contiguous, of the shard's dtype, with size * numel elements. None allocates a new tensor. wire: encodes the values
+    for communication, or None to send them unencoded. Raises CommError if `out` does not fit, or a rank has exited.
     """
     return start_all_gather(shard, axis, out, wire).wait()
 
@@ -118,14 +115,11 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Combine `flat` over the axis and return this rank's slice, flat (numel / size) or in `out` of any shape.
 
-    Over an axis of size 1 without `out`, this returns the tensor itself, flat.
-    flat: tensor of any shape, read as (numel,), with a dtype that can be reduced. numel is a multiple of the axis's
-    size. out: contiguous, of the same dtype, with numel / size elements. It may be this rank's slice of `flat`; the
-    rest of `flat` is then left unchanged. None allocates a new tensor. wire: encodes the values for communication, or
-    None to send them unencoded.
-
-    Raises:
-        CommError: if the sizes do not fit, or a rank has exited.
+    Over an axis of size 1 without `out`, this returns the tensor itself, flat. flat: tensor of any shape, read as
+    (numel,), with a dtype that can be reduced. numel is a multiple of the axis's size. out: contiguous, of the same
+    dtype, with numel / size elements. It may be this rank's slice of `flat`; the rest of `flat` is then left unchanged.
+    None allocates a new tensor. wire: encodes the values for communication, or None to send them unencoded.
+    Raises CommError if the sizes do not fit, or a rank has exited.
     """
     return start_reduce_scatter(flat, axis, out, op, wire).wait()
 
@@ -137,9 +131,7 @@ def start_reduce_scatter(
 
     flat: as in `reduce_scatter`; the result has its dtype. `Parts` (a flat tensor in several parts) need op="sum" and
     an `out`. out: as in `reduce_scatter`. wire: as in `reduce_scatter`.
-
-    Raises:
-        CommError: if numel is not a multiple of the axis's size, or `out` does not fit.
+    Raises CommError if numel is not a multiple of the axis's size, or `out` does not fit.
     """
     if isinstance(flat, Parts):
         assert out is not None
@@ -172,9 +164,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
     """Copy `tensor` from the axis's rank `source` to all its ranks, in place, and return it.
 
     tensor: contiguous, of any dtype, with the same shape on all ranks.
-
-    Raises:
-        CommError: if `source` is not a rank of the axis.
+    Raises CommError if `source` is not a rank of the axis.
     """
     if not 0 <= source < axis.size:
         raise CommError(

@@ -97,10 +97,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     """Choose the axis's transport again, or use the one given. All ranks of the axis must call this.
 
     device: device type of the tensors, "cpu" or "cuda". transport: name of the transport to use, or None for the best
-    one.
-
-    Raises:
-        CommError: if the ranks cannot connect, or cannot use the given transport.
+    one. Raises CommError if the ranks cannot connect, or cannot use the given transport.
     """
     assert axis.group is not None, "an axis of size 1 has no other rank"
     axis.pulse.waiting = _Rendezvous(axis)

@@ -57,12 +57,11 @@ def prepare_gpu() -> None:
 
 def multiply_as_planned(precision: str, device: torch.device) -> None:
     """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32. The
-    flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default torch
-    rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
-    because torch and its compiler raise an error if the two disagree.
+    flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
+    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are
+    set, because torch and its compiler raise an error if the two disagree.
 
-    Raises:
-        PlanError: with tf32, for a device without TF32.
+    Raises PlanError with tf32, for a device without TF32.
     """
     if precision == "tf32" and (why := _without_tf32(device)):
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")
@@ -122,8 +121,7 @@ def _attention() -> dict[str, bool]:
 def pick_device(kind: str, local_rank: int) -> torch.device:
     """Return the device of this rank. kind: "auto" (a GPU if available), "cpu" or "cuda".
 
-    Raises:
-        PlanError: if the machine has no GPU, or none for this rank.
+    Raises PlanError if the machine has no GPU, or none for this rank.
     """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
@@ -277,8 +275,7 @@ def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
 def bind(cores: Cores) -> None:
     """Run this process and its children on these cores only. Threads with another affinity keep theirs.
 
-    Raises:
-        OSError: if the system does not allow it.
+    Raises OSError if the system does not allow it.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)

@@ -399,10 +399,8 @@ def join_ranks(
     timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout. store: the store
     from `open_store`, if the caller has opened it already. tell: called with a line about ranks that are missing after
     some seconds; None writes it to stderr.
-
-    Raises:
-        CommError: if the ranks cannot connect, or the existing group does not fit.
-        LaunchError: if ranks that a program other than `weft train` starts cannot connect.
+    Raises CommError if the ranks cannot connect, or the existing group does not fit. Raises LaunchError if ranks that a
+    program other than `weft train` starts cannot connect.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -440,10 +438,8 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
     """Return the store of this job's ranks. On a single machine it listens on the loopback interface only.
 
     Rank 0 may host it, so keep it until all ranks have left.
-
-    Raises:
-        CommError: if the ranks of `weft train` cannot connect.
-        LaunchError: if ranks of another launcher cannot connect.
+    Raises CommError if the ranks of `weft train` cannot connect. Raises LaunchError if ranks of another launcher cannot
+    connect.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)
@@ -487,11 +483,8 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
     """Return a store for other processes of this machine.
 
-    It listens on `address` only, unlike torch's stores, which listen on all interfaces.
-    port: 0 picks a free one (see `.port`).
-
-    Raises:
-        OSError: if the port is in use.
+    It listens on `address` only, unlike torch's stores, which listen on all interfaces. port: 0 picks a free one (see
+    `.port`). Raises OSError if the port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:

@@ -31,7 +31,7 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send rows of dim 0 to each rank of the axis, in order, and return the rows received from each.
 
-    Over an axis of size 1, this returns the tensor itself.
+    Over an axis of size 1, this returns the tensor itself. Raises CommError if the counts do not fit the tensors.
 
     Args:
         tensor: (rows, ...) of any dtype.
@@ -39,9 +39,6 @@ def all_to_all(
         send: number of rows for each rank. None sends equal shares.
         receive: number of rows from each rank. None if `send` is None.
         most: as in `start_all_to_all`.
-
-    Raises:
-        CommError: if the counts do not fit the tensors.
     """
     return start_all_to_all(tensor, axis, out, send=send, receive=receive, most=most).wait()
 
@@ -214,11 +211,7 @@ class Message:
         self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, sent or received.
-
-        Raises:
-            CommError: if the other rank has exited.
-        """
+        """Return the tensor, sent or received. Raises CommError if the other rank has exited."""
         if self._work is not None:
             pulse = self._axis.pulse
             pulse.waiting = self

@@ -334,12 +334,10 @@ class ReplicaGroup:
         """Wait for a round, without a time limit if another replica's anchor is newer.
 
         If there is no round, this returns the server's answer: "alone" if the server is unreachable, "over", or "leave"
-        if this replica was requested to stop.
-        layout: description of this replica's tensors. It must be equal on all replicas.
-
-        Raises:
-            CommError: if another replica has a different layout.
-            ConfigError: if the rendezvous server has another key.
+        if this replica was requested to stop. layout: description of this replica's tensors. It must be equal on all
+        replicas.
+        Raises CommError if another replica has a different layout. Raises ConfigError if the rendezvous server has
+        another key.
         """
         lost_at: list[float] = []
         more = {"doors": self._doors, "layout": layout}
@@ -376,8 +374,7 @@ class ReplicaGroup:
     def axis(self, call: Call) -> Generator[Axis]:
         """Join the members' ranks that store the same shard as this one, for the block.
 
-        Raises:
-            OSError: if a rank does not connect.
+        Raises OSError if a rank does not connect.
         """
         rank, mesh = self._mesh.rank, self._mesh
         doors = [each[rank] for each in call.doors]

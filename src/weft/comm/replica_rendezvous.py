@@ -220,8 +220,7 @@ _LOOK_S = 0.2
 class RendezvousServer:
     """Answers the replicas of one run, in threads of this process. key: shared key that clients must have.
 
-    Raises:
-        LaunchError: if it cannot listen on the address.
+    Raises LaunchError if it cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, replicas: int, timeout_s: float, key: str):
@@ -286,11 +285,8 @@ class RendezvousClient:
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Send a request and return the answer. say: as in `RendezvousRounds.hear`.
-
-        Raises:
-            OSError: if there is no answer in time.
-            ConfigError: if the server has another key.
+        """Send a request and return the answer. say: as in `RendezvousRounds.hear`. Raises OSError if there is no
+        answer in time. Raises ConfigError if the server has another key.
         """
         host, _, port = self.address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:
@@ -310,8 +306,7 @@ class RendezvousClient:
 def address_towards(address: str) -> str:
     """Return the address of this machine on the route to another address. Sends nothing.
 
-    Raises:
-        LaunchError: if this machine has no route to it.
+    Raises LaunchError if this machine has no route to it.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -90,9 +90,7 @@ def share_store_key(given: str = "", common: bytes = b"") -> StoreKey:
 
     given: hex digits of the secret, if every rank has it already. common: settings that this rank received before there
     was a group. They must be equal on all ranks.
-
-    Raises:
-        CommError: if `common` differs from rank 0's, or if the ranks cannot be reached.
+    Raises CommError if `common` differs from rank 0's, or if the ranks cannot be reached.
     """
     group = dist.group.WORLD
     assert group is not None, "the ranks have not joined"

@@ -458,9 +458,7 @@ def import_deepspeed(
 
     world_size: number of ranks that will be started, or None. not_built: rules of plans that are valid but not
     implemented. A key that such a rule refuses is translated, and marked as not built.
-
-    Raises:
-        ConfigError: with every mistake found, each with its file and line.
+    Raises ConfigError with every mistake found, each with its file and line.
     """
     read = read_source(source)
     reading = Reading(read)
@@ -513,11 +511,8 @@ def _mark_not_built(
 def plan_from_deepspeed(source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
     """Return the plan of a DeepSpeed config: a path to ds_config.json, its text, or its dict. world_size: number of
     ranks; by default the number that torchrun, srun or `weft train` started, or the number that follows from the file's
-    batch sizes. `import_deepspeed` also returns the settings and the outcome of each key.
-
-    Raises:
-        ConfigError: with every mistake in the file.
-        PlanError: if the number of ranks cannot be determined.
+    batch sizes. `import_deepspeed` also returns the settings and the outcome of each key. Raises ConfigError with every
+    mistake in the file. Raises PlanError if the number of ranks cannot be determined.
     """
     place = env.rank_env() if world_size is None else None
     plan, open_axis = Plan.read_open(import_deepspeed(source, place.world_size if place else world_size).plan)

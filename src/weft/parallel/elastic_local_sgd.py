@@ -101,8 +101,7 @@ class ElasticDiLoCo(RareSync):
     def after_step(self) -> None:
         """Count a step, and run the outer step if it is due. All ranks of the replica call it after publishing weights.
 
-        Raises:
-            CommError: if this replica's weights are not finite, or another one trains a different model.
+        Raises CommError if this replica's weights are not finite, or another one trains a different model.
         """
         is_due, self.meets_now, self.goes_to = self.is_due, False, None
         self.since, self.differs = self.since + 1, True

@@ -87,10 +87,7 @@ def balance_routers(model: nn.Module, rate: float) -> int:
     """Add the auxiliary loss to the routers of a Hugging Face model, in place and before `parallelize`.
 
     rate: the value of router_aux_loss_coef in the model's config. The loss is the mean over layers of K times the
-    sequence-wise loss. Returns the number of routers.
-
-    Raises:
-        ModelError: for a model without such routers.
+    sequence-wise loss. Returns the number of routers. Raises ModelError for a model without such routers.
     """
     paths = [path.rpartition(".")[0] for path, _ in layers.find_experts(model)]
     around = [model.get_submodule(path) for path in paths]

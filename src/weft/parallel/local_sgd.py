@@ -135,8 +135,7 @@ class RareSync:
     def after_step(self) -> None:
         """Count a step, and run the outer step if it is due. All ranks call it after the weights are published.
 
-        Raises:
-            CommError: if weights are not finite. Nothing was exchanged then.
+        Raises CommError if weights are not finite. Nothing was exchanged then.
         """
         is_due, self.meets_now = self.is_due, False
         self.since, self.differs = self.since + 1, True
@@ -380,9 +379,7 @@ class StreamedSync(RareSync):
         """Count a step, apply the pending fragment, and start one that is due.
 
         All ranks call it after the weights are published.
-
-        Raises:
-            CommError: if weights are not finite. Nothing was exchanged then.
+        Raises CommError if weights are not finite. Nothing was exchanged then.
         """
         meets_now, self.meets_now = self.meets_now, False
         self.since, self.differs = self.since + 1, True

@@ -221,11 +221,7 @@ class Subject:
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:
-        """Return the model with its data and loss.
-
-        Raises:
-            ModelError: if it cannot be built.
-        """
+        """Return the model with its data and loss. Raises ModelError if it cannot be built."""
         torch.manual_seed(self.settings.seed)
         dtype = DTYPES[self.settings.dtype]
         if self.kind == "decoder":
@@ -395,9 +391,8 @@ class BuiltCase(SampleCase):
 def find_subject(source: str, settings: Settings) -> Subject:
     """Return the subject of `source`: a model name, a config file, a Hugging Face folder, or package.module:function.
 
-    Raises:
-        ModelError: if no model is found or its sizes cannot be changed.
-        ConfigError: for a config file that breaks rules.
+    Raises ModelError if no model is found or its sizes cannot be changed. Raises ConfigError for a config file that
+    breaks rules.
     """
     path = Path(source)
     if path.suffix == ".toml":

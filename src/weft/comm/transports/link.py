@@ -229,8 +229,7 @@ def unobserved() -> AbstractContextManager[object]:
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
     """Continue all `links` until `operation` is finished. links: all links of this rank, including `link`.
 
-    Raises:
-        CommError: with axis and operation, if a rank has exited or the group's timeout has passed.
+    Raises CommError with axis and operation, if a rank has exited or the group's timeout has passed.
     """
     if link.self_driven:
         link.block(operation)

@@ -134,10 +134,7 @@ def sum_coded(
     """Begin an all_reduce or a reduce_scatter of encoded values, into `out`.
 
     what: a tensor of any shape, or parts of a flat one. coder: encodes, and keeps the wire's state. whole: True for
-    all_reduce, False for reduce_scatter.
-
-    Raises:
-        CommError: for an op that the wire cannot combine.
+    all_reduce, False for reduce_scatter. Raises CommError for an op that the wire cannot combine.
     """
     if op not in coder.wire.ops:
         raise CommError(

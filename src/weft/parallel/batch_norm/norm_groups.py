@@ -54,8 +54,7 @@ class SampleGroups:
     def split_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
         """Return the layout of a microbatch's groups.
 
-        Raises:
-            ModelError: if a group has samples in another microbatch.
+        Raises ModelError if a group has samples in another microbatch.
         """
         size, data, parts = self.size, self._mesh.data, self._mesh.plan.microbatches_per_step
         numbers, num_ranks = samples.numbers, data.size
@@ -458,11 +457,8 @@ def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     A subclass that overrides forward keeps it: groups replace the statistics of the batch_norm calls inside. Returns
     None for a model without batch norms.
 
-    Call it after the model was sharded and after `drop_by_position`, before recompute.
-    model: model, with or without batch norms.
-
-    Raises:
-        ModelError: for a size below 1.
+    Call it after the model was sharded and after `drop_by_position`, before recompute. model: model, with or without
+    batch norms. Raises ModelError for a size below 1.
     """
     if size < 1:
         raise ModelError(f"norm_group={size}: it is a number of samples. Use 1 or more, such as 32.")

@@ -155,8 +155,7 @@ class Drops:
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
         """Return the key of the next tensor drawn in forward, and the position of its elements in each dim.
 
-        Raises:
-            ModelError: if positions do not follow from the shape, or draws cannot be counted.
+        Raises ModelError if positions do not follow from the shape, or draws cannot be counted.
         """
         if self._plan.graphs:
             raise ModelError("graphs=on: the model draws with weft.randn_like or a similar function. Use graphs=off.")
@@ -185,11 +184,7 @@ class Drops:
         return ""
 
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each row of a drawn tensor.
-
-        Raises:
-            ModelError: if rows do not belong to samples.
-        """
+        """Return a number for each row of a drawn tensor. Raises ModelError if rows do not belong to samples."""
         samples = self._forward.samples
         if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
             raise ModelError(
@@ -201,8 +196,7 @@ class Drops:
     def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
         """Refuse a random tensor if its shape does not show which part of it this rank has.
 
-        Raises:
-            ModelError: with the field of the plan.
+        Raises ModelError with the field of the plan.
         """
         in_context = self._context is not None and self._context.in_use and not is_whole
         field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._cp.size}" if in_context else ""

@@ -400,8 +400,7 @@ class EncoderChoice:
 def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> EncoderChoice:
     """Return the encoders of a full model. model: the model before it is sharded.
 
-    Raises:
-        LayoutError: if a module's items cannot be distributed.
+    Raises LayoutError if a module's items cannot be distributed.
     """
     modules = dict(model.named_modules())
     named = layout.divided_modules(modules) if layout is not None else {}

@@ -44,9 +44,7 @@ def choose_float8(
 
     keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16. speaks: this rank
     warns of layers that stay in bf16, and of a device without float8 products.
-
-    Raises:
-        ModelError: if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
+    Raises ModelError if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
     """
     if recipe not in RECIPES:
         raise ModelError(f"fp8_recipe={recipe!r}: it is {' or '.join(RECIPES)}. Use fp8_recipe={RECIPES[0]!r}.")
@@ -123,8 +121,7 @@ def use_float8(model: nn.Module) -> None:
 def refuse_partial(path: str, module: nn.Module) -> None:
     """Refuse a chosen layer whose output gradient is a partial sum on each rank.
 
-    Raises:
-        PlanError: because rounding summands is not rounding their sum.
+    Raises PlanError because rounding summands is not rounding their sum.
     """
     if getattr(module, "_weft_float8", None) is not None:
         raise PlanError(

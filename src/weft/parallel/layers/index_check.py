@@ -31,8 +31,7 @@ def watch_indices(model: nn.Module) -> None:
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
     """Refuse labels outside of the head's range, if the host has their values.
 
-    Raises:
-        ModelError: with the label and the remedy.
+    Raises ModelError with the label and the remedy.
     """
     if torch.compiler.is_compiling() or leave_check(labels, lambda values: check_labels(values, num_classes, ignored)):
         return

@@ -46,8 +46,7 @@ class Original:
 def originals_of(model: nn.Module) -> dict[str, Original]:
     """Return the entries of a plain model's state_dict by name, in its order.
 
-    Raises:
-        ModelError: if a parameter or buffer belongs to a lazy module, which has no shape yet.
+    Raises ModelError if a parameter or buffer belongs to a lazy module, which has no shape yet.
     """
     first: dict[int, str] = {}
     found: dict[str, Original] = {}
@@ -69,8 +68,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
 def refuse_float64(model: nn.Module, plan: Plan) -> None:
     """Refuse a float64 model under a precision that keeps weights in float32.
 
-    Raises:
-        ModelError: with the first float64 parameter.
+    Raises ModelError with the first float64 parameter.
     """
     if Precision.of(plan).master == torch.float64:
         return
@@ -180,8 +178,7 @@ class FlatSlice:
     def fill(self, source: StateSource) -> None:
         """Read its elements from a checkpoint.
 
-        Raises:
-            CheckpointError: if the checkpoint lacks the tensor or has another shape.
+        Raises CheckpointError if the checkpoint lacks the tensor or has another shape.
         """
         saved = expected(source, self.name, self.part.shape)
         kind, flat = torch_formats()[saved.dtype], self.flat

@@ -144,9 +144,7 @@ class DataParallel(Protocol):
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
         Does nothing if the optimizer is already adopted.
-
-        Raises:
-            ModelError: if it has states, or holds a parameter that is not the module's.
+        Raises ModelError if it has states, or holds a parameter that is not the module's.
         """
         ...
 
@@ -228,8 +226,7 @@ def originals(model: nn.Module) -> Mapping[str, Original]:
 def data_parallel(model: nn.Module) -> DataParallel:
     """Return the engine that `parallelize` made for this module.
 
-    Raises:
-        ModelError: if it was not called, or the module is a copy.
+    Raises ModelError if it was not called, or the module is a copy.
     """
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
@@ -269,9 +266,7 @@ def join_sharded(
     """Set the joins of sharded parameters on an optimizer that needs full matrices.
 
     optimizer: an attribute `joins` marks support for sharded parameters.
-
-    Raises:
-        ModelError: if the optimizer does not support sharded parameters.
+    Raises ModelError if the optimizer does not support sharded parameters.
     """
     cut = {name: param for name, param in params if axes.is_divided(name)}
     joins = getattr(optimizer, "joins", None)

@@ -29,9 +29,7 @@ class Materialise:
     seed: seed for `weft.models.initialize`. None if no parameter needs initialization. filled_later: values are loaded
     from files afterwards, so each rank only allocates its part. A and B of adapters are initialized from the seed,
     because files do not contain them.
-
-    Raises:
-        ModelError: if a buffer is on the meta device, or a parameter is and there is no seed.
+    Raises ModelError if a buffer is on the meta device, or a parameter is and there is no seed.
     """
 
     def __init__(
@@ -103,9 +101,8 @@ def move(model: nn.Module, device: torch.device) -> None:
 def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
     """Compare names, full shapes, sharding and requires_grad among the ranks of one stage.
 
-    Raises:
-        CommError: if a rank built another model. It names tensor and ranks.
-        ModelError: if a parameter is complex.
+    Raises CommError if a rank built another model. It names tensor and ranks. Raises ModelError if a parameter is
+    complex.
     """
     axis = axes.stage
     rows: list[tuple[Any, ...]] = []

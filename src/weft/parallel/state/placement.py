@@ -88,8 +88,7 @@ class Placement:
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Return a rank's part of the full tensor: a view if the rows are contiguous.
 
-        Raises:
-            ModelError: if the rows are not a multiple of the ranks.
+        Raises ModelError if the rows are not a multiple of the ranks.
         """
         if not self.cut:
             return whole
@@ -153,9 +152,7 @@ def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return the placements of several techniques as one.
 
     Only one technique may shard a parameter. Partial axes are combined.
-
-    Raises:
-        ModelError: if two techniques shard the same parameter.
+    Raises ModelError if two techniques shard the same parameter.
     """
     merged: dict[str, Placement] = {}
     for placements in found:
@@ -245,8 +242,7 @@ class AxisMap:
     def check_names(self, model: nn.Module) -> None:
         """Compare the names of placements with the module's names.
 
-        Raises:
-            ModelError: if the module lacks a tensor that has a placement.
+        Raises ModelError if the module lacks a tensor that has a placement.
         """
         known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         for name in self.placements:
@@ -336,8 +332,7 @@ class AxisMap:
     def refuse_sharded(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that needs full parameters for these sharded ones.
 
-        Raises:
-            ModelError: for the first of the names.
+        Raises ModelError for the first of the names.
         """
         for name in sorted(names):
             cut = self.placement(name).cut

@@ -60,10 +60,7 @@ class OriginalParameters:
         """Make the first forward refuse references to old values, if any exist.
 
         model: the model after parallelize. compiles: blocks are compiled; the watched forward runs without compiled
-        code.
-
-        Raises:
-            ModelError: for a hook of a parameter that was replaced.
+        code. Raises ModelError for a hook of a parameter that was replaced.
         """
         named = dict(model.named_parameters())
         for name in self._hooked:
@@ -127,10 +124,8 @@ class StaleReferences:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Refuse operations on old parameters inside this context.
-
-        Raises:
-            ModelError: with the parameter and how the model reaches it.
+        """Refuse operations on old parameters inside this context. Raises ModelError with the parameter and how the
+        model reaches it.
         """
         self._depth += 1
         try:
@@ -175,10 +170,8 @@ class StaleReferences:
         return at_address if name is None and key is not None and not key.expired() else name
 
     def check_graph(self, output: Any) -> None:
-        """Refuse an output whose gradients reach an old parameter.
-
-        Raises:
-            ModelError: with the parameter and how the model reaches it.
+        """Refuse an output whose gradients reach an old parameter. Raises ModelError with the parameter and how the
+        model reaches it.
         """
         nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
         for variable in _variables(nodes):
@@ -186,11 +179,7 @@ class StaleReferences:
                 self.refuse(variable)
 
     def refuse(self, tensor: Tensor) -> None:
-        """Refuse a tensor with old values.
-
-        Raises:
-            ModelError: with the parameter and how the model reaches the tensor.
-        """
+        """Refuse a tensor with old values. Raises ModelError that names the parameter and how the model reaches it."""
         name, model = self.name_of(tensor), self._model()
         how = None if model is None else next(iter(_holders(model, self, name)), None)
         reached = f"through {how}" if how else "from outside of its modules, such as a global variable"

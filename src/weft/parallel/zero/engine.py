@@ -230,12 +230,12 @@ def watch_steps(
     before: Callable[[torch.optim.Optimizer], None] | None = None,
     after: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> None:
-    """Do the work of TrainStep in hooks around the optimizer's step, if TrainStep does not drive it. clear: additional
-    work of the engine in `zero_grad`. before: work directly before every step of the optimizer, driven by TrainStep or
-    not. after: work directly after every step.
+    """Do the work of TrainStep in hooks around the optimizer's step, if TrainStep does not drive it.
 
-    Raises:
-        ModelError: at a step with a closure.
+    clear: additional work of the engine in `zero_grad`. before: work directly before every step of the optimizer,
+    driven by TrainStep or not. after: work directly after every step.
+
+    Raises ModelError at a step with a closure.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -287,8 +287,9 @@ class _Finder:
 
 
 def find_optimizers(engine: Callable[[], ZeroEngine | None]) -> None:
-    """Watch for optimizers of the engine's parameters, and adopt them at their first step. Hooks of engines that no
-    longer exist are removed here, because hooks must not change while an optimizer steps.
+    """Watch for optimizers of the engine's parameters, and adopt them at their first step.
+
+    Hooks of engines that no longer exist are removed here, because hooks must not change while an optimizer steps.
     """
     hooks = optimizer_step_hooks()
     for key in [key for key, hook in hooks.items() if isinstance(hook, _Finder) and hook.engine() is None]:
@@ -338,8 +339,9 @@ def step_by_decision(
     first: Collection[int] = (),
     between: Callable[[], None] | None = None,
 ) -> None:
-    """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it. optimizer:
-    optimizer for which `leaves_steps_out` is True. first: ids of parameters to step before the others, if
+    """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it.
+
+    optimizer: optimizer for which `leaves_steps_out` is True. first: ids of parameters to step before the others, if
     `steps_in_parts`; empty steps all together. between: called after the `first` parameters are stepped.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -385,15 +387,18 @@ def undo_skipped_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Return True if the optimizer needs only its own shard of this group's parameters. Read from `elementwise` in the
-    group, else from the optimizer's attribute, else from the list of elementwise classes.
+    """Return True if the optimizer needs only its own shard of this group's parameters.
+
+    Read from `elementwise` in the group, else from the optimizer's attribute, else from the list of elementwise
+    classes.
     """
     return group.get("elementwise", getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE))
 
 
 def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names: Sequence[str] | None) -> None:
-    """Set the parameters of a group to those that this rank updates, in place. kept: one entry for each of its
-    parameters, None if not local. names: `param_names` of the full group, if set.
+    """Set the parameters of a group to those that this rank updates, in place.
+
+    kept: one entry for each of its parameters, None if not local. names: `param_names` of the full group, if set.
     """
     group["params"] = [param for param in kept if param is not None]
     if names is not None:

@@ -262,8 +262,7 @@ class FlatModel(ZeroEngine):
     def check_parameters(self) -> None:
         """Update the master of each parameter that was written to.
 
-        Raises:
-            ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
+        Raises ModelError for a parameter that was moved, frozen or cast after `parallelize`.
         """
         self._parameters.check(self.wait_for_weights)
 

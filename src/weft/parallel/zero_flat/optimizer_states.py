@@ -36,10 +36,8 @@ from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 class SlotAdoption:
     """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups. pieces: this
-    rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or rounded.
-
-    Raises:
-        ModelError: for a trainable parameter that the module does not have.
+    rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or rounded. Raises
+    ModelError for a trainable parameter that the module does not have.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
