@@ -308,7 +308,7 @@ def put_anchor(here: Sequence[FlatSlice], run: Bundle) -> None:
 
 
 def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Add to flat slices in place. by: values to add, concatenated, 1-D, in their dtype."""
+    """Add to flat slices. by: values to add, concatenated, 1-D, in their dtype."""
     for one, part in zip(here, by.split(list(sizes)), strict=True):
         one.flat.add_(part)
         one.bring_home()

@@ -33,7 +33,7 @@ _BORDERS = "cu_seqlens"
 
 
 def attend_by_borders(model: nn.Module) -> None:
-    """Make the encoders of a transformers model attend to all pictures in one call, in place."""
+    """Make the encoders of a transformers model attend to all pictures in one call."""
     if not hugging_face.is_hugging_face(model):
         return
     attending = [module for module in model.modules() if _calls_by_picture(module)]

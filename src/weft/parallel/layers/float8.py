@@ -112,7 +112,7 @@ def _bf16_paths(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Seque
 
 
 def use_float8(model: nn.Module) -> None:
-    """Make the chosen layers that no technique has sharded multiply in float8, in place."""
+    """Make the chosen layers that no technique has sharded multiply in float8."""
     for module in model.modules():
         if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
             replace_class(module, Float8Linear)

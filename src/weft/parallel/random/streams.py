@@ -111,7 +111,7 @@ def key_of(*parts: int | str) -> int:
 
 
 def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Return a number for each combination of positions, int32 of shape (len(places[0]), len(places[1]), ...).
+    """Return a number for each combination of positions, int32, with a dim for each of `places`.
 
     `key` is a Python integer, or a 0-d int64 tensor. `places` are int64 vectors on one device, at least one if the key
     is a Python integer.
@@ -132,8 +132,8 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...). key: int64,
-    0-d. places: positions per dim, int64, 1-D.
+    """Draw an integer below 2^bits for each combination of positions, int64, with a dim for each vector of positions. key: int64,
+    0-d. Positions are int64, 1-D, for each dim.
     """
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)
@@ -158,9 +158,9 @@ def _hash(x: Tensor) -> Tensor:
 def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
     """Draw the mask of `keeps` for all combinations of positions: lines from the key, columns from its complement.
 
-    The shape is (len(places[0]), len(places[1]), ...). In compiled code this is one operator: generated code would
+    In compiled code this is one operator: generated code would
     treat positions as index arithmetic, which does not use 64 bits, and would draw other numbers.
-    key: int64, 0-d. places: positions per dim, int64, 1-D. rate: 0 to 1.
+    key: int64, 0-d. Positions are int64, 1-D, for each dim. rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
         return keep_mask_operator(key, places, rate)
@@ -251,7 +251,7 @@ class SampleNumbers:
 
 
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
-    """Return `SampleNumbers.places` for samples without `rows`, from their numbers. For compiled code."""
+    """Return `SampleNumbers.row_numbers` for samples without `rows`, from their numbers. For compiled code."""
     size, rest = divmod(count, len(numbers))
     if rest:
         return numbers[0] + torch.arange(count, device=numbers.device)

@@ -182,7 +182,7 @@ class ZeroEngine(DataParallel, ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Put all gradients where the optimizer reads them, at the step of a user's own loop."""
+        """Set the gradients that the optimizer reads, at the step of a user's own loop."""
 
     @abstractmethod
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None: ...

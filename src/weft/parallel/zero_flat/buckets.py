@@ -402,7 +402,7 @@ class BucketSums:
         return self._outer_coder(bucket, "shard" if self.divides(bucket) else "replicas")
 
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
-        """Start the in-place sum over the ranks with equal parts. parts: the summand, if it is not in `sums` yet."""
+        """Start the sum over the ranks with equal parts. parts: the summand, if it is not in `sums` yet."""
         over, coder = bucket.over, self._coder(bucket, "replicas")
         if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)
@@ -417,7 +417,7 @@ class BucketSums:
         return start_all_reduce(sums, over.outer, parts=parts, wire=self._sending(bucket, "replicas"))
 
     def over_all(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
-        """Start the in-place sum of a full bucket in a user's own loop."""
+        """Start the sum of a full bucket in a user's own loop."""
         over, coder = bucket.over, self._coder(bucket, "own")
         if over.outer.size == 1:
             return start_all_reduce(flat, over.over, wire=coder)
