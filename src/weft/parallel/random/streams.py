@@ -132,9 +132,7 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each combination of positions, int64, with a dim for each vector of positions. key: int64,
-    0-d. Positions are int64, 1-D, for each dim.
-    """
+    """Draw an integer below 2^bits for each combination of positions, int64. Positions are int64, 1-D, for each dim."""
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)
 

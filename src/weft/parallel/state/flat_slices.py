@@ -259,7 +259,7 @@ def read_full(source: StateSource, name: str) -> torch.Tensor:
 
 
 def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or in the order of `stride`."""
+    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or by `stride`."""
     if stride is not None and stride != tensor.stride() and tensor.numel():
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
