@@ -25,7 +25,7 @@ import torch
 
 from weft.comm.mesh import Axis, Mesh
 from weft.comm.replica_rendezvous import RendezvousClient
-from weft.comm.transports.link import Operation, StagedLink, failed, unobserved
+from weft.comm.transports.link import Link, Operation, StagedLink, failed, unobserved
 from weft.comm.transports.scattered_tensor import Parts
 from weft.errors import CommError, ConfigError
 
@@ -86,14 +86,13 @@ def _who_calls(call: socket.socket, meeting: int) -> int | None:
     return None
 
 
-class SocketLink:
+class SocketLink(Link):
     """The ranks of one round, each with a connection to every other. timeout_s: seconds without data transfer after
     which an operation fails. leaves_host: returns True if bytes to the rank at that index leave this host.
     """
 
     transport = "sockets of a synchronization"
     self_driven = True
-    busy = False
 
     def __init__(
         self, calls: Mapping[int, socket.socket], place: int, timeout_s: float, leaves_host: Callable[[int], bool]
@@ -108,11 +107,7 @@ class SocketLink:
             call.close()
 
     def start(self, operation: Operation) -> None:
-        """Queue the operation. `block` runs the queue in order."""
         self._queue.append(operation)
-
-    def advance(self) -> bool:
-        return False
 
     def block(self, operation: Operation) -> bool:
         """Run the queued operations up to this one. Always returns True. Raises CommError if a rank has exited, or no
@@ -128,13 +123,6 @@ class SocketLink:
             one.finished = True
             self._queue.popleft()
         return True
-
-    def late(self) -> tuple[int, ...]:
-        """Return (): late ranks are only detected by the timeout."""
-        return ()
-
-    def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: `block` checks the timeout."""
 
     def _carry_out(self, operation: Operation) -> None:
         source = operation.source

@@ -24,7 +24,7 @@ from weft.comm.private_torch import (
     broadcast,
     reduce_scatter_single,
 )
-from weft.comm.transports.link import Combiner, Operation, SentBytes, failed, unobserved
+from weft.comm.transports.link import Combiner, Link, Operation, SentBytes, failed, unobserved
 from weft.comm.transports.routes import same_memory
 from weft.comm.transports.scattered_tensor import Parts
 
@@ -68,7 +68,7 @@ Stages = Generator[list[dist.Work], None, None]
 _SHORT = {torch.float32: (torch.bfloat16, torch.float16)}
 
 
-class BackendLink:
+class BackendLink(Link):
     """A link on which each operation is one call of the process group.
 
     It cannot be polled: gloo's reduce_scatter reports completion only when waited for, and nccl's works are bound to
@@ -94,13 +94,7 @@ class BackendLink:
         """True if summands in a shorter format than their sum are sent unconverted. The first access is collective."""
         return self._on_one_host()
 
-    @property
-    def busy(self) -> bool:
-        """Always False: the backend runs its calls in the background."""
-        return False
-
     def start(self, operation: Operation) -> None:
-        """Call the process group."""
         try:
             short = self._short_format(operation)
             self._works[operation] = self._call(operation) if short is None else self._send_short(operation, short)
@@ -149,12 +143,7 @@ class BackendLink:
             case _:
                 return barrier(group=group, async_op=True)
 
-    def advance(self) -> bool:
-        """Return False: the backend runs in the background."""
-        return False
-
     def block(self, operation: Operation) -> bool:
-        """Wait for the group's call. Always returns True."""
         work = self._works.pop(operation)
         try:
             work.wait()
@@ -163,15 +152,8 @@ class BackendLink:
         operation.finished = True
         return True
 
-    def late(self) -> tuple[int, ...]:
-        """Return (): the backend does not report which rank is late."""
-        return ()
 
-    def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: the backend enforces the group's timeout."""
-
-
-class ExchangeLink:
+class ExchangeLink(Link):
     """gloo moves the bytes, and sums are computed here in one tree over ranks: the same bits as over shared memory.
 
     Relative to gloo's collectives (measured with torch 2.13), reduce_scatter as all_to_all plus a local sum takes 0.4
@@ -182,7 +164,6 @@ class ExchangeLink:
     """
 
     transport = "gloo exchange"
-    self_driven = False
 
     def __init__(
         self,
@@ -206,11 +187,9 @@ class ExchangeLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return bool(self._queue)
 
     def start(self, operation: Operation) -> None:
-        """Post the first stage of the operation."""
         _joined(operation)
         stages = self._stages(operation)
         try:
@@ -221,7 +200,6 @@ class ExchangeLink:
         self._queue.append((operation, stages))
 
     def advance(self) -> bool:
-        """Post the next stages of operations whose posted stages are complete. Returns True if there were any."""
         moved = False
         while self._queue and all(work.is_completed() for work in self._works[self._queue[0][0]]):
             self._next_stage()
@@ -229,7 +207,6 @@ class ExchangeLink:
         return moved
 
     def block(self, operation: Operation) -> bool:
-        """Wait for all stages of the operation. Always returns True."""
         while not operation.finished:
             self._next_stage()
         return True
@@ -247,13 +224,6 @@ class ExchangeLink:
             self._queue.popleft()
         except RuntimeError as error:
             raise failed(operation, error) from error
-
-    def late(self) -> tuple[int, ...]:
-        """Return (): gloo does not report which rank is late."""
-        return ()
-
-    def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: the backend enforces the group's timeout."""
 
     def _stages(self, operation: Operation) -> Stages:
         match operation.kind:

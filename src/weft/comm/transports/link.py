@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -146,7 +145,7 @@ class SentBytes:
             step *= 2
 
 
-class Link(Protocol):
+class Link:
     """The ranks of one axis, joined by one transport. `reason` is why this transport was chosen.
 
     With `self_driven`, operations progress without this thread, and only `block` is needed. With nccl, `block` orders
@@ -155,35 +154,31 @@ class Link(Protocol):
 
     transport: str
     reason: str
-    self_driven: bool
+    self_driven = False
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. Never waits for another rank."""
-        ...
+        raise NotImplementedError
 
     def advance(self) -> bool:
         """Continue the operations in flight without waiting. Returns True if there was progress."""
-        ...
+        return False
 
     @property
     def busy(self) -> bool:
         """True if an operation is in flight that `advance` can progress."""
-        ...
+        return False
 
     def block(self, operation: Operation) -> bool:
         """Wait for `operation` in the backend, with no progress of others. Returns False if the link cannot."""
-        ...
+        return False
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks that this rank waits for. Empty if the transport cannot determine them.
-
-        May be called from any thread.
-        """
-        ...
+        """Return the global ranks that this rank waits for, or () if unknown. Any thread may call it."""
+        return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
         """Raise CommError if `operation` can no longer complete: a rank has exited, or the timeout has passed."""
-        ...
 
 
 #: time.sleep(0) returns immediately on Linux without yielding the core.
@@ -372,11 +367,10 @@ class _Staged:
     on_host: Operation
 
 
-class StagedLink:
+class StagedLink(Link):
     """Copies to the host, runs the operation there on `inner`, and copies the result back."""
 
     transport = "staged through the host"
-    self_driven = False
 
     def __init__(self, inner: Link, reason: str):
         self.reason = f"{reason}; {inner.transport} on the host: {inner.reason}"
@@ -385,23 +379,19 @@ class StagedLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return bool(self._under_way)
 
     def start(self, operation: Operation) -> None:
-        """Copy the operation's input to the host, and start it there."""
         with torch.no_grad(), unobserved():
             on_host = _on_host(operation)
         self._under_way.append(_Staged(operation, on_host))
         self._inner.start(on_host)
 
     def advance(self) -> bool:
-        """Continue the host's link, and copy finished results to the device."""
         moved = self._inner.advance()
         return self._bring_back() or moved
 
     def block(self, operation: Operation) -> bool:
-        """Wait on the host's link and copy the result to the device. Returns False if that link cannot block."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         if staged is None:
             return operation.finished
@@ -411,11 +401,9 @@ class StagedLink:
         return True
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks that the host's link waits for."""
         return self._inner.late()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise the error of the host's link, if any."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         self._inner.look(staged.on_host if staged is not None else operation, waited_s)
 

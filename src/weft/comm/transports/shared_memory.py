@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from weft import env
-from weft.comm.transports.link import Combiner, Operation, explain_signature, sign, unobserved
+from weft.comm.transports.link import Combiner, Link, Operation, explain_signature, sign, unobserved
 from weft.comm.transports.routes import Route, Span, route
 from weft.comm.transports.scattered_tensor import Parts
 from weft.errors import CommError
@@ -150,14 +150,13 @@ class Segment:
 # The shared-memory transport: ranks of one host pass spans through slots of one segment.
 
 
-class SharedLink:
+class SharedLink(Link):
     """A link between ranks of one host over a segment.
 
     ranks: their global ranks, in order of the axis. timeout_s: seconds without progress after which an operation fails.
     """
 
     transport = "shared memory"
-    self_driven = False
 
     def __init__(self, segment: Segment, ranks: tuple[int, ...], timeout_s: float, reason: str):
         self.reason, self._segment, self._ranks, self._timeout_s = reason, segment, ranks, timeout_s
@@ -172,11 +171,9 @@ class SharedLink:
 
     @property
     def busy(self) -> bool:
-        """True if a span is in flight."""
         return self._consumed < self._enqueued
 
     def start(self, operation: Operation) -> None:
-        """Begin the operation: add its spans to the queue, and process them as far as possible."""
         self._refuse_if_broken(operation)
         with unobserved():
             way = route(operation, self._segment.rank, self._segment.size, self._combine)
@@ -187,10 +184,6 @@ class SharedLink:
                 self._pieces[self._enqueued] = (way, span, signature, span is spans[-1])
                 self._enqueued += 1
         self.advance()
-
-    def block(self, operation: Operation) -> bool:
-        """Return False: there is no backend to wait in."""
-        return False
 
     def advance(self) -> bool:
         """Publish, reduce and collect spans while there is progress. Returns True if there was any."""
@@ -259,7 +252,6 @@ class SharedLink:
         )
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks whose counters are behind the values that this rank needs."""
         segment = self._segment
         return tuple(self._ranks[at] for at in range(segment.size) if at != segment.rank and self._holds_up(at))
 

@@ -154,7 +154,7 @@ class _Passing:
     under_way: list[Operation] = field(default_factory=list[Operation])
 
 
-class TwoLevelLink:
+class TwoLevelLink(Link):
     """A link that runs operations in levels: within each host, between hosts, and within each host again.
 
     within: links of the ranks of this host, one for the first level and one for the last. between: link of the ranks
@@ -162,7 +162,6 @@ class TwoLevelLink:
     """
 
     transport = "two levels"
-    self_driven = False
 
     def __init__(self, within: tuple[Link, Link], between: Link, flat: Link, place: int, block: int, reason: str):
         self.reason = reason
@@ -174,11 +173,9 @@ class TwoLevelLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return bool(self._queue) or self.flat.busy
 
     def start(self, operation: Operation) -> None:
-        """Begin the operation's first level, if all earlier operations have begun theirs."""
         stages = None if operation.out.nbytes <= LITTLE_BYTES else self._stages(operation)
         if stages is None:
             self.flat.start(operation)
@@ -187,7 +184,6 @@ class TwoLevelLink:
         self.advance()
 
     def advance(self) -> bool:
-        """Continue all levels, and move operations from one level to the next."""
         moved = self.flat.advance()
         for link in self._links.values():
             moved = link.advance() or moved
@@ -236,7 +232,6 @@ class TwoLevelLink:
         return self.flat.block(operation)
 
     def late(self) -> tuple[int, ...]:
-        """Return the ranks of this host that one of its links waits for."""
         found = (self._links[one.level].late() for one in tuple(self._queue) if one.level in self._links)
         return tuple(sorted({rank for ranks in found for rank in ranks}))
 
@@ -336,10 +331,8 @@ class TwoLevelLink:
 # A link for an axis whose calls use the fastest measured transport for their operation and size.
 
 
-class ChosenLink:
+class ChosenLink(Link):
     """A link that runs each operation on one of several links, chosen by measurement."""
-
-    self_driven = False
 
     def __init__(self, links: Mapping[str, Link], fixed: str, size: int, ways: RouteChoices, reason: str):
         self.reason = reason
@@ -352,11 +345,9 @@ class ChosenLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return any(link.busy for link in self._links.values())
 
     def start(self, operation: Operation) -> None:
-        """Begin the operation on its link."""
         num_bytes = operation.out.nbytes * (self._size if operation.kind == "reduce_scatter" else 1)
         transport = self._ways.transport(operation.kind, num_bytes, self._fixed)
         self.planned_s += self._ways.seconds(operation.kind, num_bytes, transport)
@@ -365,7 +356,6 @@ class ChosenLink:
         self._links[transport].start(operation)
 
     def advance(self) -> bool:
-        """Continue all links. Returns True if there was progress."""
         moved = [link.advance() for link in self._links.values() if link.busy]
         return any(moved)
 
@@ -377,11 +367,9 @@ class ChosenLink:
         return own.block(operation)
 
     def late(self) -> tuple[int, ...]:
-        """Return the ranks that one of the links waits for."""
         return tuple(sorted({rank for link in self._links.values() for rank in link.late()}))
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise the error of the operation's link, if any."""
         if operation in self._carried:
             self._carried[operation].look(operation, waited_s)
 
