@@ -41,11 +41,9 @@ from weft.parallel.state.placement import Placement
 
 @torch.no_grad()
 def deliver(held: list[DeferredProduct]) -> None:
-    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now.
-
-    Weights are processed one after another, and the factors of each are freed, so that a stage never holds all new
-    gradients in addition to the accumulated ones. All products of one weight are passed together, because its gradient
-    hooks must run only once.
+    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now. Weights are processed
+    one after another, and the factors of each are freed, so that a stage never holds all new gradients in addition to
+    the accumulated ones. All products of one weight are passed together, because its gradient hooks must run only once.
     """
     by_weight = _by_weight(held)
     held.clear()
@@ -64,7 +62,6 @@ def _by_weight(held: list[DeferredProduct]) -> dict[nn.Parameter, list[DeferredP
 
 def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
     """Make the linear layers of a model defer weight gradients to `held`, in place. Returns the number of layers.
-
     Layers with a replaced forward, and subclasses that override forward, are not changed.
     """
     count = 0
@@ -129,10 +126,9 @@ class Phases(Protocol):
 
 @dataclass(slots=True)
 class _Flight:
-    """A microbatch on a stage, between its forward and its backward.
-
-    `incoming` holds the stage's inputs, and their gradients after backward. `roots` holds the start of backward for
-    each output, or None if nothing before the output is trained.
+    """A microbatch on a stage, between its forward and its backward. `incoming` holds the stage's inputs, and their
+    gradients after backward. `roots` holds the start of backward for each output, or None if nothing before the output
+    is trained.
     """
 
     incoming: Carried | None
@@ -192,9 +188,7 @@ class Pipeline:
         """Make this rank's linear layers defer the weight gradients that the schedule computes later, in place.
 
         A compiled block computes all its gradients in one program, so its W action does nothing.
-
-        Raises:
-            ModelError: if the plan recomputes or compiles blocks and the model has no blocks.
+        Raises ModelError if the plan recomputes or compiles blocks and the model has no blocks.
         """
         plan = self._plan
         if not repeated_blocks(model) and (plan.recompute != "none" or plan.compile):
@@ -230,11 +224,8 @@ class Pipeline:
         """Run only the forward of batches, one after another.
 
         A collective over the pp axis: all its ranks pass the same batches.
-
-        Args:
-            batches: the same number on all ranks.
-            forward: forward(model, batch) -> output.
-            each: each(output, batch), called on the rank with the last stage.
+        batches: the same number on all ranks. forward: forward(model, batch) -> output. each: each(output, batch),
+        called on the rank with the last stage.
         """
         self._begin([])
         for batch in batches:
@@ -261,12 +252,7 @@ class Pipeline:
     def probing(self, batch: Any, forward: ForwardFn) -> Iterator[None]:
         """Restore the recorded shapes between stages afterwards, so that `run_in_turn` may run other sizes.
 
-        Args:
-            batch: a microbatch of the step.
-            forward: forward(model, batch) -> output.
-
-        Raises:
-            ModelError: if no stage can compute the model's forward.
+        forward: forward(model, batch) -> output. Raises ModelError if no stage can compute the model's forward.
         """
         self._survey(forward, [batch])
         survey = next(iter(self.stages.values())).known_shapes
@@ -363,7 +349,6 @@ class Pipeline:
             self._backward(stage, microbatch, phases, holds=action.kind == "B")
 
     def _incoming(self, stage: int, microbatch: int) -> Carried | None:
-        """Wait for the inputs of a stage and return them."""
         if stage == 0:
             return None
         made = self._made.pop(("activation", stage, microbatch), None)
