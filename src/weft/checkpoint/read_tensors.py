@@ -155,13 +155,13 @@ class _Source:
         if not outer or run * width >= _LONG_RUN:
             for place in np.ndindex(*outer):
                 there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                box = out[(*place, ...)]  # `...` gives a view of an array without dims too
-                if box.flags.c_contiguous and box.size:
-                    self._fill(box.reshape(-1), file, there)
+                window_out = out[(*place, ...)]  # `...` gives a view of an array without dims too
+                if window_out.flags.c_contiguous and window_out.size:
+                    self._fill(window_out.reshape(-1), file, there)
                 else:
-                    window = np.empty(run, box.dtype)
+                    window = np.empty(run, window_out.dtype)
                     self._fill(window, file, there)
-                    box[...] = window.reshape(box.shape)
+                    window_out[...] = window.reshape(window_out.shape)
             return
         step, rows = reach[inner - 1], outer[-1]
         at_once = max(1, _WINDOW // (step * width))

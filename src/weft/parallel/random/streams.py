@@ -85,7 +85,8 @@ _RATES = (
 def drops_itself(module: nn.Module) -> bool:
     """Return True if a module is nn.Dropout, has a rate attribute, or is attention that contains a dropout."""
     if type(module).forward is nn.Dropout.forward:
-        return module.p > 0
+        rate: Any = module.p
+        return rate > 0
     kind = type(module).__name__.lower()
     for name in _RATES:
         value: Any = getattr(module, name, None)
