@@ -155,13 +155,13 @@ class _Source:
         if not outer or run * width >= _LONG_RUN:
             for place in np.ndindex(*outer):
                 there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                window_out = out[(*place, ...)]  # `...` gives a view of an array without dims too
-                if window_out.flags.c_contiguous and window_out.size:
-                    self._fill(window_out.reshape(-1), file, there)
+                values = out[(*place, ...)]  # `...` gives a view of an array without dims too
+                if values.flags.c_contiguous and values.size:
+                    self._fill(values.reshape(-1), file, there)
                 else:
-                    window = np.empty(run, window_out.dtype)
+                    window = np.empty(run, values.dtype)
                     self._fill(window, file, there)
-                    window_out[...] = window.reshape(window_out.shape)
+                    values[...] = window.reshape(values.shape)
             return
         step, rows = reach[inner - 1], outer[-1]
         at_once = max(1, _WINDOW // (step * width))

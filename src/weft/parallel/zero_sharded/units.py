@@ -252,7 +252,7 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Build the mesh of dp_shard and of the neighbors that keep second shards, or None without such shards."""
+    """Build the mesh of dp_shard and of the neighbors that keep secondary shards, or None without such shards."""
     if not mesh.plan.second_shards:
         return None
     whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
