@@ -386,8 +386,8 @@ def prepare_chunk_operators(axis: Axis) -> None:
     axis.
     """
     real: dict[str, Callable[..., Any]] = {
-        "gather_multiply": _gather_multiply,
-        "multiply_scatter": _multiply_scatter,
+        "gather_multiply": lambda axis, x, weights, count: gather_multiply(x, weights, axis, count),
+        "multiply_scatter": lambda axis, x, weight, count: multiply_scatter(x, weight, axis, count),
         "column_gradients": _column_gradients,
         "row_gradients": _row_gradients,
     }
@@ -510,17 +510,9 @@ class _ChunkedRowSum(Function):
         return grads[0].new_zeros(1).expand(ctx.shape), None, None, None, None
 
 
-def _gather_multiply(axis: Axis, x: Tensor, weights: list[Tensor], count: int) -> list[Tensor]:
-    return gather_multiply(x, weights, axis, count)
-
-
 def _gathered_like(size: int, x: Tensor, weights: list[Tensor], count: int) -> list[Tensor]:
     del count
     return [x.new_empty((x.shape[0], x.shape[1] * size, weight.shape[0])) for weight in weights]
-
-
-def _multiply_scatter(axis: Axis, x: Tensor, weight: Tensor, count: int) -> Tensor:
-    return multiply_scatter(x, weight, axis, count)
 
 
 def _scattered_like(size: int, x: Tensor, weight: Tensor, count: int) -> Tensor:

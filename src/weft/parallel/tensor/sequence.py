@@ -157,7 +157,8 @@ def plan_sequence(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
         )
-    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not _is_encoder_decoder(model, chains):
+    is_pair = len(chains) == 2 and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not is_pair:
         raise LayoutError(
             f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
             f"{len(chains)}. Use sp=off."
@@ -166,7 +167,8 @@ def plan_sequence(
     whole = tuple(place for path, block in blocks.items() for place in _replicated_mixers(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
     # Read from the layout: embedding and head may be on other stages, and all stages must agree.
-    ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
+    found = [layout.style(path) for path in ("embed", "head")]
+    ends = isinstance(model, Decoder) and all(style is not None and style.name == "vocab" for style in found)
     outside = ("norm", "pos_embed") if ends else ()
     here = list(chains.values()) if runs is None else runs
     if regions is not None and regions.why_apart:
@@ -204,11 +206,6 @@ def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[st
     return {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
 
 
-def _is_encoder_decoder(model: nn.Module, chains: Mapping[str, Sequence[str]]) -> bool:
-    config = getattr(model, "config", None)
-    return len(chains) == 2 and bool(getattr(config, "is_encoder_decoder", False))
-
-
 def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
@@ -217,10 +214,6 @@ def second_states(module: nn.Module) -> tuple[tuple[int, str], ...]:
     """Return indices and names of the arguments that pass other states to read keys from."""
     found = enumerate(_names(module))
     return tuple((place, name) for place, name in found if name in (_ENCODER_STATES, "key_value_states"))
-
-
-def _is_vocab(style: Style | None) -> bool:
-    return style is not None and style.name == "vocab"
 
 
 def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
