@@ -26,7 +26,7 @@ from weft.memory.offload import step_on_host
 from weft.optim.step_decision import DecidedOptimizer, StepDecision
 from weft.parallel.private_torch import optimizer_step_hooks
 from weft.parallel.state.flat_slices import StateSource
-from weft.parallel.state.gradients import DataParallel
+from weft.parallel.state.gradients import DataParallel, ErrorFeedback
 from weft.parallel.state.materialize import Materialise, check_same_model, guard_optimizer
 from weft.parallel.state.placement import AxisMap, Placement
 from weft.parallel.state.precision import Precision
@@ -80,6 +80,7 @@ class GradientReducer(ABC):
     """Reduces the gradients of one module over the ranks, and holds the phase of its step."""
 
     coders: Coders
+    error_feedback: ErrorFeedback
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
@@ -144,6 +145,10 @@ class ZeroEngine(DataParallel, ABC):
     @property
     def coders(self) -> Coders:
         return self.reducer.coders
+
+    @property
+    def error_feedback(self) -> ErrorFeedback:
+        return self.reducer.error_feedback
 
     @property
     def in_step(self) -> bool:

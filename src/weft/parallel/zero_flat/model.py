@@ -71,7 +71,7 @@ class FlatModel(ZeroEngine):
         wires = self.precision.wire, self.precision.outer_wire, each_microbatch and stage == 2
         self.reducer = Reducer(slots, self.axes, stage, mesh.device, self.own_loop.note, *wires)
         self.recorded = RecordedPasses(slots, self.reducer)
-        self._error_feedback = SlotErrorFeedback(self.reducer.sums, self.axes)
+        self._error_feedback = self.reducer.error_feedback = SlotErrorFeedback(self.reducer.sums, self.axes)
         # A bucket's mean over its ranks becomes the mean over all ranks that read samples.
         for slot in slots:
             factor = self._parameters.kinds[slot].over.size / self.axes.batch.size
@@ -85,10 +85,6 @@ class FlatModel(ZeroEngine):
             hooks = LoadHooks(slots, self.wait_for_weights)
             model.register_load_state_dict_pre_hook(hooks.before)
             model.register_load_state_dict_post_hook(hooks.after)
-
-    @property
-    def error_feedback(self) -> SlotErrorFeedback:
-        return self._error_feedback
 
     def begin_step(self) -> None:
         self.check_parameters()

@@ -122,16 +122,19 @@ class FlatParameters:
         for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
         """
         for slot in self.slots:
-            param = slot.param
-            if param.data_ptr() != slot.address or not param.requires_grad:
-                what = "moved to other memory or another format" if param.requires_grad else "frozen"
-                raise ModelError(
-                    f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize."
-                )
-            if version_of(param) != slot.version:
-                wait()
-                take_master(slot, param.detach())
+            check_written(slot, wait)
         self.untrained.check()
+
+
+def check_written(slot: Slot, wait: Callable[[], None]) -> None:
+    """Update the master of a parameter that was written to. Raises ModelError if it was moved, frozen or cast."""
+    param = slot.param
+    if param.data_ptr() != slot.address or not param.requires_grad:
+        what = "moved to other memory or another format" if param.requires_grad else "frozen"
+        raise ModelError(f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize.")
+    if version_of(param) != slot.version:
+        wait()
+        take_master(slot, param.detach())
 
 
 def take_master(slot: Slot, whole: torch.Tensor) -> None:

@@ -30,13 +30,13 @@ from weft.comm.mesh import Mesh
 from weft.memory.offload import Host
 from weft.optim.build import clip_factor
 from weft.optim.step_decision import StepDecision
-from weft.parallel.state.flat_slices import FlatSlice, StateSource, register_param_locations
+from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.placement import Placement
 from weft.parallel.zero.engine import ZeroEngine, find_optimizers, leaves_steps_out, undo_skipped_counts, watch_steps
 from weft.parallel.zero.states import broadcast_buffers
 from weft.parallel.zero_sharded.hooks import FirstGathers, ForwardLimits
-from weft.parallel.zero_sharded.optimizer_states import ShardErrorFeedback, plain_states
+from weft.parallel.zero_sharded.optimizer_states import plain_states
 from weft.parallel.zero_sharded.reducer import ShardReducer
 from weft.parallel.zero_sharded.units import ShardedParameters, check_torch
 
@@ -74,10 +74,6 @@ class FullyShardedModel(ZeroEngine):
         self._limits = ForwardLimits(units, self.reducer.orders, is_stage=mesh.plan.pp > 1)
         self._first_gathers = FirstGathers(parameters.modules, parameters.members, self.reducer.orders[0], self.device)
         find_optimizers(weakref.ref(self))
-
-    @property
-    def error_feedback(self) -> ShardErrorFeedback:
-        return self.reducer.error_feedback
 
     def begin_step(self) -> None:
         self._limits.begin_steps()
@@ -146,8 +142,7 @@ class FullyShardedModel(ZeroEngine):
         join_sharded(optimizer, self._adoption.full_parameters(optimizer), self.axes, self.device)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        located = self.parameters.slices.located(optimizer, self._adoption, self.parameters.plain)
-        register_param_locations(optimizer, located)
+        self.parameters.slices.register_locations(optimizer, self._adoption, self.parameters.plain)
         around = {"before": self._adoption.before_step, "after": self._adoption.after_step}
         watch_steps(optimizer, weakref.ref(self), clear=lambda engine: engine.reducer.clear(), **around)
 

@@ -31,6 +31,7 @@ from weft.parallel.state.flat_slices import (
     filled,
     flat_of,
     read_full,
+    register_param_locations,
     single_rank_slice,
 )
 from weft.parallel.state.placement import Axes, AxisMap
@@ -207,10 +208,11 @@ class ShardSlices:
         found = self.like(name, self._shards[name].local)
         return found if found.flat.numel() or not found.part.numel else None
 
-    def located(
+    def register_locations(
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
-    ) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
-        """Yield the optimizer's parts with their positions in full parameters."""
+    ) -> None:
+        """Register the positions of the optimizer's parts in full parameters, for optimizers that need them."""
+        found: list[tuple[nn.Parameter, PlacedPart]] = []
         for name, param, is_whole in adoption.local_params(optimizer):
             if param is None:
                 continue
@@ -219,9 +221,11 @@ class ShardSlices:
             rows = 0 if is_whole else shard.axis.rank * shard.rows
             start = min(rows * math.prod(shard.param.shape[1:]), whole.numel())
             part = self._axes.part_of(name, whole)
-            yield param, PlacedPart(self._axes.saved_name(name), part, start, param.device)
+            found.append((param, PlacedPart(self._axes.saved_name(name), part, start, param.device)))
         for name, param in plain.items():
-            yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
+            part = self._axes.part_of(name, param)
+            found.append((param, PlacedPart(self._axes.saved_name(name), part, 0, param.device)))
+        register_param_locations(optimizer, found)
 
     def like(self, name: str, local: torch.Tensor) -> FlatSlice:
         """Return the flat slice of a tensor with the shape of this rank's rows."""
