@@ -55,6 +55,8 @@ class UnitSettings:
 class ShardReducer(GradientReducer):
     """Reduces the gradients of one step, unit by unit, during backward."""
 
+    error_feedback: ShardErrorFeedback
+
     def __init__(self, parameters: ShardedParameters, mesh: Mesh, axes: AxisMap, precision: Precision):
         super().__init__()
         plan = mesh.plan
