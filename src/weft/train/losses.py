@@ -9,7 +9,6 @@ at a time (GradCache: Gao et al. 2021, arXiv 2101.06983).
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -399,13 +398,33 @@ class CheckedLoss:
         self.loss_fn = loss_fn.over(mesh) if isinstance(loss_fn, GroupLoss) and mesh is not None else loss_fn
         self._widens = mesh is not None and needs_float32(loss_fn, mesh.plan)
         self._warns = warns_of_means
-        self._seed: int | None = None
 
-    def before_draws_of(self, seed: int) -> CheckedLoss:
-        """Return the same loss, which seeds the generators for the backward that follows it."""
-        found = copy.copy(self)
-        found._seed = seed
-        return found
+    @property
+    def compares(self) -> bool:
+        """True if the loss compares samples of several microbatches."""
+        return isinstance(self.loss_fn, GlobalBatchLoss | GroupLoss)
+
+    def of_step(
+        self, samples: Sequence[SampleNumbers], found: dict[int, Summed], seed: int | None = None
+    ) -> CountedLoss:
+        """Return the loss of a step's microbatches by index. It is zero, with zero gradients, for a stand-in.
+
+        Args:
+            samples: samples of each microbatch.
+            found: receives the sum and count of each microbatch.
+            seed: seeds the generators for the backward that follows each loss; None does not.
+        """
+
+        def loss(output: Any, microbatch: Any, index: int) -> Summed:
+            loss_sum, number = self(output, microbatch, samples[index], index)
+            if seed is not None:
+                seed_generators(seed)
+            if samples[index].is_empty:
+                return loss_sum * 0.0, 0
+            found[index] = (loss_sum.detach(), number)
+            return loss_sum, number
+
+        return loss
 
     def __call__(
         self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0
@@ -417,28 +436,26 @@ class CheckedLoss:
         """
         if self._widens:
             output = in_float32(output)
-        has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
         try:
             if isinstance(self.loss_fn, GroupLoss):
                 returned = self.loss_fn(output, batch, samples, index)
             else:
                 returned = self.loss_fn(output, batch)
         except (AttributeError, TypeError) as error:
-            if has_no_loss and "NoneType" in str(error):
+            if "NoneType" in str(error) and _lacks_loss(output, batch):
                 _refuse_none(output)
             raise
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             _refuse(f"it returned {_described(returned)}")
         loss_sum, number = returned
-        if loss_sum is None and has_no_loss:
+        if loss_sum is None and _lacks_loss(output, batch):
             _refuse_none(output)
         _check_sum(loss_sum)
-        if not _is_count(number):
+        if number.ndim if isinstance(number, torch.Tensor) else not isinstance(number, int | float):
             _refuse(f"the number of losses that it returned is {_described(number)}")
-        if self._warns and is_hugging_face_output(output) and loss_sum is output.get("loss"):
+        is_own = self._warns and isinstance(output, dict) and loss_sum is output.get("loss")
+        if is_own and is_hugging_face_output(output):
             self._warn_of_mean(output)
-        if self._seed is not None:
-            seed_generators(self._seed)
         return loss_sum, number
 
     def _warn_of_mean(self, output: Any) -> None:
@@ -467,14 +484,10 @@ def _check_sum(loss_sum: Any) -> None:
         )
 
 
-def _is_count(number: Any) -> bool:
-    if isinstance(number, torch.Tensor):
-        return number.ndim == 0
-    return isinstance(number, int | float)
-
-
-def _has_labels(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and LABELS in batch
+def _lacks_loss(output: Any, batch: Any) -> bool:
+    """Return True if a transformers model computed no loss, although the batch has labels."""
+    has_labels = isinstance(batch, Mapping) and LABELS in batch
+    return has_labels and is_hugging_face_output(output) and output.get("loss") is None
 
 
 def _described(value: Any) -> str:

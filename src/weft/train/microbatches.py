@@ -8,6 +8,7 @@ must pass `forward=`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from weft.comm.mesh import Mesh
 from weft.config import partitioning as shares
 from weft.config.plan import Plan
 from weft.data.batches import move_batch, parts_of, tensors_in, with_parts
@@ -26,6 +28,8 @@ from weft.parallel.random.streams import SampleNumbers
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+#: (model, batch) -> output.
+ForwardFn = Callable[[nn.Module, Any], Any]
 #: The key that only the loss function gets.
 LABELS = "labels"
 
@@ -310,6 +314,26 @@ def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
     return known if len(known) == len(marks) and len(set(numbers)) == len(numbers) else None
 
 
+class BatchSplit:
+    """Splits the batches of steps into this rank's microbatches.
+
+    Args:
+        mesh: the mesh of the ranks.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._plan, self._readers = mesh.replica, mesh.plan, mesh.reader
+
+    def __call__(self, batch: Any) -> tuple[list[Any], list[SampleNumbers]]:
+        """Return the microbatches of a batch on the device, and the samples of each.
+
+        Raises:
+            ModelError: if they are not as many as the plan has.
+        """
+        microbatches = microbatches_of(move_batch(batch, self._mesh.device), self._plan)
+        return microbatches, samples_of(batch, len(microbatches), self._readers)
+
+
 def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     """Return the batches that a step passes through the model one by one.
 
@@ -341,8 +365,7 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
         if batch.samples is not None:
             return list(batch.samples)
         count = samples_in(batch[0]) * data.size * len(batch)
-        runs = shares.microbatch_samples(count, data.size, len(batch), data.rank)
-        return [SampleNumbers(run, total=count) for run in runs]
+        return list(_equal_samples(count, data.size, len(batch), data.rank))
     found = marked_samples(batch)
     if num_microbatches == 1 and found is not None:
         return [found]
@@ -351,6 +374,12 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
         found = SampleNumbers(range(data.rank * size, (data.rank + 1) * size), total=size * data.size)
     parts = shares.share_out(len(found.numbers), num_microbatches)
     return [SampleNumbers(found.numbers[part.start : part.stop], total=found.total) for part in parts]
+
+
+@functools.lru_cache(maxsize=16)
+def _equal_samples(count: int, num_ranks: int, num_microbatches: int, rank: int) -> tuple[SampleNumbers, ...]:
+    runs = shares.microbatch_samples(count, num_ranks, num_microbatches, rank)
+    return tuple(SampleNumbers(run, total=count) for run in runs)
 
 
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:

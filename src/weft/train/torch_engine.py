@@ -57,7 +57,8 @@ from weft.train.replica_engine import OtherWorlds, plan_within
 from weft.train.state_io import gather, on_first
 from weft.train.step.evaluation import RankForwards, evaluate
 from weft.train.step.tracer import StepTracer, TracedStep
-from weft.train.step.train_step import StepMetrics, TrainStep
+from weft.train.step.train_step import TrainStep
+from weft.train.step.update import StepMetrics
 from weft.train.tasks.base import Task
 from weft.train.weights.run_adapter import with_adapter
 from weft.units import format_count, parse_seconds

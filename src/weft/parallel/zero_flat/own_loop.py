@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce
 from weft.errors import ModelError, PlanError, Problem
-from weft.optim.build import clip_factor, global_norm
+from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.state.placement import Axes, AxisMap
 from weft.parallel.state.precision import Precision

@@ -24,9 +24,8 @@ from weft.parallel.tensor.language_head import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
 from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
-from weft.train.microbatches import Microbatches, stands_in
+from weft.train.microbatches import ForwardFn, Microbatches, stands_in
 from weft.train.state_io import on_first
-from weft.train.step.train_step import ForwardFn
 from weft.train.tasks.base import Task
 from weft.train.tasks.description import Which
 
