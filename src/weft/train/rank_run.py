@@ -225,14 +225,15 @@ class _RankRun:
             hooks: additional hooks.
         """
         engine, is_first = self.engine, self.engine.rank == 0
-        others = ReplicaCoordinator(self.folder, self.config, engine, is_alone=self.job.world is None)
+        others = ReplicaCoordinator(self.folder, self.config, engine)
         checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = checkpoints.resume()
         if not others.rejoin(checkpoints, progress):
             return RunResult(progress.step, StopReason.REQUESTED.value)
         if progress.step >= self.config.train.steps and not others.is_unsaved:
-            engine.end()
+            if engine.replicas is not None:
+                engine.replicas.end()
             if is_first:
                 lines = already_done(self.folder, self.task, progress.step, self.start.command)
                 print_wrapped(self.terminal, [*notes, *lines])
@@ -258,7 +259,7 @@ class _RankRun:
             reason = others.end(checkpoints, trainer, stop := trainer.fit())
             until_left.callback(observers.recorder.draw)
             parting = _parting(self.folder, engine, checkpoints, trainer.parting, progress.step)
-            times, shown = engine.report(book, start_step), ""
+            times, shown = engine.reports.times(book, start_step), ""
             observers.recorder.on_phase("sampling")
             # A user who stops a run should not wait seconds for a sample.
             if is_first and stop.reason not in (StopReason.REQUESTED, StopReason.ACTION) and not engine.wants_stop:
@@ -289,7 +290,7 @@ def _parting(
         return None
     if request.action in GOES_BACK:
         checkpoints.drop_copies()
-    if request.action in GOES_BACK and engine.on_first(lambda: roll_back(folder, request, step)) is None:
+    if request.action in GOES_BACK and engine.ranks.on_first(lambda: roll_back(folder, request, step)) is None:
         return replace(request, action="hold", why=f"{request.why}; there is no older checkpoint to try".lstrip("; "))
     return request
 
@@ -335,7 +336,7 @@ def _observers(
         with engine.pulse.doing("runs the planner for its estimate"):
             plan_watch = PlanWatch.of(job.task, job.plan, engine.device, book, recorder)
     # All ranks get the planned step time, because each detects hangs separately.
-    engine.pulse.planned_s = engine.on_first(lambda: plan_watch.step_s if plan_watch else 0.0)
+    engine.pulse.planned_s = engine.ranks.on_first(lambda: plan_watch.step_s if plan_watch else 0.0)
     hooks = [hook for hook in (limit, figures, recorder, plan_watch) if hook is not None]
     return _Observers(hooks, recorder, figures, limit, requests)
 
@@ -346,7 +347,7 @@ def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit 
     Raises:
         CheckpointError: if the disk is too full to save.
     """
-    limit, num_bytes = job.config.train.max_time, engine.checkpoint_bytes()
+    limit, num_bytes = job.config.train.max_time, engine.reports.checkpoint_bytes()
     require_space(located(job.config.checkpoint.dir or job.folder.path), num_bytes)
     if not limit:
         return None
@@ -377,6 +378,6 @@ def _recorder(
         "world_size": engine.plan.world_size,
         "device": engine.device.partition(":")[0],
         **context(job.folder, config),
-        **engine.versions(),
+        **engine.reports.versions(),
     }
     return RunRecorder(job.folder, task, display, start)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from weft.checkpoint.folders import RankGroup
 from weft.comm.mesh import Mesh
 from weft.comm.replica_client import ReplicaGroup
 from weft.comm.replica_rendezvous import address_towards
@@ -15,6 +17,7 @@ from weft.config.plan import Plan
 from weft.parallel.elastic_local_sgd import attach_elastic_diloco
 from weft.parallel.state.gradients import data_parallel
 from weft.train.engine import EngineJob, ReplicaWorld, StepResult
+from weft.train.step.train_step import TrainStep
 from weft.units import counted, parse_seconds
 
 
@@ -36,32 +39,30 @@ class OtherWorlds:
         world: this replica and the address of the rendezvous server.
         mesh: mesh of this replica.
         model: a model that is parallelized over the mesh.
-        on_first: runs a function on rank 0 of the replica and returns its result on all ranks.
-        gather: returns the bytes of each rank of the replica.
-        stops: returns True if a stop of this rank was requested.
+        ranks: the ranks of this replica.
     """
 
-    def __init__(
-        self,
-        job: EngineJob,
-        world: ReplicaWorld,
-        mesh: Mesh,
-        model: nn.Module,
-        on_first: Callable[[Callable[[], Any]], Any],
-        gather: Callable[[bytes], list[bytes]],
-        stops: Callable[[], bool],
-    ):
+    def __init__(self, job: EngineJob, world: ReplicaWorld, mesh: Mesh, model: nn.Module, ranks: RankGroup):
         self._job, self.world = job, world
         timeout_s = parse_seconds(job.config.launch.meeting_timeout)
         self.party = ReplicaGroup(
-            mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, world.key, on_first, gather,
-            self._log if mesh.rank == 0 else lambda line: None,
+            mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, world.key, ranks.on_first,
+            ranks.gather, self._log if mesh.rank == 0 else lambda line: None,
         )  # fmt: skip
-        self.party.wants_out = stops
         self.sync = attach_elastic_diloco(model, data_parallel(model), mesh, job.plan, self.party)
         train = job.config.train
         most = "" if train.global_cost is None else f" train.global_cost={train.global_cost:g}"
         self.sync.terms = f" seed={job.config.seed} train.global_batch={train.global_batch}{most}"
+
+    def stop_with(self, step: TrainStep) -> None:
+        """Stop waiting for other replicas if a stop of this rank's step was requested."""
+        asked = weakref.ref(step)  # model and groups must be freed before the ranks disconnect
+        self.party.wants_out = lambda: (step := asked()) is not None and step.wants_stop
+
+    @property
+    def over(self) -> Mapping[str, Any] | None:
+        """The record of other replicas that have ended without this one, or None."""
+        return self.sync.over
 
     def before_step(self, number: int) -> None:
         """Note the begin of a step. `number` is the steps done before."""

@@ -275,8 +275,8 @@ class Requests:
             return Stop.of(StopReason.REQUESTED)
         engine, pending = self._loop.engine, self._pending
         engine.asks = False  # reset before reading: later requests are handled after the next step
-        votes = engine.gather(b"stop" if engine.wants_stop else b"")
-        wants_stop, requests = engine.on_first(lambda: [b"stop" in votes, [one.as_json() for one in pending()]])
+        votes = engine.ranks.gather(b"stop" if engine.wants_stop else b"")
+        wants_stop, requests = engine.ranks.on_first(lambda: [b"stop" in votes, [one.as_json() for one in pending()]])
         for request in map(RunRequest.from_json, requests):
             self._act_on(request)
         if wants_stop:

@@ -58,7 +58,7 @@ class FigureHook(Hook):
         every_s: float,
         recorder: NullRecorder,
     ):
-        measures, plan, is_first = engine.measures(), engine.plan, engine.rank == 0
+        measures, plan, is_first = engine.reports.measures(), engine.plan, engine.rank == 0
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
         gpu = [GpuSource(measures.gpu).read] if measures.gpu else []
         self._measures, self._on_gpu = measures, measures.gpu is not None

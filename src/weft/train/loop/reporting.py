@@ -256,7 +256,7 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
         *(f"data    {line}" for line in task.data_lines()),
         f"batch   {task.batch_line()}",
         f"plan    {plan} on {counted(plan.world_size, f'{device} rank')}",
-        *engine.lines(),
+        *engine.reports.opening(),
     ]
 
 

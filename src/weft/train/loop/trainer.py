@@ -216,7 +216,7 @@ class _StepRecords:
 
     def __init__(self, task: Task, loop: LoopState):
         self._task, self._engine, self._book = task, loop.engine, loop.book
-        self._peak_flops = loop.engine.peak_flops()
+        self._peak_flops = loop.engine.reports.peak_flops()
         self._flops = task.flops_per_count() if self._peak_flops else None
         self._spikes = SpikeWatch()
         self.data_s = 0.0

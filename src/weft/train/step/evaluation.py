@@ -17,6 +17,7 @@ from weft.data.random_state import preserve_generators, seed_generators
 from weft.models.adapters import AdaptedLinear, without_adapter
 from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.dropout.drop_state import marked_samples
+from weft.parallel.local_sgd import anchored
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import key_of
 from weft.parallel.state.gradients import data_parallel
@@ -61,6 +62,22 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     loss_sum, count, *sums = all_reduce(totals, counted_ranks(mesh)).tolist()
     named = {"loss": loss_sum, "count": count, **dict(zip(task.sum_names, sums, strict=True))}
     return Evaluation(loss_sum / max(count, 1.0), round(count), dict(task.measure(named)))
+
+
+def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
+    """Evaluate the weights of the last synchronization of replicas, on batches that the task changes as in training.
+
+    Args:
+        model: result of `parallelize`.
+        batches: the task's evaluation batches of this rank.
+        mesh: the ranks.
+        task: the task.
+    """
+    if type(task).before_step is not Task.before_step:
+        every, num = list(batches), mesh.plan.microbatches_per_step
+        batches = [one for first in range(0, len(every), num) for one in task.before_step(every[first : first + num])]
+    with anchored(model):
+        return evaluate(model, batches, mesh, task)
 
 
 @torch.no_grad()

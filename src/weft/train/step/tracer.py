@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -198,6 +199,16 @@ class StepTracer:
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
         self._model, self._mesh, self._task = model, mesh, task
         self._places = StepBorders.of(batches, task.config.train.global_batch)
+        #: The last two steps, because results may be read during the next step.
+        self._steps: deque[TracedStep] = deque(maxlen=2)
+
+    def remember(self, number: int, batches: Sequence[Any], losses: dict[int, Any]) -> None:
+        """Keep the data of a step until its numbers are checked. The arguments are those of `TracedStep`."""
+        self._steps.append(TracedStep(number, batches, losses))
+
+    def remembered(self, number: int) -> TracedStep | None:
+        """Return the data of a step, or None if it is too old."""
+        return next((one for one in self._steps if one.number == number), None)
 
     def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
         """Return the event of a step, the same on all ranks. A collective.

@@ -1,0 +1,132 @@
+"""Reports of a torch engine: lines for users, sizes, and the measurements of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.comm.store import StoreReports
+from weft.config.cluster import device_by_torch_name
+from weft.config.metrics import series
+from weft.memory.offload import offload_lines
+from weft.memory.recompute import recompute_of
+from weft.models.adapters import adapted
+from weft.monitor.metrics import LocalReports
+from weft.monitor.step_times import TimeBook
+from weft.parallel.state.gradients import originals
+from weft.parallel.state.precision import Precision
+from weft.train.engine import EngineJob, Measures
+from weft.train.gpu_kernels import GpuKernels
+from weft.train.joined_rank import JoinedRank
+from weft.train.loop.time_report import report_times
+from weft.train.model_state import expected_bytes
+from weft.train.replica_engine import OtherWorlds
+from weft.train.step.train_step import TrainStep
+from weft.train.weights.run_adapter import with_adapter
+from weft.units import format_count
+
+
+class TorchReports:
+    """The reports of one rank's engine.
+
+    Args:
+        job: the engine's job.
+        rank: this rank among the others.
+        step: the engine's step, with its model and optimizer.
+        kernels: the selected GPU kernels.
+        replicas: the other replicas, or None.
+    """
+
+    def __init__(
+        self, job: EngineJob, rank: JoinedRank, step: TrainStep, kernels: GpuKernels, replicas: OtherWorlds | None
+    ):
+        self._job, self._rank, self._step, self._kernels, self._replicas = job, rank, step, kernels, replicas
+        self._mesh = rank.mesh
+
+    def versions(self) -> Mapping[str, str]:
+        """Return torch's version."""
+        return {"torch": torch.__version__}
+
+    def opening(self) -> Sequence[str]:
+        """Return number format, kernels, adapter, replicas, recompute and offload."""
+        model, plan = self._step.model, self._mesh.plan
+        recompute, adapter = recompute_of(model), adapted(model)
+        lines = [f"format  {Precision.of(plan)}", *self._kernels.lines()]
+        if adapter is not None:
+            params = [one for one in originals(model).values() if one.is_parameter]
+            trained, every = sum(one.numel for one in params if one.is_trained), sum(one.numel for one in params)
+            counts = f"{format_count(trained)} of {format_count(every)} parameters trained"
+            lines.append(f"adapter {adapter.kind}, on {len(adapter.layers)} layers: {counts}")
+        lines += self._replicas.lines() if self._replicas else []
+        if recompute and recompute.setting != "none":
+            lines.append(f"memory  recompute {recompute.describe()}")
+        return [*lines, *(f"offload {line}" for line in offload_lines(plan, self._mesh.device))]
+
+    def checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint of all ranks in bytes."""
+        config = self._job.config
+        shapes = with_adapter(self._job.task.shapes(), config)
+        return expected_bytes(shapes, config.optimizer, Precision.of(self._mesh.plan).master)
+
+    def peak_flops(self) -> float | None:
+        """Return the GPU's peak FLOP/s at the plan's precision, or None for a CPU or an unknown GPU."""
+        if self._mesh.device.type != "cuda":
+            return None
+        device = device_by_torch_name(torch.cuda.get_device_name(self._mesh.device))
+        return device.peak_flops(self._mesh.plan.precision) if device else None
+
+    def times(self, book: TimeBook, start_step: int) -> Sequence[str]:
+        """Write the time report into the run folder, and return its lines. A collective."""
+        self._step.wait_for_weights()
+        return report_times(self._job.folder, self._mesh, self._step.model, book, self._job.task, start_step)
+
+    def measures(self) -> Measures:
+        """Return the report channel in the store, bytes by axis, memory by class, and the GPU."""
+        rank, number, device = self._mesh.rank, self._mesh.world_size, self._mesh.device
+        step, ledger = self._step, self._rank.ledger
+        return Measures(
+            board=StoreReports(rank, number) if number > 1 else LocalReports(),
+            traffic=lambda: {series("sent_bytes", axis): total for axis, total in ledger.sent().items()},
+            memory=lambda: memory_by_class(step.model, step.optimizer, step.local_gradients()),
+            gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+        )
+
+
+def memory_by_class(
+    model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor]
+) -> dict[str, float]:
+    """Return bytes by series. Each storage counts once, for the first class that holds it.
+
+    Args:
+        model: a parallelized model, whose parameters and buffers count as weights.
+        optimizer: an optimizer, whose states and masters count as optimizer.
+        gradients: the tensors that hold gradients.
+    """
+    seen: set[int] = set()
+    classes = {
+        "weights": chain(model.parameters(), model.buffers()),
+        "gradients": gradients,
+        "optimizer": chain(
+            (param for group in optimizer.param_groups for param in group["params"]),
+            (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)),
+        ),
+    }
+    return {series("memory.bytes", name): float(_new_bytes(held, seen)) for name, held in classes.items()}
+
+
+def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Return the bytes of storages that were not counted yet."""
+    total = 0
+    for tensor in tensors:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if own.device.type == "meta":
+            continue
+        storage = own.untyped_storage()
+        if storage.data_ptr() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
