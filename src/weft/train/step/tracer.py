@@ -186,6 +186,52 @@ class _Round:
     joined: dict[int, list[LossPart]] = field(default_factory=dict)
 
 
+class PartForwards:
+    """Forwards of parts of a step, in evaluation mode and without gradients.
+
+    Args:
+        model: result of `parallelize`.
+        mesh: the ranks.
+        task: defines forward and loss.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, task: Task):
+        self._model, self._mesh, self._task = model, mesh, task
+
+    @property
+    def compares(self) -> bool:
+        """True if the loss compares samples of a global batch, so that a part has no loss."""
+        return isinstance(self._task.loss, GlobalBatchLoss)
+
+    def run(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
+        """Forward each batch, in evaluation mode and without gradients. counts: False for stand-ins."""
+        task, watch = self._task, ModuleWatch(self._model)
+        found: list[torch.Tensor] = []
+
+        def add(output: Any, local: Any, _: bool) -> None:
+            if self.compares:
+                size = size_of(output)
+                pair = [torch.zeros(()) if size is None else size * 0.0, torch.zeros(())]
+            else:
+                pair = [torch.as_tensor(one).detach() for one in task.loss(output, local)]
+            found.append(torch.stack([one.to(self._mesh.device, torch.float64) for one in pair]))
+
+        try:
+            with watch.watching():
+                each_output(self._model, watch.each(batches), self._mesh, task.loss, task.forward, add)
+        except CommError:
+            raise
+        except Exception as error:  # tracing must not end the run
+            return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], _in_words(error))
+        calls = watch.calls()
+        pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)
+        parts = [
+            LossPart(loss_sum if counts else 0.0, count if counts else 0.0, all(one.is_finite for one in seen))
+            for (loss_sum, count), seen in zip(pairs, calls, strict=True)
+        ]
+        return _Round(runs, parts, calls)
+
+
 class StepTracer:
     """Traces steps of one model.
 
@@ -198,6 +244,7 @@ class StepTracer:
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
         self._model, self._mesh, self._task = model, mesh, task
+        self._forwards = PartForwards(model, mesh, task)
         self._places = StepBorders.of(batches, task.config.train.global_batch)
         #: The last two steps, because results may be read during the next step.
         self._steps: deque[TracedStep] = deque(maxlen=2)
@@ -252,8 +299,8 @@ class StepTracer:
 
     def _choose(self, step: TracedStep, given: Sequence[Any], numbers: Sequence[SampleNumbers]) -> tuple[int, int]:
         """Return the data rank and the index of the worst microbatch of the step."""
-        if isinstance(self._task.loss, GlobalBatchLoss):
-            found = self._compute(list(given), [range(0)] * len(given)).parts
+        if self._forwards.compares:
+            found = self._forwards.run(list(given), [range(0)] * len(given)).parts
         else:
             found = [LossPart(0.0, 0.0)] * len(given)
             for place, (loss_sum, count) in step.losses.items():
@@ -275,7 +322,7 @@ class StepTracer:
         if not all(can for can, _ in said):
             others = [one for place, one in enumerate(given) if place != index]
             some = [batch, *others][:_WHOLE]
-            last = self._join(self._compute(some, [range(0)] * len(some)))
+            last = self._join(self._forwards.run(some, [range(0)] * len(some)))
             return _means(last), last, False
         most, means, last = max(count for _, count in said), None, None
         while last is None or most > 1:
@@ -285,7 +332,7 @@ class StepTracer:
             runs = [rows[one.start : one.stop] for one in shares.share_out(len(rows), min(_PARTS, len(rows)))]
             # Ranks with fewer rows compute some of them again.
             padded = [*runs, *[runs[-1]] * (min(_PARTS, most) - len(runs))]
-            found = self._compute(split_rows(batch, padded), padded, counts=not own.is_empty)
+            found = self._forwards.run(split_rows(batch, padded), padded, counts=not own.is_empty)
             last = self._join(_Round(runs, found.parts[: len(runs)], found.calls[: len(runs)], found.error))
             means = _means(last) if means is None else means
             if most <= _PARTS:
@@ -301,34 +348,6 @@ class StepTracer:
         return [row for one in places for row in last.runs[one]]
 
     # --- computing ---
-
-    def _compute(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
-        """Forward each batch, in evaluation mode and without gradients. counts: False for stand-ins."""
-        task, watch = self._task, ModuleWatch(self._model)
-        found: list[torch.Tensor] = []
-
-        def add(output: Any, local: Any, _: bool) -> None:
-            if isinstance(task.loss, GlobalBatchLoss):
-                size = size_of(output)
-                pair = [torch.zeros(()) if size is None else size * 0.0, torch.zeros(())]
-            else:
-                pair = [torch.as_tensor(one).detach() for one in task.loss(output, local)]
-            found.append(torch.stack([one.to(self._mesh.device, torch.float64) for one in pair]))
-
-        try:
-            with watch.watching():
-                each_output(self._model, watch.each(batches), self._mesh, task.loss, task.forward, add)
-        except CommError:
-            raise
-        except Exception as error:  # tracing must not end the run
-            return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], _in_words(error))
-        calls = watch.calls()
-        pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)
-        parts = [
-            LossPart(loss_sum if counts else 0.0, count if counts else 0.0, all(one.is_finite for one in seen))
-            for (loss_sum, count), seen in zip(pairs, calls, strict=True)
-        ]
-        return _Round(runs, parts, calls)
 
     def _look(self, batch: Any, last: _Round, place: int) -> dict[str, Any]:
         """Return this rank's findings about a part."""
