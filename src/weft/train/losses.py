@@ -366,12 +366,19 @@ def needs_float32(loss_fn: Any, plan: Plan) -> bool:
     """Return True if a loss function gets converted outputs: under a half precision, if it is not Weft's own."""
     if plan.precision not in ("bf16", "fp16", "fp8"):
         return False
-    compared = getattr(loss_fn, "compare", None)  # the function inside a loss over groups
-    found = loss_fn if compared is None else compared
+    return not is_own_code(loss_fn)
+
+
+def is_own_code(function: Any) -> bool:
+    """Return True if a loss or forward function is Weft's own, with no class or function of the user in it."""
+    compared = getattr(function, "compare", None)  # the function inside a loss over groups
+    found = function if compared is None else compared
     while isinstance(found, functools.partial):
         found = found.func
-    home = getattr(found, "__module__", None) or type(found).__module__
-    return home.partition(".")[0] != "weft"
+    owner = getattr(found, "__self__", None)
+    homes = [getattr(found, "__module__", None) or type(found).__module__]
+    homes += [] if owner is None else [type(owner).__module__]
+    return all(home.partition(".")[0] == "weft" for home in homes)
 
 
 def give_float32(model: nn.Module) -> None:
@@ -419,7 +426,7 @@ class CheckedLoss:
             loss_sum, number = self(output, microbatch, samples[index], index)
             if seed is not None:
                 seed_generators(seed)
-            if samples[index].is_empty:
+            if not samples[index].numbers:  # a stand-in
                 return loss_sum * 0.0, 0
             found[index] = (loss_sum.detach(), number)
             return loss_sum, number

@@ -8,6 +8,7 @@ must pass `forward=`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -231,8 +232,8 @@ class Microbatches:
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
         """Return the same samples in changed batches."""
-        changed = Microbatches(map(change, self._batches), any_number=self.any_number)
-        changed._samples = self._samples
+        changed = copy.copy(self)
+        changed._batches = tuple(map(change, self._batches))
         return changed
 
     def marked(self) -> list[Any]:
@@ -323,6 +324,7 @@ class BatchSplit:
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._plan, self._readers = mesh.replica, mesh.plan, mesh.reader
+        self._count = mesh.plan.microbatches_per_step
 
     def __call__(self, batch: Any) -> tuple[list[Any], list[SampleNumbers]]:
         """Return the microbatches of a batch on the device, and the samples of each.
@@ -330,7 +332,11 @@ class BatchSplit:
         Raises:
             ModelError: if they are not as many as the plan has.
         """
-        microbatches = microbatches_of(move_batch(batch, self._mesh.device), self._plan)
+        moved = move_batch(batch, self._mesh.device)
+        if isinstance(moved, Microbatches) and len(moved) == self._count:
+            microbatches = [one for one, _ in moved.counted()]
+        else:
+            microbatches = microbatches_of(moved, self._plan)
         return microbatches, samples_of(batch, len(microbatches), self._readers)
 
 

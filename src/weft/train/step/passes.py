@@ -67,11 +67,14 @@ class ModelState:
     Args:
         model: result of `parallelize`.
         mesh: mesh of the replica.
+        draws: False if neither forward nor the loss draws random numbers outside of the model's modules.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh):
+    def __init__(self, model: nn.Module, mesh: Mesh, *, draws: bool = True):
         self._model, self._device = model, mesh.device
-        self._drops, self._norms, self.experts = drops_of(model), norm_groups_of(model), ExpertBalance(model, mesh)
+        drops = drops_of(model)
+        self._drops = None if drops is not None and drops.is_idle and not draws else drops
+        self._norms, self.experts = norm_groups_of(model), ExpertBalance(model, mesh)
         known = (self.experts if self.experts.has_routers else None, self._norms)
         self._statistics: list[Statistics] = [one for one in known if one is not None]
         #: Puts the model into training mode.
@@ -114,7 +117,7 @@ class ModelState:
                     stack.enter_context(drops.microbatch(key, samples[index]))
                 if norms is not None:
                     stack.enter_context(norms.microbatch(samples[index], index))
-                if samples[index].is_empty:
+                if not samples[index].numbers:  # a stand-in
                     stack.enter_context(self.experts.leaving_out())
                 yield
 
