@@ -93,7 +93,6 @@ class Activations:
             first.register_hook(functools.partial(_bring, weakref.ref(last), count))
 
     def _around(self, name: str, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a compiled block."""
         self.enter(name, compiled=block)
         try:
             return call(*args, **kwargs)
@@ -318,7 +317,6 @@ class _Stays:
 
 
 def _called(call: Callable[..., Any], owner: Activations, count: int, *args: Any, **kwargs: Any) -> Any:
-    """Call a compiled block that stays on the device."""
     output = call(*args, **kwargs)
     owner.bring_before(output, count)
     return output

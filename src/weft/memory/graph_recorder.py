@@ -89,7 +89,6 @@ class CudaRecorder:
         return Recording(result, graph.replay, self._generator_offset() != before)
 
     def _generator_offset(self) -> int:
-        """Return the offset of torch's generator, which is stored on the host."""
         generators: Any = torch.cuda.default_generators
         return generators[self._device.index or 0].get_offset()
 

@@ -60,8 +60,6 @@ class HostLink(Protocol):
 
 
 class _Done:
-    """A copy that completed synchronously."""
-
     def wait(self) -> None: ...
 
     def wait_start(self) -> None: ...

@@ -163,7 +163,6 @@ def _unregister(buffer: torch.Tensor) -> None:
 
 
 def _runtime() -> Any:
-    """Return CUDA's runtime library, whose functions are untyped in torch."""
     return torch.cuda.cudart()
 
 

@@ -156,7 +156,6 @@ class Muon(DecidedOptimizer):
 
 
 def _working(matrix: torch.Tensor) -> torch.Tensor:
-    """Convert to the dtype of the iteration."""
     return matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
 
 

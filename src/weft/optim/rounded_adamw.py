@@ -197,7 +197,6 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return a logical right shift."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 

@@ -160,7 +160,6 @@ def _compile(run: Application) -> None:
 
 
 def _offload(run: Application) -> None:
-    """Open host memory, and offload the plan's share of activations. Warn if that saves no device memory."""
     plan, mesh = run.plan, run.mesh
     run.host = open_host(plan, mesh.device, run.pinned_limit)
     if run.host is None:

@@ -212,7 +212,6 @@ class BatchGradient:
         return pulled - pulled.detach() + value, self._count if is_first else 0
 
     def _finalize(self) -> None:
-        """Compute this rank's losses, and the gradients of all features from all ranks' losses."""
         every = [_wide(one).requires_grad_(one.is_floating_point()) for one in self._features.every]
         places = self._features.own_positions()
         with torch.enable_grad():
@@ -227,7 +226,6 @@ class BatchGradient:
 
 
 def _wide(features: torch.Tensor) -> torch.Tensor:
-    """Return features in a dtype for computing losses, as a leaf."""
     narrow = features.is_floating_point() and features.itemsize < 4
     return features.float() if narrow else features.detach().clone()
 
@@ -492,7 +490,6 @@ def _check_sum(loss_sum: Any) -> None:
 
 
 def _lacks_loss(output: Any, batch: Any) -> bool:
-    """Return True if a transformers model computed no loss, although the batch has labels."""
     has_labels = isinstance(batch, Mapping) and LABELS in batch
     return has_labels and is_hugging_face_output(output) and output.get("loss") is None
 

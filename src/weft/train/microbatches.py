@@ -126,7 +126,6 @@ def _refuse(model: nn.Module, names: str, found: str, inputs: str) -> NoReturn:
 
 
 def _keywords(known: Iterable[str], batch: Mapping[str, Any]) -> str:
-    """Return keyword arguments to paste: each name of the batch with the most similar parameter of forward, if any."""
     names = [str(name) for name in batch if name != LABELS]
     pairs = [(name if name in known else nearest_name(name, known), name) for name in names]
     return ", ".join(f'{ours}=batch["{name}"]' for ours, name in pairs if ours) or f'batch["{(names or [LABELS])[0]}"]'
@@ -486,7 +485,6 @@ class _Splitting:
 
 
 def _names_in(batch: Any, name: str) -> list[str]:
-    """Return the contents of a container with the names that a user would write."""
     if isinstance(batch, Mapping):
         return [f"{name}[{key!r}]" for key in batch]
     if is_dataclass(batch):

@@ -133,7 +133,6 @@ def _refuse_single(record: Adapted | None, saved: Mapping[str, Any] | None, path
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    """Return the digest of each weight of the base by name."""
     if not is_attached(model):
         params = dict(model.named_parameters())
         sums = {name: digest_of(params[name].detach().contiguous().view(-1), Part(tuple(params[name].shape)))
@@ -435,8 +434,6 @@ _AT_ONCE = 2**17
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Description of a packed weight, as an entry of a source."""
-
     shape: tuple[int, ...]
     dtype: str = "U8"
 
@@ -487,7 +484,6 @@ class PackedSource:
             at += high - low
 
     def _numbers(self, part: Part, rows: int, width: int) -> Part:
-        """Return the part of the weight that a part of its bytes encodes."""
         if part.rows is None or part.dim == 0:
             return Part((rows, width), part.dim, part.rows)
         per = self._kept.block_bytes

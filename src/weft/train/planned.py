@@ -145,7 +145,6 @@ def record_choice(folder: Path, asked: str, best: Candidate) -> None:
 
 
 def _begun(folder: Path, asked: str, world_size: int) -> str | None:
-    """Return the plan that this run chose when it began, if the user's plan and the ranks are the same."""
     try:
         table = json.loads((folder / CHOSEN).read_text(encoding="utf-8"))
         if table["asked"] == asked and table["world_size"] == world_size:
@@ -184,7 +183,6 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
 
 
 def _this_cpu(num_ranks: int) -> DeviceSpec:
-    """Return one rank's share of this machine's cores and memory."""
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

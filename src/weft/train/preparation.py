@@ -139,7 +139,6 @@ def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
 
 
 def _as_typed(name: str, value: Any) -> str:
-    """Return the command-line argument that restores a setting."""
     if value is None:
         return f"leave {name} out"
     return shlex.quote(f"{name}={value if isinstance(value, str) else as_toml(value)}")
@@ -172,7 +171,6 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
 
 
 def _check_optimizer(config: RunConfig, task: Task) -> None:
-    """Raise ConfigError if adapter, parameter groups or optimizer classes do not fit the model."""
     if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
         from weft.optim.build import check_optimizer
 
@@ -180,7 +178,6 @@ def _check_optimizer(config: RunConfig, task: Task) -> None:
 
 
 def _check_best(config: RunConfig, task: Task) -> None:
-    """Raise ConfigError if checkpoint.best_by is a metric that the task does not have."""
     by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
     if by not in known:
         raise ConfigError(
@@ -189,7 +186,6 @@ def _check_best(config: RunConfig, task: Task) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text)
     os.replace(draft, path)

@@ -79,7 +79,6 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    """Return name, system, cores and GPUs of this machine."""
     found = {"host": platform.node(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
     models = Counter(
         line.partition(":")[2].strip()
@@ -202,7 +201,6 @@ def run_rank(
 
 
 def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
-    """Return the exception that ends this process after training ended in order, for the launcher to handle."""
     why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
     if wish.action == "hold":
         return ActionAsked(f"paused at step {step}{why}. To continue: weft runs resume {folder.path}", "hold", step)
@@ -323,7 +321,6 @@ def _observers(
     progress: Progress,
     notes: Sequence[str],
 ) -> _Observers:
-    """Make the observers of a rank, and print the opening lines on rank 0. All ranks call it."""
     settings, limit, requests, recorder = job.config.monitor, None, None, NullRecorder()
     if engine.rank == 0:
         requests = RequestWatch(job.folder.path, time.time() - (time.monotonic() - began), engine)

@@ -85,7 +85,6 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def _notify_all(mesh: Mesh, value: Any) -> Any:
-    """Broadcast a JSON value from rank 0."""
     text = json.dumps(value).encode()
     if mesh.world_size == 1:
         return json.loads(text)

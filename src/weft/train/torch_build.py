@@ -123,7 +123,6 @@ def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]
 
 
 def _lay_out(job: EngineJob, mesh: Mesh, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
-    """Parallelize a model in place, and read its initial weights if `reads`."""
     config = job.config
     parallelize(
         model,
@@ -142,7 +141,6 @@ def _lay_out(job: EngineJob, mesh: Mesh, model: nn.Module, weights: StateSource 
 
 
 def _choose_recompute(model: nn.Module, mesh: Mesh, job: EngineJob, batches: Batches) -> None:
-    """Choose the recomputed layers before the first step, from the run's first microbatch."""
     recompute = recompute_of(model)
     if recompute is None or recompute.is_chosen:
         return

@@ -198,7 +198,6 @@ class TorchEngine:
         return LateResult(lambda: self._result(done)) if step.is_unread else self._result(done)
 
     def _result(self, done: StepMetrics) -> StepResult:
-        """Return the result of a step for the loop. All ranks call it at the same point."""
         self.train_step.finalize(done)
         numbers = done.loss, done.grad_norm, done.num_tokens, done.loss_scale
         result = StepResult(*numbers, done.skipped, done.wants_stop, done.update_ratio)

@@ -119,7 +119,6 @@ def memory_by_class(
 
 
 def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Return the bytes of storages that were not counted yet."""
     total = 0
     for tensor in tensors:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor

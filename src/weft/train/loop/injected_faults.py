@@ -217,7 +217,6 @@ def _wait_for_second(hook: FaultHook) -> None:
 
 
 def _damage(hook: FaultHook, how: Callable[[Path], None]) -> None:
-    """Damage the newest checkpoint for the next start, then die."""
     how(Path(str(list_checkpoints(hook.folder.checkpoints)[-1])))
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -164,7 +164,6 @@ def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> li
 
 
 def _facts(event: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a trace, one line each."""
     samples = ", ".join(map(str, event.get("samples", ())))
     found = {
         "module": event.get("module"),
@@ -181,7 +180,6 @@ def _facts(event: Mapping[str, Any]) -> list[str]:
 
 
 def _trace_of(folder: RunFolder, step: int | None) -> dict[str, Any]:
-    """Return the newest trace of a step."""
     traces: dict[int, dict[str, Any]] = {}
     try:
         with open(folder.events, "rb") as file:

@@ -127,7 +127,6 @@ class RunCheckpoints(Checkpoints):
     def _begin(
         self, root: Location, progress: Progress, is_good: bool, saved: Callable[[int], None], is_copy: bool = False
     ) -> None:
-        """Wait for the previous save and begin one. `saved` is called once the checkpoint is committed."""
         self._finish()
         self._start.prove()
         began, step = time.perf_counter(), progress.step
@@ -186,7 +185,6 @@ class RunCheckpoints(Checkpoints):
         return self._engine.ranks.on_first(describe)
 
     def _finish(self) -> None:
-        """Wait for the running save and record its outcome."""
         if self._checkpointer.save is not None:
             with self._engine.pulse.doing("writes a checkpoint"):
                 end = self._checkpointer.finish()
@@ -194,7 +192,6 @@ class RunCheckpoints(Checkpoints):
             self._ends.append(end)
 
     def _slices(self) -> list[SavedSlice]:
-        """Return the slices that this rank writes, as copies if training continues meanwhile."""
         if self._in_background:
             try:
                 return list(self._engine.state.slices(aside=True))
@@ -205,7 +202,6 @@ class RunCheckpoints(Checkpoints):
 
 
 def _run_state(engine: Engine, config: RunConfig, progress: Progress, is_good: bool) -> dict[str, object]:
-    """Return a checkpoint's state except arrays."""
     position = StepBorders.of(engine.batches, config.train.global_batch).first(progress.step)
     return {
         "progress": asdict(progress),
@@ -312,8 +308,6 @@ class StartingPoint:
         return found, is_verified, [*notes, *on_first(lambda: _set_skipped_aside(root, newest))]
 
     def _verify_later(self, found: Found, ends: deque[SaveEnd]) -> BackgroundDigests:
-        """Begin to verify the digests of a checkpoint."""
-
         def stop(problems: list[str]) -> None:
             """Request a stop because the checkpoint is damaged. Runs in a thread of one rank."""
             ends.extend(

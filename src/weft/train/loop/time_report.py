@@ -90,7 +90,6 @@ def _written(
     pipeline: Pipeline | None,
     said: _ReportedTimes,
 ) -> list[str]:
-    """Write the figures and return the report."""
     ranks, num_steps, start_step = said.ranks, said.num_steps, said.start_step
     seconds = [one["seconds"] for one in ranks]
     sizes = mesh.plan.axis_sizes()
@@ -180,7 +179,6 @@ def _planned(pipeline: Pipeline, timeline: Timeline) -> list[Any]:
 
 
 def _gathered(mine: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
-    """Gather a JSON value from each rank on rank 0, in rank order. Called once per run."""
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(mesh.device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))
     padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))

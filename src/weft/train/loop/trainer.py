@@ -107,7 +107,6 @@ class Trainer:
         return stop
 
     def _halt(self, sentence: str) -> TrainingHalted:
-        """End the loop, and return the error of a run that went wrong."""
         halt = self._saves.halt(sentence)
         self._end(str(halt))
         return halt
@@ -117,7 +116,6 @@ class Trainer:
         self._loop.hooks.on_end(self.progress.step, reason)
 
     def _train(self) -> Stop | None:
-        """Train the remaining steps. Return a reason to stop early, or None."""
         num_steps, stop = self.task.config.train.steps, None
         while stop is None and self.progress.step < num_steps:
             # Steps without one that is left out, until an outer step moves to another one.
@@ -133,7 +131,6 @@ class Trainer:
         return stop
 
     def _next_batches(self, steps: Iterator[list[Any]]) -> list[Any] | None:
-        """Return a step's batches, or None at the end, and count the waiting time."""
         start = time.perf_counter()
         with self.engine.pulse.doing("waits for its data", may_take_long=False):
             try:
@@ -146,7 +143,6 @@ class Trainer:
         return found
 
     def _train_step(self, batches: list[Any]) -> Stop | None:
-        """Run one step and the callbacks after it. Return a reason to stop, or None."""
         before, self._unread = self._unread, self._launch(self.progress.step, batches)
         launched = self._unread.result
         self.progress.step += 1
@@ -181,12 +177,10 @@ class Trainer:
             self._loop.hooks.on_moved(before, result.goes_to)
 
     def _read_last(self) -> Stop | None:
-        """Read the last step's result if it is still unread."""
         unread, self._unread = self._unread, None
         return self._read(unread) if unread else None
 
     def _read(self, launched: _Launched) -> Stop | None:
-        """Read, report and check a step. Return a reason to stop, or None."""
         result = launched.result.read() if isinstance(launched.result, LateResult) else launched.result
         record, guard = self._records.make(launched, result), self._loop.guard
         if self._loop.hooks.on_step(record):

@@ -188,7 +188,6 @@ def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]
 
 
 def _asked(error: BaseException) -> int:
-    """Return the size in bytes of the failed allocation, or 0 if the message does not contain it."""
     match = _ASKED.search(str(error))
     if match is None:
         return 0
@@ -197,7 +196,6 @@ def _asked(error: BaseException) -> int:
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Return the bytes of storages that `seen` does not contain, and add them to it."""
     total = 0
     for tensor in tensors:
         # For a DTensor, this is the storage of the local shard.

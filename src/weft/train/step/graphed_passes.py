@@ -198,7 +198,6 @@ class GraphedPasses:
             return known.recording.result.clone()
 
     def _found(self, given: MicrobatchInputs, last: bool) -> Hashable | None:
-        """Return the key of this pass's recording, or None if it cannot be recorded."""
         if given.samples.is_empty:
             return None  # a stand-in at the end of an epoch
         shape = shape_of(given.batch)
@@ -235,7 +234,6 @@ class GraphedPasses:
         return False
 
     def _recorded(self, given: MicrobatchInputs, compute: Compute, last: bool) -> _Pass:
-        """Record a pass. Recording also runs it."""
         drops, keeps = self._drops, self._kernel_choice.keeps(last)
         memory = _PassMemory(given, drops, self._device)
         memory.fill(given)
@@ -250,7 +248,6 @@ class GraphedPasses:
         return _Pass(memory, recording, self._kernel_choice.left())
 
     def _warn_once(self, what: str) -> None:
-        """Warn once about passes that are not recorded, with the reason."""
         if self._speaks and what not in self._said:
             warnings.warn(f"graphs=on: {what}.", WeftWarning, stacklevel=2)
         self._said.add(what)
@@ -321,7 +318,6 @@ class Graphed(Accumulate):
 
 
 def _counted(loss_sum: Tensor, number: Tensor | float) -> Tensor:
-    """Return the sum of losses and their number, (2,) float64."""
     if not isinstance(number, Tensor):
         number = torch.full((), number, dtype=torch.float64, device=loss_sum.device)
     if number.device != loss_sum.device:

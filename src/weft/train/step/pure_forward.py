@@ -131,7 +131,6 @@ def changed_attributes(before: dict[str, tuple[Any, Any]], after: dict[str, tupl
 
 
 def _is_same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
-    """Return True if an attribute has the same value and contents."""
     (was, held), (now, holds) = before, after
     if type(was) is not type(now):
         return False
@@ -195,7 +194,6 @@ def seed_all(seed: int) -> None:
 
 
 def _attributes(module: nn.Module, *, copies: bool = True) -> dict[str, tuple[Any, Any]]:
-    """Return the module's attributes, with copies of tensors and containers."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in vars(module).items():
         if name in _KEPT or name.startswith(("_weft", "_fsdp")) or "hooks" in name:

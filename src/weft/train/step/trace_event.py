@@ -131,7 +131,6 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
 def _of_module(
     found: RankFinding, rank: int, samples: TracedSamples, findings: Sequence[RankFinding]
 ) -> dict[str, Any]:
-    """Return the event of the first module whose output is not finite."""
     holders = [place for place, one in enumerate(findings) if _own(one.weights, found.module)]
     every = ", for every sample" if samples.all_bad else ""
     if holders:
@@ -229,7 +228,6 @@ def _factor(seen: Sequence[Any]) -> float:
 
 
 def _own(names: Sequence[str], module: str) -> list[str]:
-    """Return the names of parameters of a module and its submodules."""
     return [name for name in names if name.startswith(f"{module}.")]
 
 

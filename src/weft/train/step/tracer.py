@@ -298,7 +298,6 @@ class StepTracer:
     # --- which samples ---
 
     def _choose(self, step: TracedStep, given: Sequence[Any], numbers: Sequence[SampleNumbers]) -> tuple[int, int]:
-        """Return the data rank and the index of the worst microbatch of the step."""
         if self._forwards.compares:
             found = self._forwards.run(list(given), [range(0)] * len(given)).parts
         else:
@@ -350,7 +349,6 @@ class StepTracer:
     # --- computing ---
 
     def _look(self, batch: Any, last: _Round, place: int) -> dict[str, Any]:
-        """Return this rank's findings about a part."""
         mesh, calls = self._mesh, last.calls[place]
         bad = next((order for order, call in enumerate(calls) if not call.is_finite), -1)
         sizes = [{call.module: call.size for call in seen} for seen in last.calls]
@@ -374,7 +372,6 @@ class StepTracer:
     # --- exchange among ranks ---
 
     def _join(self, own: _Round) -> _Round:
-        """Exchange the results among the ranks that compute the same samples."""
         said = self._share([self._mesh.data.rank, [asdict(part) for part in own.parts]])
         own.joined = _joined(said)
         return own
@@ -384,7 +381,6 @@ class StepTracer:
 
 
 def _joined(said: Sequence[Sequence[Any]]) -> dict[int, list[LossPart]]:
-    """Return the combined results of each part, by data rank."""
     found: dict[int, list[list[LossPart]]] = {}
     for data, parts in said:
         found.setdefault(data, []).append([LossPart(**part) for part in parts])
@@ -392,7 +388,6 @@ def _joined(said: Sequence[Sequence[Any]]) -> dict[int, list[LossPart]]:
 
 
 def _means(found: _Round) -> list[float]:
-    """Return the mean losses of all parts of all ranks."""
     return [part.mean for parts in found.joined.values() for part in parts if part.count and not part.is_bad]
 
 

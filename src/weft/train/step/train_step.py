@@ -211,7 +211,6 @@ class TrainStep:
         return float(totals.numbers[0])
 
     def _check_gradients(self, first: FirstStep, batch: Any) -> None:
-        """Warn if functions and hooks that ran in the first step's backward make gradients depend on the plan."""
         losses = self.microbatch_losses
         try:
             first.check_gradients(self.compute_again, lambda: self._split(batch))
@@ -260,7 +259,6 @@ class TrainStep:
 
 
 def _checked_loss(loss_fn: LossFn, model: nn.Module, mesh: Mesh) -> CheckedLoss:
-    """Return the step's loss, which warns of means if several ranks or microbatches read samples."""
     if isinstance(loss_fn, GlobalBatchLoss):
         expect_global_batch(mesh.plan)
     trust_loss(model)

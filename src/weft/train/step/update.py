@@ -322,6 +322,5 @@ class WeightUpdate:
         return self._unread
 
     def _update(self, factor: float | StepDecision, measures: bool) -> Callable[[], float | None] | None:
-        """Update the weights. Return a function that computes the update ratio, or None if it is not measured."""
         update = partial(self._engine.update, self._optimizer, factor)
         return self._ratio.around(update) if measures else update()
