@@ -133,8 +133,3 @@ class CudaLink:
             target.copy_(source, non_blocking=True)
             on_device.record_stream(stream)
             return _CudaCopy(self._device, start, stream.record_event())
-
-
-def link_to(device: torch.device) -> HostLink:
-    """Return the link between the host and `device`."""
-    return CudaLink(device) if device.type == "cuda" else PlainLink()

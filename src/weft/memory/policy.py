@@ -210,7 +210,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
         return _run_traced(policy, block, forward, args, kwargs)
     selective = policy.name == "selective"
     choice = SelectiveChoice(policy.saved)
-    keeping, replaying = choice.contexts() if selective else _no_contexts()
+    keeping, replaying = choice.contexts() if selective else (contextlib.nullcontext(), contextlib.nullcontext())
     around: list[Callable[[], AbstractContextManager[Any]]] = []
     if policy.buffers:
         # Batch statistics and similar buffers count a batch once: the replay reads and writes copies from now.
@@ -310,10 +310,6 @@ def _rng_settings() -> dict[str, bool]:
     The recorder refuses models that draw from it.
     """
     return {"preserve_rng_state": not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())}
-
-
-def _no_contexts() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), contextlib.nullcontext()
 
 
 class _Replay:

@@ -229,9 +229,6 @@ class OtherReplicas(Protocol):
         """Join the others if they wait, before the first step.
 
         Returns the step to continue from, or None if a stop was requested meanwhile.
-
-        Args:
-            step: steps done.
         """
         ...
 

@@ -43,11 +43,6 @@ MOST_SHAPES = 8
 class GpuKernels:
     """Torch's kernel flags in this process, until it is closed.
 
-    Args:
-        config: the run's config.
-        plan: the run's plan.
-        device: this rank's device.
-
     Raises:
         ConfigError: if the device, the installation or the plan cannot use the configured kernels.
     """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.checkpoint.object_store import Location
 from weft.errors import ConfigError
@@ -86,43 +87,16 @@ class HookList(Hook):
     def __init__(self, hooks: Sequence[Hook]):
         self._hooks = tuple(hooks)
 
-    def on_start(self, start_step: int) -> None:
-        for hook in self._hooks:
-            hook.on_start(start_step)
 
-    def on_phase(self, name: str) -> None:
-        for hook in self._hooks:
-            hook.on_phase(name)
+def _passing_on(event: str) -> Callable[..., str | None]:
+    def pass_on(self: HookList, *args: Any) -> str | None:
+        return next(filter(None, [getattr(hook, event)(*args) for hook in self._hooks]), None)
 
-    def on_step(self, record: StepRecord) -> str | None:
-        return next(filter(None, [hook.on_step(record) for hook in self._hooks]), None)
+    return pass_on
 
-    def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
-        return next(filter(None, [hook.on_evaluation(step, evaluation) for hook in self._hooks]), None)
 
-    def on_warning(self, step: int, text: str) -> None:
-        for hook in self._hooks:
-            hook.on_warning(step, text)
-
-    def on_trace(self, event: Mapping[str, object]) -> None:
-        for hook in self._hooks:
-            hook.on_trace(event)
-
-    def on_action(self, step: int, wish: RunRequest) -> None:
-        for hook in self._hooks:
-            hook.on_action(step, wish)
-
-    def on_moved(self, before: int, step: int) -> None:
-        for hook in self._hooks:
-            hook.on_moved(before, step)
-
-    def on_checkpoint(self, saved: SaveEnd) -> None:
-        for hook in self._hooks:
-            hook.on_checkpoint(saved)
-
-    def on_end(self, step: int, reason: str) -> None:
-        for hook in self._hooks:
-            hook.on_end(step, reason)
+for _event in [name for name in vars(Hook) if name.startswith("on_")]:
+    setattr(HookList, _event, _passing_on(_event))
 
 
 # Steps whose data a run skips. The order of other data and the learning rate of every step are unchanged.

@@ -18,7 +18,6 @@ from weft.comm.signed_store import share_store_key
 from weft.comm.store import StoreChannel
 from weft.env import RankEnv
 from weft.train.engine import EngineJob
-from weft.train.replica_engine import plan_within
 from weft.train.state_io import rank_group
 from weft.units import parse_seconds
 
@@ -40,7 +39,9 @@ class JoinedRank:
         if dist.is_initialized():
             # Under torchrun the folder's texts came through the store before messages could be signed.
             share_store_key(job.store_key, repr((str(job.folder.path), sorted(job.folder.texts.items()))).encode())
-        self.ledger, plan = Ledger(), plan_within(job.plan, job.world)
+        self.ledger, plan = Ledger(), job.plan
+        if job.world is not None:
+            plan = plan.replace(dp_replicate=1, sync="step", compress="none")
         self.mesh = build_mesh(plan, device, self.ledger.record, launch.route, launch.links or "auto")
         if job.world is not None:
             self.mesh.reader = self.mesh.reader.in_replica(job.world.replica, job.plan)

@@ -58,12 +58,11 @@ class GlobalBatchLoss:
         """Return the loss function of a microbatch as a part of the global batch.
 
         Args:
-            mesh: the mesh of the ranks.
             counts: for each microbatch, True if it has real samples, False for a stand-in.
             features: runs forward on one microbatch, for a first pass that computes all features.
         """
         batch = BatchGradient(self, mesh, len(counts))
-        for index in range(len(counts)) if batch.needs_first_pass else ():
+        for index in range(len(counts)) if len(counts) > 1 else ():
             with torch.no_grad():
                 found = features(index)
             batch.add(found, counts=counts[index])
@@ -162,7 +161,6 @@ class BatchGradient:
 
     Args:
         loss: compares samples.
-        mesh: the mesh of the ranks.
         num_microbatches: microbatches per step. If 1, `of` gathers its features.
     """
 
@@ -173,11 +171,6 @@ class BatchGradient:
         self._grads: list[torch.Tensor] = []
         self._sum: torch.Tensor | None = None
         self._count: torch.Tensor | int = 0
-
-    @property
-    def needs_first_pass(self) -> bool:
-        """True if the features of all microbatches must be passed to `add` before the first `of`."""
-        return not self._is_single
 
     def add(self, features: Features, *, counts: bool) -> None:
         """Add the features of the next microbatch. A collective.

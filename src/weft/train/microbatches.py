@@ -315,11 +315,7 @@ def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
 
 
 class BatchSplit:
-    """Splits the batches of steps into this rank's microbatches.
-
-    Args:
-        mesh: the mesh of the ranks.
-    """
+    """Splits the batches of steps into this rank's microbatches."""
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._plan, self._readers = mesh.replica, mesh.plan, mesh.reader

@@ -33,7 +33,7 @@ from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
 from weft.parallel.state.materialize import allow_sharded_state
 from weft.parallel.zero.states import load_carried, local_wire_state
-from weft.train.state_io import SavedReplicas, local_counts, replica_slices, resume_replicas
+from weft.train.state_io import COUNTS, SavedReplicas, replica_slices, resume_replicas
 
 #: Maximum number of elements of one weight in its digest.
 SAMPLES = 2**14
@@ -65,7 +65,6 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
     Args:
         model: a model with or without an adapter.
         saved: the result of `adapter_state` when the checkpoint was saved.
-        path: path of the checkpoint, for the error.
 
     Raises:
         CheckpointError: for the first difference.
@@ -97,7 +96,6 @@ def expect_same_base(name: str, tensor: torch.Tensor, base: Mapping[str, str], p
         name: name of the weight.
         tensor: its values in their original order.
         base: the digests from `adapter_state`.
-        path: path of the checkpoint, for the error.
 
     Raises:
         CheckpointError: if the weight has other values, or was not in the base.
@@ -195,7 +193,6 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     All ranks call it. The result may contain the live tensors, so use it before the next step.
 
     Args:
-        model: the parallelized model.
         keep: True if this rank needs the result. The other ranks return nothing and hold one full tensor at a time.
     """
     engine = data_parallel(model)
@@ -213,22 +210,19 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
 
     Args:
         model: the model on the meta device, in which parameters without an optimizer are frozen.
-        optimizer: the optimizer section of the config.
         master: dtype of stored weights and states.
     """
     freeze(model, optimizer)
     left_out = names_left_out(model)
     num_values: float = sum(one.numel() for name, one in model_tensors(model).items() if name not in left_out)
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
-        num_values += _states_each(group, optimizer) * sum(param.numel() for param in group["params"])
+        # Values of the masters' size per weight. A foreign class counts as AdamW.
+        if optimizer.name == "sgd":
+            states: float = int(group["momentum"] > 0)
+        else:
+            states = 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
+        num_values += states * sum(param.numel() for param in group["params"])
     return round(num_values * master.itemsize)
-
-
-def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float:
-    """Return the optimizer values of the masters' size per weight of a group. A foreign class counts as AdamW."""
-    if optimizer.name == "sgd":
-        return int(group["momentum"] > 0)
-    return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
 
 
 def collect_tensors(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
@@ -246,7 +240,6 @@ def state_slices(
     """Yield this rank's slices of a checkpoint, weights and states. No collective.
 
     Args:
-        model: the result of `parallelize`.
         optimizer: an optimizer that a step has adopted.
         copies: receives copies of the tensors. If None, slices share the live memory and must be written before the
             next step.
@@ -268,7 +261,9 @@ def _state_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
         for group, one in found:
             if group != "model" or one.name not in left_out:
                 yield from written(group, [one], engine)
-        yield from local_counts(sync)
+        if sync.mesh.rank == 0:
+            counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
+            yield SavedSlice.full(f"sync/{COUNTS}", counts)
         yield from (SavedSlice.full(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
         return
     yield from written("model", (one for one in engine.model_slices() if one.name not in left_out), engine)
@@ -284,7 +279,6 @@ def written(group: str, stretches: Iterable[FlatSlice], engine: DataParallel) ->
     Args:
         group: name of the group, such as "model".
         stretches: flat slices that this rank stores.
-        engine: the model's engine.
     """
     for one in stretches:
         mine = one.mine(engine.axes.mesh.rank)
@@ -303,7 +297,6 @@ class GroupSource:
     """A group of a checkpoint, from which each rank reads the elements that it stores.
 
     Args:
-        checkpoint: an open checkpoint.
         group: name of the group, such as "model".
         start: prefix of the selected names, which callers omit.
     """
@@ -342,9 +335,7 @@ def resume(
     another plan.
 
     Args:
-        model: the result of `parallelize`.
         optimizer: an optimizer that a step has adopted.
-        checkpoint: an open checkpoint.
         ema: averages of the weights to restore too.
 
     Raises:

@@ -134,7 +134,6 @@ def record_choice(folder: Path, asked: str, best: Candidate) -> None:
     """Write the chosen plan and its estimate into the run's folder.
 
     Args:
-        folder: the run's folder.
         asked: the plan that the user typed, such as "auto tp=2".
         best: the chosen plan with its estimate.
     """
@@ -293,9 +292,6 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
     """Write `measured.json` and return the report.
 
     Args:
-        folder: the run's folder.
-        task: the run's task.
-        mesh: mesh of the plan.
         ranks: for each rank, `typical` seconds by part and `memory` bytes.
     """
     parts = measured_parts(_mean([one["typical"] for one in ranks]))
@@ -324,8 +320,6 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
     """Return the planner's estimate of this run's plan and "", or None and the reason.
 
     Args:
-        task: the run's task.
-        plan: the run's plan.
         device: device of this rank, such as "cuda:0". The others are assumed to be the same kind.
     """
     try:

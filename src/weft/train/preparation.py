@@ -71,7 +71,6 @@ def prepare_run(
     Called by one process, before any process group exists.
 
     Args:
-        config: the full config.
         world_size: number of training ranks of all replicas.
         report: called with (stage, done, total) while data is prepared.
         locked: True if the caller holds `run_lock`. Otherwise this function holds the folder while it works.
@@ -94,8 +93,15 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     if (folder.path / "config.toml").exists():
         refuse_other_run(folder, config, task)
     config = task.config = _with_own_layout(config, task, plan)
-    _check_optimizer(config, task)
-    _check_best(config, task)
+    if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
+        from weft.optim.build import check_optimizer
+
+        check_optimizer(with_adapter(task.shapes(), config), config.optimizer)
+    by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
+    if by not in known:
+        raise ConfigError(
+            f"checkpoint.best_by={by}: this task's evaluations have no such metric. Use {' or '.join(known)}."
+        )
     task.prepare(folder, report)
     config, notes = with_steps(config, task)
     task.config = config
@@ -168,21 +174,6 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
         check_layout(model, layout, plan.tp)
         expect_parts_named(model, layout)
     return config.model_copy(update={"layout": layout.format()})
-
-
-def _check_optimizer(config: RunConfig, task: Task) -> None:
-    if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
-        from weft.optim.build import check_optimizer
-
-        check_optimizer(with_adapter(task.shapes(), config), config.optimizer)
-
-
-def _check_best(config: RunConfig, task: Task) -> None:
-    by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
-    if by not in known:
-        raise ConfigError(
-            f"checkpoint.best_by={by}: this task's evaluations have no such metric. Use {' or '.join(known)}."
-        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,7 +13,6 @@ from weft.checkpoint.folders import RankGroup
 from weft.comm.mesh import Mesh
 from weft.comm.replica_client import ReplicaGroup
 from weft.comm.replica_rendezvous import address_towards
-from weft.config.plan import Plan
 from weft.parallel.elastic_local_sgd import attach_elastic_diloco
 from weft.parallel.state.gradients import data_parallel
 from weft.train.engine import EngineJob, ReplicaWorld, StepResult
@@ -21,23 +20,11 @@ from weft.train.step.train_step import TrainStep
 from weft.units import counted, parse_seconds
 
 
-def plan_within(plan: Plan, world: ReplicaWorld | None) -> Plan:
-    """Return the plan of the ranks in one world: the full plan, or the one for a single replica.
-
-    Args:
-        plan: plan of all replicas.
-        world: the replica of these ranks; None if all ranks are one world.
-    """
-    return plan if world is None else plan.replace(dp_replicate=1, sync="step", compress="none")
-
-
 class OtherWorlds:
     """Connection of this replica's ranks to the other replicas.
 
     Args:
-        job: the engine's job.
         world: this replica and the address of the rendezvous server.
-        mesh: mesh of this replica.
         model: a model that is parallelized over the mesh.
         ranks: the ranks of this replica.
     """
@@ -88,9 +75,6 @@ class OtherWorlds:
         """Join the other replicas before the first step, if they wait. Return the step to continue from.
 
         Returns None if a stop was requested.
-
-        Args:
-            step: steps done.
         """
         self.sync.step = step
         self.sync.rejoin()

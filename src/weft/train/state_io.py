@@ -13,7 +13,6 @@ from torch import nn
 
 from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import SavedSlice
 from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.mesh import Mesh
 from weft.errors import CheckpointError, WeftError
@@ -97,7 +96,7 @@ def _notify_all(mesh: Mesh, value: Any) -> Any:
 
 # Checkpoints of local SGD replicas.
 
-_COUNTS, _OWN = "counts", "replicas"
+COUNTS, _OWN = "counts", "replicas"
 
 
 class OpensGroup(Protocol):
@@ -113,7 +112,6 @@ def replica_slices(
 
     Args:
         sync: the model's local SGD state.
-        engine: the model's engine.
         optimizer: an optimizer that a step has adopted.
     """
     if sync.place == 0 or sync.is_apart:
@@ -128,13 +126,6 @@ def replica_slices(
     yield from ((_OWN, _within(f"{sync.place}/owed", one)) for one in sync.residual_slices())
     if isinstance(sync, StreamedSync):
         yield from ((_OWN, _within(f"{sync.place}/sent", one)) for one in sync.sent())
-
-
-def local_counts(sync: RareSync) -> Iterator[SavedSlice]:
-    """Yield the counters of a checkpoint, on rank 0."""
-    if sync.mesh.rank == 0:
-        counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
-        yield SavedSlice.full(f"sync/{_COUNTS}", counts)
 
 
 def _within(group: str, one: FlatSlice) -> FlatSlice:
@@ -162,7 +153,7 @@ class SavedReplicas:
         """Return steps since the last outer step, outer steps, and replicas. Without replicas, return (0, 0, 1)."""
         if not self.checkpoint.entries("sync"):
             return 0, 0, 1
-        since, meetings, replicas = read_full(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
+        since, meetings, replicas = read_full(self.opens(self.checkpoint, "sync"), COUNTS).tolist()
         return since, meetings, replicas
 
     def has_own_weights(self, place: int) -> bool:
@@ -183,8 +174,6 @@ def resume_replicas(
     Returns lines about lost state, and the source of the optimizer's states.
 
     Args:
-        model: the result of `parallelize`.
-        optimizer: the model's optimizer.
         saved: the saved replicas.
     """
     sync, engine, checkpoint = rare_sync(model), data_parallel(model), saved.checkpoint

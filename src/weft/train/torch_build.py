@@ -54,10 +54,8 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     """Build batches, model, optimizer and step. A collective.
 
     Args:
-        job: the engine's job.
         rank: this rank among the others.
         kernels: selects convolutions for the model.
-        meter: times the steps.
 
     Raises:
         WeftError: if the plan cannot be applied to the model.

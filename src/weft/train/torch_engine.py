@@ -37,7 +37,6 @@ class StepInputs:
     """Makes the inputs of steps from a task's batches. All random seeds derive from the number of steps done before.
 
     Args:
-        config: the run's config.
         mesh: the mesh, which has this rank's position.
         task: the task, which may change the batches.
     """
@@ -56,24 +55,20 @@ class StepInputs:
         """
         by_cost = self._config.data.batching == "cost"
         microbatches = Microbatches(self._task.before_step(batches), any_number=by_cost)
-        seed, first = self._config.seed, number * self._config.train.global_batch
-        samples = self._first_by_cost(microbatches) if by_cost else self._first_by_position()
-        seeds = [derive_seed(seed, number, first + one, *self._part) for one in samples]
-        return microbatches, seeds, derive_seed(seed, number)
-
-    def _first_by_position(self) -> list[int]:
-        """Return the number of the first sample of each microbatch within the step, for equal sizes."""
-        axis, num_micro = self._mesh.reader, self._mesh.plan.microbatches_per_step
-        per_micro = self._config.train.global_batch // (axis.size * num_micro)
-        return [(axis.rank + micro * axis.size) * per_micro for micro in range(num_micro)]
-
-    def _first_by_cost(self, microbatches: Microbatches) -> list[int]:
-        if microbatches.samples is None:
+        seed, size, axis = self._config.seed, self._config.train.global_batch, self._mesh.reader
+        if not by_cost:
+            num_micro = self._mesh.plan.microbatches_per_step
+            each = size // (axis.size * num_micro)
+            firsts = [(axis.rank + micro * axis.size) * each for micro in range(num_micro)]
+        elif microbatches.samples is not None:
+            firsts = [min(one.numbers, default=-1 - self._mesh.data.rank) for one in microbatches.samples]
+        else:
             raise ModelError(
                 "data.batching=cost: before_step returned batches of new tensors, so their samples are unknown. Return "
                 "changed batches that still contain the old tensors, or leave data.batching out."
             )
-        return [min(one.numbers, default=-1 - self._mesh.data.rank) for one in microbatches.samples]
+        seeds = [derive_seed(seed, number, number * size + first, *self._part) for first in firsts]
+        return microbatches, seeds, derive_seed(seed, number)
 
 
 class TorchState:

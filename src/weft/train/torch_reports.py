@@ -34,7 +34,6 @@ class TorchReports:
     """The reports of one rank's engine.
 
     Args:
-        job: the engine's job.
         rank: this rank among the others.
         step: the engine's step, with its model and optimizer.
         kernels: the selected GPU kernels.

@@ -43,9 +43,7 @@ class FigureHook(Hook):
     """Starts a rank's `Collector` with sources for its engine, machine and GPU.
 
     Args:
-        engine: this rank's engine.
         place: rank of this process; None for a single rank.
-        folder: the run's folder.
         every_s: seconds between reports.
         recorder: receives on rank 0 the events of all ranks, and those of a rank that becomes slow or recovers.
     """
@@ -122,9 +120,7 @@ def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
     checkpoint, or if the run has returned to it too often already.
 
     Args:
-        folder: the run's folder.
         wish: a request for roll_back or skip_data.
-        step: steps done.
     """
     since = min(wish.since or step, step)
     saved = [known for path in list_checkpoints(folder.checkpoints) if (known := step_in_name(path.name)) is not None]
@@ -157,7 +153,6 @@ class RequestWatch(threading.Thread):
     """Polls for requests four times a second. `take` returns them to the loop.
 
     Args:
-        folder: the run's folder.
         since: start of the command in seconds since 1970.
         engine: the engine, held by a weak reference: model and groups must be freed before the ranks disconnect.
     """
@@ -219,8 +214,6 @@ class RunRecorder(NullRecorder):
     """Writes events to the run folder and passes them to the display.
 
     Args:
-        folder: the run's folder.
-        task: the run's task.
         display: the terminal's display.
         start: fields of the start event.
     """
@@ -375,9 +368,6 @@ class PlanWatch(Hook):
         """Return the hook of a run, or None if its machine is unknown.
 
         Args:
-            task: the run's task.
-            plan: the run's plan.
-            device: this rank's device.
             book: this rank's times.
             recorder: receives the events, and lines for users.
         """

@@ -26,7 +26,6 @@ class ReplicaCoordinator:
 
     Args:
         folder: folder of this replica.
-        config: the run's config.
         engine: engine of this replica. Without other replicas, every method does nothing.
     """
 

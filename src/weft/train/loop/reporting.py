@@ -30,21 +30,10 @@ from weft.units import counted
 _WORTH_TELLING = 0.02
 
 
-def rate_state(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that determine the learning rate of every step, for a checkpoint."""
-    return {
-        "steps": config.train.steps,
-        "lr": config.optimizer.lr,
-        "schedule": config.schedule.model_dump(mode="json"),
-    }
-
-
 def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) -> list[str]:
     """Return lines for a run that resumes with another number of steps than before.
 
     Args:
-        config: the run's config.
-        step: steps done.
         before: `rate_state` of the run that saved; None if the checkpoint lacks it.
     """
     if not before or before["steps"] == config.train.steps or step >= config.train.steps or not step:
@@ -129,7 +118,6 @@ def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> li
     """Return a report on a step that went wrong, with its samples.
 
     Args:
-        folder: the run's folder.
         step: the step, counted from 1; None for the last one that was traced.
         num_samples: maximum number of samples to show.
 
@@ -243,9 +231,7 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
     """Return run, model, data, plan and precision, one line each.
 
     Args:
-        folder: the run's folder.
         task: the task to train.
-        engine: the engine that trains it.
     """
     plan, device = engine.plan, engine.device.partition(":")[0]
     return [
@@ -263,7 +249,6 @@ def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: obj
 
     Args:
         command: its arguments. If empty (a run started from Python), the folder's config is used.
-        folder: the run's folder.
         key: name of the setting.
         value: new value of the setting.
     """
@@ -286,9 +271,7 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
     """Return the lines for a run whose last step is done.
 
     Args:
-        folder: the run's folder.
         task: the trained task.
-        step: steps done.
         command: the command line of the user.
     """
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
@@ -320,7 +303,6 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
     """Return the outcome, the evaluations, a sample, the time report, and the next commands.
 
     Args:
-        folder: the run's folder.
         task: the trained task.
         ending: the end of the run.
         command: the command line of the user.

@@ -24,7 +24,7 @@ from weft.train.hooks import Progress, SaveEnd
 from weft.train.loop.callbacks import Checkpoints
 from weft.train.loop.checkpointer import Checkpointer, Retention, Save, refuse_unfit, steps_in
 from weft.train.loop.peer_copies import Copies
-from weft.train.loop.reporting import rate_change, rate_state
+from weft.train.loop.reporting import rate_change
 from weft.units import counted
 
 #: Maximum number of skipped checkpoints in the log.
@@ -37,8 +37,6 @@ class RunCheckpoints(Checkpoints):
     """Saves one run on all ranks together, in the background if configured.
 
     Args:
-        folder: the run's folder.
-        config: the run's config.
         engine: the engine whose state is saved.
         home: storage for copies in this host's memory.
         elsewhere: returns the checkpoint to resume from instead of the run's newest one, or None for the run's own. Its
@@ -210,7 +208,12 @@ def _run_state(engine: Engine, config: RunConfig, progress: Progress, is_good: b
         "data": {"next_sample": position, "sources": engine.batches.state_at(position)},
         # Random numbers of a step derive from these seeds, so there is no other state.
         "rng": {"seed": config.seed, "next_step": progress.step},
-        "rate": rate_state(config),
+        # Settings that determine the learning rate of every step.
+        "rate": {
+            "steps": config.train.steps,
+            "lr": config.optimizer.lr,
+            "schedule": config.schedule.model_dump(mode="json"),
+        },
         "evaluated": is_good,
     }
 
@@ -219,9 +222,6 @@ class StartingPoint:
     """Finds, loads and verifies the checkpoint that a run resumes from. All ranks call every method.
 
     Args:
-        folder: the run's folder.
-        config: the run's config.
-        engine: the engine that loads it.
         copies: the copies in memory, or None.
         elsewhere: see `RunCheckpoints`.
         notes: first lines for the log.

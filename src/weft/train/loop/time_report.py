@@ -52,9 +52,6 @@ def report_times(
     The report is empty on ranks other than 0, and if no step was done.
 
     Args:
-        folder: the run's folder.
-        mesh: the mesh of the ranks.
-        model: the trained model.
         book: this rank's times.
         task: the run's task, for the planner's estimate.
         start_step: first step of this start. The times cover only this start.
@@ -113,7 +110,6 @@ def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
     If links were measured, a line also compares the expected time of the calls with the waiting time.
 
     Args:
-        mesh: the mesh of the ranks.
         seconds: seconds of rank 0 by kind.
     """
     names: dict[tuple[int, ...], str] = {}

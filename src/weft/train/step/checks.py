@@ -50,7 +50,6 @@ class ReplicaWatch:
 
     Args:
         engine: owner of the masters.
-        mesh: the ranks.
     """
 
     def __init__(self, engine: DataParallel, mesh: Mesh):
@@ -124,8 +123,6 @@ class FirstStep:
 
     Args:
         passes: the step's passes.
-        state: state of the model.
-        mesh: mesh of the replica.
         checks_batch: run some small forwards, and if needed backwards, to find results that depend on the plan.
     """
 

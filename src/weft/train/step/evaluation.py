@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,9 +35,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     """Compute loss and metrics of this rank's batches, summed over the data-parallel ranks. A collective.
 
     Args:
-        model: result of `parallelize`.
         batches: the same number on each rank.
-        mesh: the ranks.
         task: defines forward, loss and metrics.
     """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
@@ -68,10 +66,7 @@ def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
     """Evaluate the weights of the last synchronization of replicas, on batches that the task changes as in training.
 
     Args:
-        model: result of `parallelize`.
         batches: the task's evaluation batches of this rank.
-        mesh: the ranks.
-        task: the task.
     """
     if type(task).before_step is not Task.before_step:
         every, num = list(batches), mesh.plan.microbatches_per_step
@@ -114,9 +109,7 @@ def mean_loss(
     evaluation.
 
     Args:
-        model: result of `parallelize`.
         batches: plain ones or `Microbatches`, the same number on each rank.
-        mesh: the ranks.
         loss_fn: as in `TrainStep`.
         forward: as in `TrainStep`.
         seed: seed of torch's generators, which are restored afterwards.
@@ -201,8 +194,6 @@ class RankForwards:
     """One rank's implementation of `weft.train.tasks.description.Forwards`.
 
     Args:
-        model: result of `parallelize`.
-        mesh: the ranks.
         task: defines forward and loss.
         second: a frozen model under the same plan, or None.
     """
@@ -264,7 +255,9 @@ class RankForwards:
         model = self._second if of == "second" else self._model
         assert model is not None
         found: list[torch.Tensor] = []
-        with _without_adapter(model) if of == "base" else nullcontext():
+        # A stage of a pipeline may have no adapted layers.
+        has_adapter = of == "base" and any(isinstance(module, AdaptedLinear) for module in model.modules())
+        with without_adapter(model) if has_adapter else nullcontext():
             each_output(
                 model, batches, self._mesh, self._task.loss, self._task.forward,
                 lambda output, local, _: found.append(each(output, local).double()),
@@ -293,9 +286,3 @@ class RankForwards:
     def on_first(self, act: Callable[[], Any]) -> Any:
         """Return the JSON value that the first rank's `act` returns, on all ranks."""
         return on_first(self._mesh, act)
-
-
-def _without_adapter(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context that disables the adapter, if there is one: a stage of a pipeline may have no adapted layers."""
-    has_one = any(isinstance(module, AdaptedLinear) for module in model.modules())
-    return without_adapter(model) if has_one else nullcontext()

@@ -143,7 +143,6 @@ class GraphedPasses:
 
     Args:
         recorder: records graphs.
-        model: the trained model.
         engine: owner of its gradients.
         way: the engine's support for recorded passes.
         drops: the model's dropout, or None.
@@ -257,8 +256,6 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
     """Build the graph runner of a model under graphs=on, and enable recording of its optimizer's steps.
 
     Args:
-        model: result of `parallelize`.
-        mesh: the plan's mesh.
         recorder: records graphs; None for CUDA's.
         compares: if True, the loss compares samples of several microbatches.
 

@@ -65,8 +65,6 @@ class ModelState:
     """State of a model that follows microbatches: its mode, random numbers, batch norm groups and routers.
 
     Args:
-        model: result of `parallelize`.
-        mesh: mesh of the replica.
         draws: False if neither forward nor the loss draws random numbers outside of the model's modules.
     """
 
@@ -167,9 +165,7 @@ class Accumulate:
     """Forward and backward of one microbatch after another, whose gradients add up.
 
     Args:
-        model: result of `parallelize`.
         forward: forward(model, batch) -> output; None selects the inputs from the batch.
-        loss: the step's loss.
         meter: times forward and backward.
     """
 

@@ -126,20 +126,6 @@ def own_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def spoilt_parameters(model: nn.Module) -> list[str]:
-    """List the parameters with nonfinite values on this rank."""
-    return _not_finite((name, param) for name, param in model.named_parameters())
-
-
-def spoilt_gradients(model: nn.Module, whole: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List this rank's parameters whose full gradient is not finite, in the model's order.
-
-    whole: the full gradients by name.
-    """
-    bad = set(_not_finite(whole))
-    return [name for name in map(own_name, dict(model.named_parameters())) if name in bad]
-
-
 def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     found = [(name, size_of(tensor)) for name, tensor in tensors]
     known = [(own_name(name), size) for name, size in found if size is not None]
@@ -190,8 +176,6 @@ class PartForwards:
     """Forwards of parts of a step, in evaluation mode and without gradients.
 
     Args:
-        model: result of `parallelize`.
-        mesh: the ranks.
         task: defines forward and loss.
     """
 
@@ -222,7 +206,8 @@ class PartForwards:
         except CommError:
             raise
         except Exception as error:  # tracing must not end the run
-            return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], _in_words(error))
+            text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+            return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], text)
         calls = watch.calls()
         pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)
         parts = [
@@ -236,8 +221,6 @@ class StepTracer:
     """Traces steps of one model.
 
     Args:
-        model: result of `parallelize`.
-        mesh: the ranks.
         task: defines forward and loss.
         batches: define the samples of each step.
     """
@@ -272,9 +255,10 @@ class StepTracer:
         losses, last, can_tell = self._narrow(given, numbers, index)
         place = worst(last.joined[self._mesh.data.rank]) if can_tell else 0
         finding = self._look(given[index], last, place)
-        finding["weights"] = spoilt_parameters(self._model)
+        finding["weights"] = _not_finite(self._model.named_parameters())
         if kind == "gradient":
-            finding["gradients"] = spoilt_gradients(self._model, data_parallel(self._model).gradients())
+            bad = set(_not_finite(data_parallel(self._model).gradients()))
+            finding["gradients"] = [name for name in map(own_name, dict(self._model.named_parameters())) if name in bad]
         shown = self._named(last, place) if can_tell else numbers[index].numbers
         finding["numbers"] = [numbers[index].numbers[row] for row in shown] if can_tell else list(shown)
         words = self._share(finding)
@@ -405,8 +389,3 @@ def _can_split(batch: Any, own: SampleNumbers) -> bool:
 def _size(batch: Any) -> torch.Tensor | float:
     size = size_of(batch)
     return 0.0 if size is None else size
-
-
-def _in_words(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:300]

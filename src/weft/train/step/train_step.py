@@ -34,12 +34,7 @@ def passes_of(
     """Return the passes of the plan.
 
     Args:
-        model: result of `parallelize`.
-        mesh: mesh of the replica.
         forward: forward(model, batch) -> output, or None.
-        loss: the step's loss.
-        meter: times the passes.
-        state: state of the model.
         recorder: records graphs under graphs=on; None for CUDA's.
     """
     basics = model, forward, loss, meter
@@ -56,10 +51,8 @@ class TrainStep:
     """Forward, backward, reduction, clipping and update of a parallelized model.
 
     Args:
-        model: result of `parallelize`.
         optimizer: built on the model's parameters after `parallelize`.
         loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
-        mesh: the model's mesh.
         forward: forward(model, batch) -> output; None: as in `Run.train_step`.
         max_grad_norm: the norm that the full gradient is clipped to; 0 or None disables clipping.
         nominal_tokens: approximate number of tokens in a global batch; keeps scaled losses in range, and does not
@@ -137,7 +130,12 @@ class TrainStep:
                 metrics = self._update.apply(numbers, self.measures_update)
         self.mesh.pulse.in_step, self._first = False, None
         if first is not None:
-            self._check_gradients(first, batch)
+            losses = self.microbatch_losses
+            try:
+                first.check_gradients(self.compute_again, lambda: self._split(batch))
+            finally:
+                self.microbatch_losses = losses
+                self.mesh.pulse.in_step = False
         return metrics
 
     def _compute(
@@ -146,15 +144,8 @@ class TrainStep:
     ) -> StepTotals:  # fmt: skip
         """Compute the gradients of a batch, and return the totals for the step's decision.
 
-        Args:
-            batch: as in `__call__`.
-            seeds: as in `__call__`.
-            dropout_key: as in `__call__`.
-            checks: checks whose values are summed with the totals.
-            first: checks of the first step.
-            is_again: the batch is not trained on, and no graph is launched.
-            factor: factor of the loss before backward.
-            backward_seed: seeds the generators before backward.
+        is_again: the batch is not trained on, and no graph is launched. Other arguments are those of `__call__` and
+        `compute_again`.
         """
         with self._state.preserving(seeds):
             with self._meter.phase("data"):
@@ -209,14 +200,6 @@ class TrainStep:
         self._engine.scale(1.0)  # makes the gradients available
         self.mesh.pulse.in_step = False
         return float(totals.numbers[0])
-
-    def _check_gradients(self, first: FirstStep, batch: Any) -> None:
-        losses = self.microbatch_losses
-        try:
-            first.check_gradients(self.compute_again, lambda: self._split(batch))
-        finally:
-            self.microbatch_losses = losses
-            self.mesh.pulse.in_step = False
 
     @property
     def graphs(self) -> GraphedPasses | None:

@@ -192,9 +192,6 @@ class WeightUpdate:
     """Scales the loss of steps, and updates weights from their gradients: unscaled, normalized and clipped.
 
     Args:
-        model: result of `parallelize`.
-        optimizer: the model's optimizer.
-        mesh: mesh of the replica.
         max_grad_norm: limit of the gradient norm; 0 disables clipping.
         nominal_tokens: approximate number of tokens in a global batch, or None.
         weights_follow: return before the new weights are gathered.
