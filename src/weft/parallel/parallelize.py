@@ -48,7 +48,6 @@ class Application:
     """One call of `parallelize`: its arguments, and results of techniques that later ones read.
 
     Attributes:
-        mesh: mesh of this replica.
         encoders: encoders that tp or the data ranks share.
         experts: placements of distributed experts.
         sharded_layout: `layout` without distributed encoders, or as derived from the full model.

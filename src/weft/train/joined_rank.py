@@ -26,7 +26,6 @@ class JoinedRank:
     """Joins the ranks of a job, and watches for hangs until it is closed.
 
     Attributes:
-        mesh: the mesh of the ranks.
         ledger: bytes sent by axis.
         group: the group of all ranks, over the mesh's collectives.
     """

@@ -72,7 +72,7 @@ class StepInputs:
 
 
 class TorchState:
-    """State of an engine's step for checkpoints.
+    """State of an engine's step for checkpoints, as `EngineState`.
 
     Args:
         step: the step, with model and optimizer. All ranks construct the state before its first step.
@@ -86,18 +86,15 @@ class TorchState:
         self._adapter = adapter_state(step.model)
 
     def slices(self, *, aside: bool = False) -> Iterable[SavedSlice]:
-        """Return this rank's slices, as copies in host memory if `aside`."""
         self._step.wait_for_weights()
         return state_slices(self._step.model, self._step.optimizer, self._copies if aside else None)
 
     def values(self) -> Mapping[str, Any]:
-        """Return the loss scale, and the records of an adapter and of replicas."""
         adapter = {} if self._adapter is None else {"adapter": self._adapter}
         replicas = {} if self._replicas is None else self._replicas.state()
         return {"loss_scale": self._step.loss_scale.state(), **adapter, **replicas}
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
-        """Load weights, optimizer states and loss scale. Return lines about parts that are left out."""
         self._step.wait_for_weights()
         left_out = resume(self._step.model, self._step.optimizer, checkpoint)
         self._step.loss_scale.restore(checkpoint.state["loss_scale"])
@@ -105,7 +102,7 @@ class TorchState:
 
 
 class TorchEngine:
-    """One rank's part of a model that PyTorch trains. Constructing one joins the ranks and watches for hangs.
+    """One rank's part of a model that PyTorch trains, as `Engine`. Constructing one joins the ranks.
 
     Attributes:
         state: weights and states for checkpoints, after `build`.
@@ -130,7 +127,6 @@ class TorchEngine:
         self._compiles = self.plan.compile
 
     def build(self) -> None:
-        """Build the model, optimizer and step from the task and the plan."""
         built = build(self._job, self._rank, self._kernels, self.meter)
         self._step, self.batches, self.replicas = built.step, built.batches, built.replicas
         self._eval_batches, self._sync = built.eval_batches, rare_sync(built.step.model)
@@ -152,7 +148,6 @@ class TorchEngine:
 
     @property
     def wants_stop(self) -> bool:
-        """True if this rank requests a stop, which the next step broadcasts."""
         return self.train_step.wants_stop
 
     @wants_stop.setter
@@ -161,7 +156,6 @@ class TorchEngine:
 
     @property
     def asks(self) -> bool:
-        """True if this rank asks all ranks to read the requests, which the next step broadcasts."""
         return self.train_step.asks
 
     @asks.setter
@@ -169,13 +163,6 @@ class TorchEngine:
         self.train_step.asks = wanted
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
-        """Take one optimizer step on this rank's microbatches.
-
-        Args:
-            batches: the microbatches in order.
-            number: steps done before. All random seeds derive from it.
-            lr_factor: factor on each group's peak learning rate.
-        """
         step, config = self.train_step, self._job.config
         for group in step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
@@ -199,7 +186,6 @@ class TorchEngine:
         return result if self.replicas is None else self.replicas.after_step(result)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
-        """Repeat a step that went wrong and return an event with the cause, or None if the step is too old."""
         step, is_late = self.train_step, self.train_step.is_unread
         step.finalize()
         traced = self._tracer.remembered(number)
@@ -213,21 +199,17 @@ class TorchEngine:
 
     @property
     def evaluates(self) -> bool:
-        """True if the task has an evaluation set."""
         return self._eval_batches is not None
 
     def evaluate(self) -> Evaluation:
-        """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
         self._kernels.before_evaluation()
         return evaluate_run(self.model, self._eval_batches, self.mesh, self._job.task)
 
     def background_ranks(self) -> RankGroup:
-        """Return a rank group for background threads, which communicates over the rendezvous store."""
         return self._rank.background_group()
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the other ranks. After an error, do not wait for them."""
         try:
             if not failed:
                 if self._step is not None:

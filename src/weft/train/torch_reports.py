@@ -31,7 +31,7 @@ from weft.units import format_count
 
 
 class TorchReports:
-    """The reports of one rank's engine.
+    """The reports of one rank's engine, as `EngineReports`.
 
     Args:
         rank: this rank among the others.
@@ -47,11 +47,9 @@ class TorchReports:
         self._mesh = rank.mesh
 
     def versions(self) -> Mapping[str, str]:
-        """Return torch's version."""
         return {"torch": torch.__version__}
 
     def opening(self) -> Sequence[str]:
-        """Return number format, kernels, adapter, replicas, recompute and offload."""
         model, plan = self._step.model, self._mesh.plan
         recompute, adapter = recompute_of(model), adapted(model)
         lines = [f"format  {Precision.of(plan)}", *self._kernels.lines()]
@@ -66,25 +64,21 @@ class TorchReports:
         return [*lines, *(f"offload {line}" for line in offload_lines(plan, self._mesh.device))]
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint of all ranks in bytes."""
         config = self._job.config
         shapes = with_adapter(self._job.task.shapes(), config)
         return expected_bytes(shapes, config.optimizer, Precision.of(self._mesh.plan).master)
 
     def peak_flops(self) -> float | None:
-        """Return the GPU's peak FLOP/s at the plan's precision, or None for a CPU or an unknown GPU."""
         if self._mesh.device.type != "cuda":
             return None
         device = device_by_torch_name(torch.cuda.get_device_name(self._mesh.device))
         return device.peak_flops(self._mesh.plan.precision) if device else None
 
     def times(self, book: TimeBook, start_step: int) -> Sequence[str]:
-        """Write the time report into the run folder, and return its lines. A collective."""
         self._step.wait_for_weights()
         return report_times(self._job.folder, self._mesh, self._step.model, book, self._job.task, start_step)
 
     def measures(self) -> Measures:
-        """Return the report channel in the store, bytes by axis, memory by class, and the GPU."""
         rank, number, device = self._mesh.rank, self._mesh.world_size, self._mesh.device
         step, ledger = self._step, self._rank.ledger
         return Measures(

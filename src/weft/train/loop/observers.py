@@ -48,14 +48,7 @@ class FigureHook(Hook):
         recorder: receives on rank 0 the events of all ranks, and those of a rank that becomes slow or recovers.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        place: RankEnv | None,
-        folder: Path,
-        every_s: float,
-        recorder: NullRecorder,
-    ):
+    def __init__(self, engine: Engine, place: RankEnv | None, folder: Path, every_s: float, recorder: NullRecorder):
         measures, plan, is_first = engine.reports.measures(), engine.plan, engine.rank == 0
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
         gpu = [GpuSource(measures.gpu).read] if measures.gpu else []

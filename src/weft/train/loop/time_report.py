@@ -40,12 +40,7 @@ class _ReportedTimes:
 
 
 def report_times(
-    folder: RunFolder,
-    mesh: Mesh,
-    model: nn.Module,
-    book: TimeBook,
-    task: Task,
-    start_step: int = 0,
+    folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook, task: Task, start_step: int = 0
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder and return the report. A collective.
 
@@ -80,13 +75,7 @@ def report_times(
         return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
 
 
-def _written(
-    folder: RunFolder,
-    task: Task,
-    mesh: Mesh,
-    pipeline: Pipeline | None,
-    said: _ReportedTimes,
-) -> list[str]:
+def _written(folder: RunFolder, task: Task, mesh: Mesh, pipeline: Pipeline | None, said: _ReportedTimes) -> list[str]:
     ranks, num_steps, start_step = said.ranks, said.num_steps, said.start_step
     seconds = [one["seconds"] for one in ranks]
     sizes = mesh.plan.axis_sizes()

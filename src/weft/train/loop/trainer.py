@@ -49,10 +49,6 @@ class Trainer:
     the result earlier only if something is due that depends on it.
 
     Attributes:
-        task: the task to train.
-        engine: the engine that trains it.
-        checkpoints: the run's checkpoints.
-        hooks: the observers.
         left_out: steps, counted from 1, that are skipped with their data.
         requests: returns the pending requests on rank 0; None if the run accepts no requests.
         is_unsaved: no checkpoint has the initial weights.
