@@ -84,10 +84,6 @@ class Evaluation:
 # Measurements of an engine for the monitoring thread, and the channel for its reports.
 
 
-def _nothing() -> Mapping[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Measures:
     """Measurements of one rank that only its engine can provide.
@@ -100,8 +96,8 @@ class Measures:
     """
 
     board: ReportChannel = field(default_factory=LocalReports)
-    traffic: Callable[[], Mapping[str, float]] = _nothing
-    memory: Callable[[], Mapping[str, float]] = _nothing
+    traffic: Callable[[], Mapping[str, float]] = dict
+    memory: Callable[[], Mapping[str, float]] = dict
     gpu: str | None = None
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weft.checkpoint.object_store import Location
 from weft.errors import ConfigError
+from weft.files import replace_text
 from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
 from weft.train.engine import Evaluation
@@ -126,9 +126,7 @@ def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
     """Add steps, counted from 1, to those that the run skips from its next start."""
     path = folder.path / LEFT_OUT
     known = steps_left_out(RunFolder(folder.path))
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"steps": sorted({*known, *steps})}) + "\n")
-    os.replace(draft, path)
+    replace_text(path, json.dumps({"steps": sorted({*known, *steps})}) + "\n")
 
 
 def step_ranges(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,7 @@ from weft.config.plan import Plan, auto_fields
 from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
 from weft.errors import PlanError, Problem, WeftError
+from weft.files import replace_text
 from weft.planner.estimator import estimate
 from weft.planner.measured import profile_tables as here
 from weft.planner.measured.laws import RUN_FILE, measured_parts, parts_of
@@ -138,9 +139,7 @@ def record_choice(folder: Path, asked: str, best: Candidate) -> None:
         best: the chosen plan with its estimate.
     """
     table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
-    draft = folder / f".{CHOSEN}.{os.getpid()}"
-    draft.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, folder / CHOSEN)
+    replace_text(folder / CHOSEN, json.dumps(table, indent=2) + "\n")
 
 
 def _begun(folder: Path, asked: str, world_size: int) -> str | None:
@@ -294,7 +293,8 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
     Args:
         ranks: for each rank, `typical` seconds by part and `memory` bytes.
     """
-    parts = measured_parts(_mean([one["typical"] for one in ranks]))
+    kinds = dict.fromkeys(kind for one in ranks for kind in one["typical"])
+    parts = measured_parts({kind: sum(one["typical"].get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds})
     if not parts:
         return []
     measured = {"step_s": sum(parts.values()), "memory_bytes": max(one["memory"] for one in ranks), "parts": parts}
@@ -308,9 +308,7 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
         "expected": expected,
         "unknown": reason,
     }
-    draft = folder / f".{RUN_FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, folder / RUN_FILE)
+    replace_text(folder / RUN_FILE, json.dumps(table, indent=1) + "\n")
     if expected is None:
         return [f"planned: {' '.join(reason.split())}"]
     return _lines(measured, expected, mesh.device.type)
@@ -364,11 +362,6 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
     if size % local:
         return None, None, f"no estimate: {size} ranks do not fill complete machines of {local}"
     return ClusterSpec(nodes=size // local, devices_per_node=local, device=known), None, f"tables of {known.name}"
-
-
-def _mean(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    kinds = dict.fromkeys(kind for one in ranks for kind in one)
-    return {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
 
 
 def _lines(measured: Mapping[str, Any], expected: Mapping[str, Any], device: str) -> list[str]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shlex
-from pathlib import Path
 from typing import Any
 
 from weft.config.config_rules import config_problems
@@ -18,6 +16,7 @@ from weft.config.run_config import RunConfig
 from weft.config.setting_types import changed_keys, value_at
 from weft.config.toml_values import as_toml
 from weft.errors import ConfigError, PlanError, Problem
+from weft.files import replace_text
 from weft.train.folder import RunFolder, free_name, new_files_like, run_folder, run_lock
 from weft.train.hooks import LEFT_OUT
 from weft.train.tasks.base import Report, Task
@@ -114,7 +113,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
             if (folder.path / LEFT_OUT).is_file():
                 texts[LEFT_OUT] = (folder.path / LEFT_OUT).read_text()
             for name, text in texts.items():
-                _write(folder.path / name, text)
+                replace_text(folder.path / name, text)
     except OSError as error:
         raise ConfigError(
             f"run.dir={config.run.dir}: cannot write {str(folder.path)!r} ({error.strerror}). Use another run.dir."
@@ -174,9 +173,3 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
         check_layout(model, layout, plan.tp)
         expect_parts_named(model, layout)
     return config.model_copy(update={"layout": layout.format()})
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weft.comm.store import StoreReports
 from weft.config.cluster import device_by_torch_name
@@ -25,6 +22,7 @@ from weft.train.joined_rank import JoinedRank
 from weft.train.loop.time_report import report_times
 from weft.train.model_state import expected_bytes
 from weft.train.replica_engine import OtherWorlds
+from weft.train.step.errors import live_bytes
 from weft.train.step.train_step import TrainStep
 from weft.train.weights.run_adapter import with_adapter
 from weft.units import format_count
@@ -81,44 +79,16 @@ class TorchReports:
     def measures(self) -> Measures:
         rank, number, device = self._mesh.rank, self._mesh.world_size, self._mesh.device
         step, ledger = self._step, self._rank.ledger
+
+        def memory() -> dict[str, float]:
+            live = live_bytes(step.model, step.optimizer, step.local_gradients())
+            weights = live.parameters + live.buffers
+            classes = {"weights": weights, "gradients": live.gradients, "optimizer": live.optimizer}
+            return {series("memory.bytes", name): float(num_bytes) for name, num_bytes in classes.items()}
+
         return Measures(
             board=StoreReports(rank, number) if number > 1 else LocalReports(),
             traffic=lambda: {series("sent_bytes", axis): total for axis, total in ledger.sent().items()},
-            memory=lambda: memory_by_class(step.model, step.optimizer, step.local_gradients()),
+            memory=memory,
             gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
         )
-
-
-def memory_by_class(
-    model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor]
-) -> dict[str, float]:
-    """Return bytes by series. Each storage counts once, for the first class that holds it.
-
-    Args:
-        model: a parallelized model, whose parameters and buffers count as weights.
-        optimizer: an optimizer, whose states and masters count as optimizer.
-        gradients: the tensors that hold gradients.
-    """
-    seen: set[int] = set()
-    classes = {
-        "weights": chain(model.parameters(), model.buffers()),
-        "gradients": gradients,
-        "optimizer": chain(
-            (param for group in optimizer.param_groups for param in group["params"]),
-            (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)),
-        ),
-    }
-    return {series("memory.bytes", name): float(_new_bytes(held, seen)) for name, held in classes.items()}
-
-
-def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if own.device.type == "meta":
-            continue
-        storage = own.untyped_storage()
-        if storage.data_ptr() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import weakref
@@ -20,6 +19,7 @@ from weft.config.metrics import series
 from weft.config.plan import Plan
 from weft.env import RankEnv
 from weft.errors import ConfigError
+from weft.files import replace_text
 from weft.monitor.alerts import RequestQueue, RunRequest, action_line
 from weft.monitor.events import EventLog, StepRecord, read_events
 from weft.monitor.live import Display
@@ -124,9 +124,8 @@ def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
     set_aside(folder.checkpoints, lambda one: one.step > target)
     if wish.action == "skip_data":
         leave_out(folder, range(since, step + 1))
-    draft = folder.path / f".{_COUNTS}.{os.getpid()}"
-    draft.write_text(json.dumps({**counts, str(target): counts.get(str(target), 0) + 1}) + "\n")
-    os.replace(draft, folder.path / _COUNTS)
+    counts[str(target)] = counts.get(str(target), 0) + 1
+    replace_text(folder.path / _COUNTS, json.dumps(counts) + "\n")
     return target
 
 

@@ -31,17 +31,11 @@ from weft.train.microbatches import ForwardFn, call_model
 class Statistics(Protocol):
     """Counts of a step that change the model without a gradient: router biases, running means of batch norms."""
 
-    def begin(self, scale: float | Tensor) -> None:
-        """Begin a step whose loss is multiplied by `scale`."""
-        ...
+    def begin(self, scale: float | Tensor) -> None: ...
 
-    def start(self) -> None:
-        """Start the sum over the ranks, after the last backward. All ranks call it."""
-        ...
+    def start(self) -> None: ...
 
-    def finish(self, *, moved: bool | Tensor) -> None:
-        """Change the model, unless the step was skipped."""
-        ...
+    def finish(self, *, moved: bool | Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.data.random_state import seed_generators
 from weft.models.initialize import BATCH_NORMS
 
 #: Containers whose contents are restored. For other attributes, only the reference is restored.
@@ -56,7 +57,7 @@ class ForwardState:
 
     def seed(self, seed: int) -> None:
         """Seed the generators of torch, Python and numpy, and generators in attributes."""
-        seed_all(seed)
+        seed_generators(seed)
         for one in self._generators:
             one.manual_seed(seed) if isinstance(one, torch.Generator) else one.seed(seed)
 
@@ -183,14 +184,6 @@ def traceless(model: nn.Module, *, runs_hooks: bool = False) -> Iterator[Forward
         state.restore_generators()
         for norm in norms:
             norm.training = True
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, Python and numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
 
 
 def _attributes(module: nn.Module, *, copies: bool = True) -> dict[str, tuple[Any, Any]]:
