@@ -42,7 +42,6 @@ class Activations:
     `sent_bytes` counts the bytes copied to the host.
 
     Args:
-        host: host memory pool and link.
         least_bytes: smaller tensors stay on the device.
         room: number of blocks whose activations may be on the device in backward, as many as stay there in forward.
     """
@@ -348,7 +347,6 @@ def offload_activations(
     Args:
         blocks: names and modules in forward order. The first ones wait longest for their backward.
         share: fraction of the blocks, 0 to 1.
-        host: host memory pool and link.
         least_bytes: smaller tensors stay on the device. None: LEAST_BYTES.
     """
     count = max(1, round(share * len(blocks)))

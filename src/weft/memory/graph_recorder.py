@@ -40,7 +40,6 @@ class Recorder(Protocol):
         """Record the device work of a function, and run it once.
 
         Args:
-            act: launches the work.
             what: description for errors.
             apart: the results must survive replays of other recordings, so they get separate memory.
 
@@ -65,7 +64,6 @@ class CudaRecorder:
         """Record a CUDA graph. The host waits for the device once.
 
         Args:
-            act: launches the work.
             what: description for errors.
             apart: the results get separate memory.
 
@@ -123,7 +121,6 @@ def send_numbers(numbers: Sequence[object] | Tensor, into: Tensor) -> None:
 
     Args:
         numbers: nested as the tensor's shape, or a host tensor.
-        into: target tensor, on any device.
     """
     given = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=into.dtype)
     if into.device.type == "cuda":

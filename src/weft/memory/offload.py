@@ -293,9 +293,6 @@ class HostPart:
     `master` holds the unrounded weights, and `grad` their gradient after `arrive`. Both are (length,) of `dtype`.
 
     Args:
-        host: host memory pool and link.
-        length: number of elements.
-        dtype: dtype of the masters.
         field: plan field for errors.
     """
 

@@ -234,11 +234,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
 
 
 def state_of(block: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context in which the current forward can be repeated later with the same result.
-
-    Args:
-        block: a repeated block.
-    """
+    """Return the context in which the current forward can be repeated later with the same result."""
     state = getattr(block, "_weft_travels", None)
     return nullcontext() if state is None else state.travelling()
 

@@ -54,7 +54,6 @@ class Application:
         regions: regions in which sp divides tokens, or None.
         why_full: reason why attention needs all tokens under cp, or "".
         placements: placements of changed parameters by name.
-        host: host memory for offloading, or None.
     """
 
     model: nn.Module

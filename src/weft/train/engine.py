@@ -35,7 +35,6 @@ class StepResult:
         loss: mean before the update over the `count` units that the task counts.
         grad_norm: gradient norm before clipping.
         skipped: reason why the weights were not updated, or None.
-        wants_stop: a rank requested a stop.
         update_ratio: norm of the update divided by the norm of the weights, if it was measured.
         share: fraction of the global batch that `count` covers.
         goes_to: steps done from which training continues, if other replicas had reached another step.
@@ -58,9 +57,6 @@ class LateResult:
     """A result whose numbers are still on the device.
 
     The loop reads it after launching the next step, so that the device is never idle. All ranks read it at that point.
-
-    Args:
-        read: waits for the numbers.
     """
 
     def __init__(self, read: Callable[[], StepResult]):
@@ -109,9 +105,7 @@ class ReplicaWorld:
     """One of several replicas with separate worlds.
 
     Attributes:
-        replica: index of the replica.
         meet_at: HOST:PORT of the rendezvous server.
-        key: secret of that server.
     """
 
     replica: int

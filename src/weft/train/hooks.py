@@ -23,11 +23,8 @@ class SaveEnd:
 
     Attributes:
         path: location of the durable checkpoint.
-        why: reason why it was not committed.
-        note: another message for the log.
         stall_s: seconds that training waited.
         durable_s: seconds from the start of the save until it was committed.
-        is_copy: the save is an in-memory copy.
     """
 
     step: int
@@ -170,7 +167,6 @@ class Progress:
         """Note one evaluation's value, and return True if it is the best so far.
 
         Args:
-            step: step of the evaluation.
             by: the metric, or "loss".
             value: the value. None, nan and inf are never the best.
             highest: True if higher values are better.

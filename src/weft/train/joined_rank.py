@@ -23,12 +23,7 @@ from weft.units import parse_seconds
 
 
 class JoinedRank:
-    """Joins the ranks of a job, and watches for hangs until it is closed.
-
-    Attributes:
-        ledger: bytes sent by axis.
-        group: the group of all ranks, over the mesh's collectives.
-    """
+    """Joins the ranks of a job, and watches for hangs until it is closed."""
 
     def __init__(self, job: EngineJob):
         launch = job.config.launch
@@ -83,8 +78,6 @@ def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device
     Prints the binding to stderr, which is a rank's log in `weft train`. Raises the errors of `pick_device`.
 
     Args:
-        kind: device kind, as for `pick_device`.
-        numa: bind the process if the device is a GPU.
         place: rank of this process; None for a single rank.
     """
     device = pick_device(kind, place.local_rank if place is not None else 0)

@@ -104,7 +104,6 @@ class GatheredFeatures:
         """Add one microbatch of each rank. A collective.
 
         Args:
-            features: features of this rank's samples.
             counts: False if the samples are a stand-in.
         """
         sizes = torch.tensor([len(features[0]) if counts else 0], device=features[0].device)
@@ -160,7 +159,6 @@ class BatchGradient:
     """The loss of a global batch in the form that each microbatch's backward needs: gradients of its features.
 
     Args:
-        loss: compares samples.
         num_microbatches: microbatches per step. If 1, `of` gathers its features.
     """
 
@@ -176,7 +174,6 @@ class BatchGradient:
         """Add the features of the next microbatch. A collective.
 
         Args:
-            features: features of this rank's samples.
             counts: False if the samples are a stand-in.
         """
         self._features.add(features, counts=counts)
@@ -186,7 +183,6 @@ class BatchGradient:
 
         Args:
             features: features of the microbatch with their graph.
-            index: index of the microbatch.
             counts: False if the samples are a stand-in.
         """
         if self._is_single:
@@ -386,7 +382,6 @@ class CheckedLoss:
     """A loss function of (output, batch) whose results, the sum of the losses and their count, are checked.
 
     Args:
-        loss_fn: the function to check.
         mesh: the mesh of the ranks; None if the batch is the whole global batch.
         warns_of_means: warn if the function returns a mean. Set on one rank if several ranks or microbatches read
             samples.
@@ -408,7 +403,6 @@ class CheckedLoss:
         """Return the loss of a step's microbatches by index. It is zero, with zero gradients, for a stand-in.
 
         Args:
-            samples: samples of each microbatch.
             found: receives the sum and count of each microbatch.
             seed: seeds the generators for the backward that follows each loss; None does not.
         """

@@ -197,7 +197,6 @@ class Microbatches:
             sample_at: returns a sample by its number in the global batch.
             own: sample numbers of each microbatch, from `weft.config.partitioning.microbatch_samples`. Empty
                 microbatches come last.
-            collate: makes a batch from a list of samples.
             total: samples in the global batch.
         """
         parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
@@ -358,9 +357,7 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
     A plain batch is this rank's range of the global batch. Unmarked `Microbatches` are assumed to have equal sizes.
 
     Args:
-        batch: the input of the step.
         num_microbatches: number of microbatches that a plain batch is split into.
-        data: this rank among those that read different samples.
     """
     if isinstance(batch, Microbatches):
         if batch.samples is not None:
@@ -438,13 +435,7 @@ def split_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
 
 
 class _Splitting:
-    """Splits one batch of `num_samples` samples.
-
-    Args:
-        runs: the samples of each part.
-        num_samples: samples in the batch.
-        field: setting that requires the split, for errors.
-    """
+    """Splits one batch of `num_samples` samples."""
 
     def __init__(self, runs: Sequence[range], num_samples: int, field: str):
         self._runs, self._num_samples, self._field = runs, num_samples, field

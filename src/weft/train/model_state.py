@@ -63,7 +63,6 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
     """Refuse a checkpoint whose base or adapter differs from the model's. All ranks call it.
 
     Args:
-        model: a model with or without an adapter.
         saved: the result of `adapter_state` when the checkpoint was saved.
 
     Raises:
@@ -93,8 +92,6 @@ def expect_same_base(name: str, tensor: torch.Tensor, base: Mapping[str, str], p
     """Refuse a full weight that differs from the base on which an adapter was trained.
 
     Args:
-        name: name of the weight.
-        tensor: its values in their original order.
         base: the digests from `adapter_state`.
 
     Raises:
@@ -297,7 +294,6 @@ class GroupSource:
     """A group of a checkpoint, from which each rank reads the elements that it stores.
 
     Args:
-        group: name of the group, such as "model".
         start: prefix of the selected names, which callers omit.
     """
 
@@ -310,10 +306,7 @@ class GroupSource:
         """Fill `out` with elements of a flattened part.
 
         Args:
-            name: name of the tensor.
-            part: the elements of the full tensor.
             start: position in the flattened part at which reading begins, in elements.
-            out: output buffer in the saved dtype, filled completely.
         """
         self._checkpoint.read(self._group, f"{self._start}{name}", part, start, out)
 
@@ -430,13 +423,7 @@ class _Packed:
 
 
 class PackedSource:
-    """A source that packs some matrices as they are read.
-
-    Args:
-        source: source of the stored weights.
-        names: names of the matrices.
-        kept: packed format of each matrix.
-    """
+    """A source that packs some matrices as they are read."""
 
     def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
         self._source, self._kept = source, kept
@@ -452,10 +439,7 @@ class PackedSource:
         """Fill `out` with elements of a flattened part, as bytes if the tensor is packed.
 
         Args:
-            name: name of the tensor.
-            part: the elements of the full tensor in its packed form.
             start: position in the flattened part at which reading begins.
-            out: output buffer, filled completely.
         """
         if name not in self._packed:
             self._source.read(name, part, start, out)
@@ -489,12 +473,7 @@ class PackedSource:
 
 
 def packed_source(model: nn.Module, source: StateSource) -> StateSource:
-    """Return the source from which a model with an adapter reads its base, packed if the adapter's base is.
-
-    Args:
-        model: the full model, with or without an adapter.
-        source: its stored weights.
-    """
+    """Return the source from which a model with an adapter reads its base, packed if the adapter's base is."""
     record = adapted(model)
     if record is None or not record.packed:
         return source

@@ -53,7 +53,6 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
 
     Args:
         config: a config whose plan may be "auto", with or without fixed fields.
-        world_size: ranks of the run.
         local_size: ranks of this machine.
 
     Raises:
@@ -88,12 +87,9 @@ def choose_plan(
     """Return the fastest plan that the runtime supports.
 
     Args:
-        model: the planner's description of the model.
-        machines: the cluster that will run it.
         decided: plan fields with fixed values.
         seq_len: tokens per sequence; None for the config's value or a default.
         global_batch: sequences per step; None for the config's value or a default.
-        profile: measurements of the machine, or None.
 
     Raises:
         PlanError: if no plan fits.
@@ -136,7 +132,6 @@ def record_choice(folder: Path, asked: str, best: Candidate) -> None:
 
     Args:
         asked: the plan that the user typed, such as "auto tp=2".
-        best: the chosen plan with its estimate.
     """
     table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
     replace_text(folder / CHOSEN, json.dumps(table, indent=2) + "\n")
@@ -156,7 +151,6 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
     """Return the machines of this run.
 
     Args:
-        world_size: ranks of the run.
         local_size: ranks on each machine.
         device: "cpu", or "auto" to use GPUs if there are any.
 
@@ -211,7 +205,6 @@ class Drift:
     Attributes:
         what: "step", a part of a step such as "over dp", or "memory".
         ratio: measured divided by planned.
-        text: description for users.
     """
 
     what: str

@@ -129,7 +129,6 @@ class Start:
         locked: the command holds `run_lock`. Otherwise rank 0 holds it while training.
         began: start of the command for train.max_time, in seconds of time.monotonic; None for now.
         alarm: stream on which a rank other than 0 reports that it waits, if rank 0 cannot.
-        store: store at which the ranks have already met.
         command: the command line of the user, for the lines with next commands.
         copies: storage for copies of the state on this host that outlives its ranks.
         engine: the engine class as package.module:Class.
@@ -160,7 +159,6 @@ def run_rank(
         run: the result of `prepare_run`, or the path of its folder.
         place: rank of this process; None for a single rank.
         terminal: stream on which rank 0 shows progress; None for stdout.
-        start: launch options.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     began = time.monotonic() if start.began is None else start.began
@@ -220,7 +218,6 @@ class _RankRun:
         Args:
             began: start of the command, in seconds of time.monotonic.
             until_left: stack of contexts that close after the ranks disconnect.
-            hooks: additional hooks.
         """
         engine, is_first = self.engine, self.engine.rank == 0
         others = ReplicaCoordinator(self.folder, self.config, engine)

@@ -21,13 +21,7 @@ from weft.units import counted, parse_seconds
 
 
 class OtherWorlds:
-    """Connection of this replica's ranks to the other replicas.
-
-    Args:
-        world: this replica and the address of the rendezvous server.
-        model: a model that is parallelized over the mesh.
-        ranks: the ranks of this replica.
-    """
+    """Connection of this replica's ranks to the other replicas."""
 
     def __init__(self, job: EngineJob, world: ReplicaWorld, mesh: Mesh, model: nn.Module, ranks: RankGroup):
         self._job, self.world = job, world
@@ -56,11 +50,7 @@ class OtherWorlds:
         self.sync.step = number
 
     def after_step(self, result: StepResult) -> StepResult:
-        """Return a step's result with the outcome of an outer step after it.
-
-        Args:
-            result: result of this replica alone.
-        """
+        """Return a step's result with the outcome of an outer step after it."""
         sync = self.sync
         self.party.figures["loss"] = result.loss
         return replace(

@@ -111,7 +111,6 @@ def replica_slices(
     """Yield the flat slices of this rank for a checkpoint, each with its group. No collective.
 
     Args:
-        sync: the model's local SGD state.
         optimizer: an optimizer that a step has adopted.
     """
     if sync.place == 0 or sync.is_apart:
@@ -140,11 +139,7 @@ class SavedReplicas:
     opens: OpensGroup
 
     def has_all_of(self, sync: RareSync) -> bool:
-        """Return True if the checkpoint has the separate state of a replica.
-
-        Args:
-            sync: the replica's local SGD state.
-        """
+        """Return True if the checkpoint has the separate state of a replica."""
         if self.by_one is not None:
             return sync.is_apart and self.by_one["place"] == sync.place
         return self.counts()[2] == sync.replicas
@@ -172,9 +167,6 @@ def resume_replicas(
     """Restore the replicas of a checkpoint whose `model` is loaded. All ranks call it.
 
     Returns lines about lost state, and the source of the optimizer's states.
-
-    Args:
-        saved: the saved replicas.
     """
     sync, engine, checkpoint = rare_sync(model), data_parallel(model), saved.checkpoint
     since, meetings, replicas = saved.counts()

@@ -35,14 +35,7 @@ from weft.train.weights.run_adapter import with_adapter
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What an engine trains on one rank.
-
-    Attributes:
-        step: the step, with model and optimizer.
-        batches: the training batches of this rank.
-        eval_batches: the evaluation batches, or None.
-        replicas: the other replicas, if each is a separate world.
-    """
+    """What an engine trains on one rank."""
 
     step: TrainStep
     batches: Batches
@@ -52,10 +45,6 @@ class Built:
 
 def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -> Built:
     """Build batches, model, optimizer and step. A collective.
-
-    Args:
-        rank: this rank among the others.
-        kernels: selects convolutions for the model.
 
     Raises:
         WeftError: if the plan cannot be applied to the model.

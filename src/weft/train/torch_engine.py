@@ -34,12 +34,7 @@ from weft.train.torch_reports import TorchReports
 
 
 class StepInputs:
-    """Makes the inputs of steps from a task's batches. All random seeds derive from the number of steps done before.
-
-    Args:
-        mesh: the mesh, which has this rank's position.
-        task: the task, which may change the batches.
-    """
+    """Makes the inputs of steps from a task's batches. All random seeds derive from the number of steps done before."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, task: Task):
         self._config, self._mesh, self._task = config, mesh, task
@@ -47,12 +42,7 @@ class StepInputs:
         self._part = (mesh["cp"].rank,) if mesh.plan.cp > 1 else ()
 
     def make(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
-        """Return the microbatches of a step, their seeds, and the step's seed.
-
-        Args:
-            batches: the task's microbatches.
-            number: steps done before.
-        """
+        """Return the microbatches of a step, their seeds, and the step's seed."""
         by_cost = self._config.data.batching == "cost"
         microbatches = Microbatches(self._task.before_step(batches), any_number=by_cost)
         seed, size, axis = self._config.seed, self._config.train.global_batch, self._mesh.reader
@@ -76,7 +66,6 @@ class TorchState:
 
     Args:
         step: the step, with model and optimizer. All ranks construct the state before its first step.
-        replicas: the other replicas, or None.
     """
 
     def __init__(self, step: TrainStep, replicas: OtherWorlds | None):

@@ -29,14 +29,7 @@ from weft.units import format_count
 
 
 class TorchReports:
-    """The reports of one rank's engine, as `EngineReports`.
-
-    Args:
-        rank: this rank among the others.
-        step: the engine's step, with its model and optimizer.
-        kernels: the selected GPU kernels.
-        replicas: the other replicas, or None.
-    """
+    """The reports of one rank's engine, as `EngineReports`."""
 
     def __init__(
         self, job: EngineJob, rank: JoinedRank, step: TrainStep, kernels: GpuKernels, replicas: OtherWorlds | None

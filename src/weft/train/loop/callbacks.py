@@ -56,9 +56,7 @@ class Checkpoints:
         """Begin to write a checkpoint, or return the reason why it is skipped.
 
         Args:
-            progress: progress to save.
             is_good: an evaluation of these weights gave a finite loss.
-            last: no other step follows.
         """
         return None
 
@@ -159,7 +157,6 @@ class Saves:
     """Saves and copies the state when due, and reports the outcomes of saves to the hooks.
 
     Args:
-        checkpoints: the run's checkpoints.
         is_unsaved: no checkpoint has the initial weights.
     """
 
@@ -253,7 +250,6 @@ class Requests:
     """Acts on the requests of users and alerts, on all ranks after the same step.
 
     Args:
-        saves: saves on request.
         pending: returns the pending requests on rank 0; None if the run accepts no requests.
     """
 

@@ -27,7 +27,6 @@ class Save:
     """One save on one rank. All ranks raise the same errors, so all retry together.
 
     Args:
-        step: optimizer steps done.
         act: writes and commits the checkpoint with all ranks, and returns its path.
         retries: number of retries after a CheckpointError.
         holds: keep retrying after that, while training waits.
@@ -175,10 +174,6 @@ class Retention:
     """Deletes checkpoints of a run that its settings do not keep, and sets damaged ones aside. One rank calls it.
 
     It never deletes the newest checkpoint whose weights are known to be good.
-
-    Args:
-        root: location of the checkpoints.
-        settings: the run's settings.
     """
 
     def __init__(self, root: Location, settings: CheckpointSection):

@@ -44,7 +44,6 @@ class FigureHook(Hook):
 
     Args:
         place: rank of this process; None for a single rank.
-        every_s: seconds between reports.
         recorder: receives on rank 0 the events of all ranks, and those of a rank that becomes slow or recovers.
     """
 
@@ -111,9 +110,6 @@ def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
 
     Returns the step from which the next start resumes. Returns None and changes nothing if there is no older
     checkpoint, or if the run has returned to it too often already.
-
-    Args:
-        wish: a request for roll_back or skip_data.
     """
     since = min(wish.since or step, step)
     saved = [known for path in list_checkpoints(folder.checkpoints) if (known := step_in_name(path.name)) is not None]
@@ -203,12 +199,7 @@ class NullRecorder(Hook):
 
 
 class RunRecorder(NullRecorder):
-    """Writes events to the run folder and passes them to the display.
-
-    Args:
-        display: the terminal's display.
-        start: fields of the start event.
-    """
+    """Writes events to the run folder and passes them to the display."""
 
     def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
         self._folder, self._task = folder, task
@@ -328,10 +319,7 @@ class PlanWatch(Hook):
     Args:
         expected: the planner's estimate of one step.
         on_gpu: measured memory is comparable with the estimate. On a CPU it covers the whole process.
-        book: this rank's times.
-        write: receives an event.
         warn: receives a step and a line for users.
-        now: returns the time in seconds.
     """
 
     def __init__(
@@ -450,10 +438,7 @@ class TimeLimit(Hook):
 
     Args:
         text: the limit as the user typed it.
-        deadline: time on the clock in seconds.
-        checkpoint_bytes: size of a checkpoint.
         steps_to_stop: maximum number of steps after the request.
-        clock: returns the time in seconds.
     """
 
     def __init__(

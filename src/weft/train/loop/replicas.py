@@ -25,7 +25,6 @@ class ReplicaCoordinator:
     `is_unsaved` is True if no checkpoint of this replica has its initial weights.
 
     Args:
-        folder: folder of this replica.
         engine: engine of this replica. Without other replicas, every method does nothing.
     """
 
@@ -34,11 +33,7 @@ class ReplicaCoordinator:
         self._folder, self._config, self._engine = folder, config, engine
 
     def elsewhere(self, own: int | None) -> Location | None:
-        """Return the checkpoint of another replica to resume from, or None to resume from this replica's own.
-
-        Args:
-            own: step of this replica's newest checkpoint, or None.
-        """
+        """Return the checkpoint of another replica to resume from, or None to resume from this replica's own."""
         if self._others is None or self._config.resume.step:
             return None
         path = self._newest(self._engine.ranks.on_first(lambda: newest_of_others(self._folder, own)))
@@ -49,7 +44,6 @@ class ReplicaCoordinator:
         """Join replicas that are further, before the first step. Return False if a stop was requested meanwhile.
 
         Args:
-            checkpoints: this replica's checkpoints.
             progress: receives the step to continue from.
         """
         if self._others is None:
@@ -69,9 +63,7 @@ class ReplicaCoordinator:
         """Send the others the end of this replica, or load their model if they have ended. Return the reason.
 
         Args:
-            checkpoints: this replica's checkpoints.
             trainer: a trainer that has ended and saved.
-            stop: why it ended.
         """
         reason = str(stop)
         if self._others is None:
@@ -112,7 +104,6 @@ def newest_of_others(folder: RunFolder, own: int | None) -> str | None:
     """Return the checkpoints folder of another replica to resume from, or None to use the replica's own.
 
     Args:
-        folder: folder of the replica.
         own: step of its newest checkpoint, or None.
     """
     newest: list[tuple[int, str]] = []

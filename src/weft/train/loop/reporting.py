@@ -228,11 +228,7 @@ _CONTENTS = ("events.jsonl", "loss.png")
 
 
 def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
-    """Return run, model, data, plan and precision, one line each.
-
-    Args:
-        task: the task to train.
-    """
+    """Return run, model, data, plan and precision, one line each."""
     plan, device = engine.plan, engine.device.partition(":")[0]
     return [
         f"run     {folder.path}",
@@ -249,8 +245,6 @@ def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: obj
 
     Args:
         command: its arguments. If empty (a run started from Python), the folder's config is used.
-        key: name of the setting.
-        value: new value of the setting.
     """
     words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
     # Steps and epochs exclude each other.
@@ -271,7 +265,6 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
     """Return the lines for a run whose last step is done.
 
     Args:
-        task: the trained task.
         command: the command line of the user.
     """
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
@@ -289,8 +282,6 @@ class Ending:
 
     Attributes:
         reason: "finished", or why the run stopped early.
-        shown: a sample of the model.
-        times: the time report.
     """
 
     progress: Progress
@@ -303,8 +294,6 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
     """Return the outcome, the evaluations, a sample, the time report, and the next commands.
 
     Args:
-        task: the trained task.
-        ending: the end of the run.
         command: the command line of the user.
     """
     config, progress = task.config, ending.progress

@@ -37,7 +37,6 @@ class RunCheckpoints(Checkpoints):
     """Saves one run on all ranks together, in the background if configured.
 
     Args:
-        engine: the engine whose state is saved.
         home: storage for copies in this host's memory.
         elsewhere: returns the checkpoint to resume from instead of the run's newest one, or None for the run's own. Its
             argument is the step of the newest one. All ranks call it.
@@ -83,9 +82,7 @@ class RunCheckpoints(Checkpoints):
         Waits for the previous save, or returns why this one is skipped, with the same result on all ranks.
 
         Args:
-            progress: progress to save.
             is_good: an evaluation of these weights gave a finite loss.
-            last: no other step follows.
 
         Raises:
             CheckpointError: if the previous save failed.
@@ -219,13 +216,7 @@ def _run_state(engine: Engine, config: RunConfig, progress: Progress, is_good: b
 
 
 class StartingPoint:
-    """Finds, loads and verifies the checkpoint that a run resumes from. All ranks call every method.
-
-    Args:
-        copies: the copies in memory, or None.
-        elsewhere: see `RunCheckpoints`.
-        notes: first lines for the log.
-    """
+    """Finds, loads and verifies the checkpoint that a run resumes from. All ranks call every method."""
 
     def __init__(
         self,
@@ -405,9 +396,6 @@ class BackgroundDigests:
     """Verifies a rank's share of a checkpoint in a thread. `problems` is complete after `wait`.
 
     Args:
-        path: path of the checkpoint.
-        rank: this rank's share.
-        number: number of shares.
         found: called in the thread with the problems, if there are any.
     """
 

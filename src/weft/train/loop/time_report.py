@@ -47,8 +47,6 @@ def report_times(
     The report is empty on ranks other than 0, and if no step was done.
 
     Args:
-        book: this rank's times.
-        task: the run's task, for the planner's estimate.
         start_step: first step of this start. The times cover only this start.
     """
     if not book.num_steps:
@@ -97,9 +95,6 @@ def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
     """Return lines about the transport of each axis of rank 0, with the reason. Axes with the same text share a line.
 
     If links were measured, a line also compares the expected time of the calls with the waiting time.
-
-    Args:
-        seconds: seconds of rank 0 by kind.
     """
     names: dict[tuple[int, ...], str] = {}
     waited: dict[tuple[int, ...], float] = {}

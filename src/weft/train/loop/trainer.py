@@ -27,12 +27,7 @@ _TRACED_IN_A_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the engine has started.
-
-    Attributes:
-        number: number of the step, from 1.
-        data_s: seconds that the loop waited for its batches.
-    """
+    """A step that the engine has started."""
 
     number: int
     lr: float

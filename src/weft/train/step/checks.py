@@ -47,9 +47,6 @@ class ReplicaWatch:
 
     Nothing makes replicas equal again: each applies the same gradients to its own weights. A flipped bit in the memory
     of one, or an optimizer that computes differently on one machine, persists and spreads through its gradients.
-
-    Args:
-        engine: owner of the masters.
     """
 
     def __init__(self, engine: DataParallel, mesh: Mesh):
@@ -122,7 +119,6 @@ class FirstStep:
     that read the same samples.
 
     Args:
-        passes: the step's passes.
         checks_batch: run some small forwards, and if needed backwards, to find results that depend on the plan.
     """
 
@@ -155,7 +151,6 @@ class FirstStep:
         """Warn if functions and hooks that ran in the step's backward make gradients depend on the plan. A collective.
 
         Args:
-            compute_again: `TrainStep.compute_again`.
             split: returns the microbatches of the step and their samples.
         """
         if self._code is None or not needs_check(self._mesh, self._code):
@@ -226,12 +221,7 @@ _LEAST, _RUN = 256, 64
 
 
 class UpdateRatio:
-    """Measures the update ratio of one model. All ranks measure the same steps.
-
-    Args:
-        engine: owner of the model's parameters.
-        device: device of the sums.
-    """
+    """Measures the update ratio of one model. All ranks measure the same steps."""
 
     def __init__(self, engine: DataParallel, device: torch.device):
         self._engine, self._device = engine, device

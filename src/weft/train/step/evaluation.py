@@ -36,7 +36,6 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
     Args:
         batches: the same number on each rank.
-        task: defines forward, loss and metrics.
     """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
@@ -63,11 +62,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
 
 def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Evaluate the weights of the last synchronization of replicas, on batches that the task changes as in training.
-
-    Args:
-        batches: the task's evaluation batches of this rank.
-    """
+    """Evaluate the weights of the last synchronization of replicas, on batches that the task changes as in training."""
     if type(task).before_step is not Task.before_step:
         every, num = list(batches), mesh.plan.microbatches_per_step
         batches = [one for first in range(0, len(every), num) for one in task.before_step(every[first : first + num])]
@@ -191,12 +186,7 @@ def counted_ranks(mesh: Mesh) -> Axis:
 
 
 class RankForwards:
-    """One rank's implementation of `weft.train.tasks.description.Forwards`.
-
-    Args:
-        task: defines forward and loss.
-        second: a frozen model under the same plan, or None.
-    """
+    """One rank's implementation of `weft.train.tasks.description.Forwards`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, second: nn.Module | None = None):
         self._model, self._mesh, self._task, self._second = model, mesh, task, second
@@ -250,7 +240,6 @@ class RankForwards:
         Args:
             batches: the same number on each rank.
             each: (output, this rank's part of a batch) -> numbers, (R,).
-            of: the weights that compute.
         """
         model = self._second if of == "second" else self._model
         assert model is not None

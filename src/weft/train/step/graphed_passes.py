@@ -58,9 +58,6 @@ class FixedBatch:
     """Persistent memory for batches of one shape.
 
     Code that reads values on the host registers a check, which runs on each new batch. batch: the model's input.
-
-    Args:
-        like: a batch of that shape.
     """
 
     def __init__(self, like: Any):
@@ -142,12 +139,6 @@ class GraphedPasses:
     """Runs passes by graph replay, if possible.
 
     Args:
-        recorder: records graphs.
-        engine: owner of its gradients.
-        way: the engine's support for recorded passes.
-        drops: the model's dropout, or None.
-        device: the model's device.
-        recomputes: if True, backward recomputes parts of forward.
         speaks: if True, this rank logs passes that are not recorded.
     """
 
@@ -176,9 +167,7 @@ class GraphedPasses:
         It returns None if the pass cannot be replayed. The caller then runs it eagerly.
 
         Args:
-            given: the inputs that change.
             compute: runs forward and backward of a batch. It is recorded, and not called in a replay.
-            last: True for the last microbatch of the step.
         """
         found = self._found(given, last)
         if found is None:

@@ -80,7 +80,6 @@ class ModelState:
         """Begin the random numbers of a step.
 
         Args:
-            samples: samples of each microbatch.
             seeds: the caller's seeds, or None to derive them.
             key: the caller's key of dropout, or None for the model's step count.
         """

@@ -96,13 +96,7 @@ class TracedSamples:
 
 
 def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFinding]) -> dict[str, Any]:
-    """Return cause, module, rank, parameters, figures and text.
-
-    Args:
-        kind: kind of the failure.
-        samples: the outliers.
-        findings: findings of all ranks, in their order.
-    """
+    """Return cause, module, rank, parameters, figures and text."""
     failed = next((one.error for one in findings if one.error), "")
     ranks = [rank for rank, one in enumerate(findings) if one.data == samples.data]
     first = ranks[0]

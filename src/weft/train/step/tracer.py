@@ -173,11 +173,7 @@ class _Round:
 
 
 class PartForwards:
-    """Forwards of parts of a step, in evaluation mode and without gradients.
-
-    Args:
-        task: defines forward and loss.
-    """
+    """Forwards of parts of a step, in evaluation mode and without gradients."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task):
         self._model, self._mesh, self._task = model, mesh, task
@@ -218,12 +214,7 @@ class PartForwards:
 
 
 class StepTracer:
-    """Traces steps of one model.
-
-    Args:
-        task: defines forward and loss.
-        batches: define the samples of each step.
-    """
+    """Traces steps of one model."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
         self._model, self._mesh, self._task = model, mesh, task
@@ -247,7 +238,6 @@ class StepTracer:
 
         Args:
             kind: kind of the failure, equal on all ranks.
-            step: the step to trace.
         """
         numbers = samples_of(Microbatches(step.batches), len(step.batches), self._mesh.reader)
         given = self._task.before_step(step.batches)

@@ -25,12 +25,6 @@ class StepTotals:
     """Sums over microbatches and ranks that decide a step, and the gradient norm: float64, small and exact.
 
     One collective sums the vector of loss sum, number of tokens, ranks that want to stop, and values of checks.
-
-    Args:
-        device: the ranks' device.
-        stops: True if this rank wants to stop.
-        checks: checks whose values are summed too.
-        batch: the step's batch, for the checks.
     """
 
     def __init__(self, device: torch.device, stops: bool, checks: Sequence[StepCheck], batch: Any):
@@ -96,13 +90,7 @@ class StepMetrics:
 
     @classmethod
     def of_sums(cls, numbers: Sequence[float], nominal: float, scale: LossScale) -> StepMetrics:
-        """Return the metrics of a step.
-
-        Args:
-            numbers: those of `StepTotals`.
-            nominal: divisor of the loss before backward.
-            scale: the loss scale in this step.
-        """
+        """Return the metrics of a step."""
         loss_sum, num_tokens, stops, *_, norm = numbers
         loss = loss_sum / max(num_tokens, 1.0)
         grad_norm = norm * to_mean(nominal, num_tokens, scale)
@@ -154,10 +142,6 @@ class JointNumbers:
     """A pending all-reduce of the replicas' metrics of one step.
 
     All ranks construct it and call `metrics` in the same order.
-
-    Args:
-        own: metrics of this rank's replica.
-        sync: the replicas' synchronization.
     """
 
     def __init__(self, own: StepMetrics, sync: RareSync):
@@ -270,12 +254,7 @@ class WeightUpdate:
         return self._may_read_late and self._engine.decides_late(self._optimizer)
 
     def apply(self, numbers: list[float], measures: bool) -> StepMetrics:
-        """Update, and synchronize replicas that train locally if it is due. Return the metrics of all replicas.
-
-        Args:
-            numbers: numbers of the step's totals, equal on all ranks.
-            measures: measure the update ratio.
-        """
+        """Update, and synchronize replicas that train locally if it is due. Return the metrics of all replicas."""
         assert self._nominal is not None
         if self._sync is None:
             return self._apply(numbers, self._nominal, measures)
@@ -300,12 +279,7 @@ class WeightUpdate:
         return metrics
 
     def apply_late(self, numbers: torch.Tensor, measures: bool) -> StepMetrics:
-        """Update without the host: the device decides, and the host reads the decision one step later.
-
-        Args:
-            numbers: numbers of the step's totals on the device.
-            measures: measure the update ratio.
-        """
+        """Update without the host: the device decides, and the host reads the decision one step later."""
         assert self._nominal is not None
         nominal, scale = self._nominal, self._loss_scale
         decision = StepDecision(numbers, nominal, scale.factor(), self._max_grad_norm)
