@@ -347,6 +347,7 @@ def offload_activations(
     Args:
         blocks: names and modules in forward order. The first ones wait longest for their backward.
         share: fraction of the blocks, 0 to 1.
+        host: host memory pool and link.
         least_bytes: smaller tensors stay on the device. None: LEAST_BYTES.
     """
     count = max(1, round(share * len(blocks)))

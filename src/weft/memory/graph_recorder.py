@@ -40,6 +40,7 @@ class Recorder(Protocol):
         """Record the device work of a function, and run it once.
 
         Args:
+            act: launches the work.
             what: description for errors.
             apart: the results must survive replays of other recordings, so they get separate memory.
 
@@ -64,6 +65,7 @@ class CudaRecorder:
         """Record a CUDA graph. The host waits for the device once.
 
         Args:
+            act: launches the work.
             what: description for errors.
             apart: the results get separate memory.
 

@@ -245,6 +245,7 @@ def open_host(plan: Plan, device: torch.device, pinned_limit: str = MOST_OF_HOST
 
     Args:
         plan: provides `offload`.
+        device: this rank's device.
         pinned_limit: limit for all ranks of the machine: "64GiB" or "60%".
     """
     if not plan.offload:
@@ -293,6 +294,9 @@ class HostPart:
     `master` holds the unrounded weights, and `grad` their gradient after `arrive`. Both are (length,) of `dtype`.
 
     Args:
+        host: host memory pool and link.
+        length: number of elements.
+        dtype: dtype of the masters.
         field: plan field for errors.
     """
 
@@ -393,6 +397,7 @@ def shard_offload(plan: Plan, device: torch.device, is_chosen: bool = True) -> d
 
     Args:
         plan: provides `offload`.
+        device: this rank's device.
         is_chosen: the unit's parameters are on the host.
 
     Raises:

@@ -100,6 +100,8 @@ class Opaque:
 
         Args:
             number: 0-d, from the `Handle`.
+            inputs: tensors for the code.
+            numbers: Python numbers for the code.
         """
         code, known = self._codes[int(number)]
         owner = known()

@@ -31,6 +31,7 @@ def build_optimizer(
 
     Args:
         named_params: the model's parameters; frozen ones are left out.
+        section: the optimizer's settings.
         seed: seed for stochastic rounding of states.
 
     Raises:

@@ -105,6 +105,7 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch
 
     Args:
         lane: master, gradient, states and rounded weights, all dense and of one size.
+        rule: settings of this step.
         factor: factor of the gradient. A 0-d tensor on the master's device may be NaN to skip the step: then master and
             states are not changed.
         dials: the rule's values per step, (4,) float64 on the device, which a recorded step reads.

@@ -17,6 +17,7 @@ def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
     Args:
         step: from 0.
         num_steps: steps of the full run.
+        schedule: the schedule's settings.
     """
     start = schedule.warmup(num_steps)
     if step < start:

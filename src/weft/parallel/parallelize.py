@@ -243,6 +243,7 @@ def parallelize(
 
     Args:
         model: any nn.Module; its parameters may be on the meta device.
+        mesh: mesh of the plan.
         layout: styles of modules for tensor parallelism, and modules with experts. None derives it from the model.
         placements: placements of a module that the caller sharded manually, by parameter name. Nothing else is sharded.
         seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of unkeyed dropout.

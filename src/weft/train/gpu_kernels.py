@@ -73,15 +73,12 @@ class GpuKernels:
             self._before.callback(restore_flash_attention_impl)
         self._before.enter_context(sdpa_kernel(_ORDERS.get(name, _ORDERS["flash"]), set_priority=True))
         if self._plan.compile:
-            self._separate_compile_cache()
-
-    def _separate_compile_cache(self) -> None:
-        """Use a separate compile cache per kernel choice, because torch's cache keys do not include the flags."""
-        known = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()
-        torch.compiler.reset()
-        self._before.callback(torch.compiler.reset)
-        self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
+            # A separate compile cache per kernel choice, because torch's cache keys do not include the flags.
+            known = torch.compiler.config.cache_key_tag
+            torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()
+            torch.compiler.reset()
+            self._before.callback(torch.compiler.reset)
+            self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
     def choose_convolutions(self, model: nn.Module) -> None:
         """Choose cuDNN's algorithm selection for this model's convolutions. Call it before the first step."""

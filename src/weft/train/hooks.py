@@ -167,6 +167,7 @@ class Progress:
         """Note one evaluation's value, and return True if it is the best so far.
 
         Args:
+            step: step of the evaluation.
             by: the metric, or "loss".
             value: the value. None, nan and inf are never the best.
             highest: True if higher values are better.

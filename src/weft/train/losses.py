@@ -58,6 +58,7 @@ class GlobalBatchLoss:
         """Return the loss function of a microbatch as a part of the global batch.
 
         Args:
+            mesh: the mesh of the ranks.
             counts: for each microbatch, True if it has real samples, False for a stand-in.
             features: runs forward on one microbatch, for a first pass that computes all features.
         """
@@ -382,6 +383,7 @@ class CheckedLoss:
     """A loss function of (output, batch) whose results, the sum of the losses and their count, are checked.
 
     Args:
+        loss_fn: the function to check.
         mesh: the mesh of the ranks; None if the batch is the whole global batch.
         warns_of_means: warn if the function returns a mean. Set on one rank if several ranks or microbatches read
             samples.
@@ -403,6 +405,7 @@ class CheckedLoss:
         """Return the loss of a step's microbatches by index. It is zero, with zero gradients, for a stand-in.
 
         Args:
+            samples: samples of each microbatch.
             found: receives the sum and count of each microbatch.
             seed: seeds the generators for the backward that follows each loss; None does not.
         """

@@ -197,6 +197,7 @@ class Microbatches:
             sample_at: returns a sample by its number in the global batch.
             own: sample numbers of each microbatch, from `weft.config.partitioning.microbatch_samples`. Empty
                 microbatches come last.
+            collate: makes a batch from a list of samples.
             total: samples in the global batch.
         """
         parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
@@ -299,12 +300,6 @@ def mark(batch: Any, samples: SampleNumbers) -> Any:
     return batch
 
 
-def stands_in(batch: Any) -> bool:
-    """Return True if a marked batch is a stand-in for a microbatch without samples, and so counts for nothing."""
-    found = marked_samples(batch)
-    return found is not None and found.is_empty
-
-
 def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
     """Return the sample numbers of batches, or None unless all are marked and no sample is in two of them."""
     marks = [marked_samples(batch) for batch in batches]
@@ -357,7 +352,9 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
     A plain batch is this rank's range of the global batch. Unmarked `Microbatches` are assumed to have equal sizes.
 
     Args:
+        batch: the input of the step.
         num_microbatches: number of microbatches that a plain batch is split into.
+        data: this rank among those that read different samples.
     """
     if isinstance(batch, Microbatches):
         if batch.samples is not None:
@@ -405,11 +402,6 @@ def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[An
 def samples_in(batch: Any) -> int:
     """Count the samples of a batch: dim 0 of its first tensor with rows."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim), 1)
-
-
-def values_in(batch: Any) -> int:
-    """Count the values in a batch's first tensor, which approximates its tokens."""
-    return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:

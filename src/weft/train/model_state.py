@@ -92,7 +92,10 @@ def expect_same_base(name: str, tensor: torch.Tensor, base: Mapping[str, str], p
     """Refuse a full weight that differs from the base on which an adapter was trained.
 
     Args:
+        name: name of the weight.
+        tensor: its values in their original order.
         base: the digests from `adapter_state`.
+        path: path of the checkpoint, for the error.
 
     Raises:
         CheckpointError: if the weight has other values, or was not in the base.
@@ -193,7 +196,10 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
         keep: True if this rank needs the result. The other ranks return nothing and hold one full tensor at a time.
     """
     engine = data_parallel(model)
-    weights = collect_tensors(chain(engine.weights(), engine.frozen()), keep)
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in chain(engine.weights(), engine.frozen()):
+        if keep:
+            weights[name] = tensor.detach().cpu()  # a sharded tensor may not fit on the device in full
     # Call it on all ranks: under zero=3, accessing a module frees its gathered weights.
     own = model_tensors(model)
     if not keep:
@@ -222,21 +228,13 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
     return round(num_values * master.itemsize)
 
 
-def collect_tensors(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
-    """Iterate to the end, as a collective requires, and return the tensors on the host if `keep`."""
-    kept: dict[str, torch.Tensor] = {}
-    for name, tensor in pairs:
-        if keep:
-            kept[name] = tensor.detach().cpu()  # a sharded tensor may not fit on the device in full
-    return kept
-
-
 def state_slices(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedSlice]:
     """Yield this rank's slices of a checkpoint, weights and states. No collective.
 
     Args:
+        model: the result of `parallelize`.
         optimizer: an optimizer that a step has adopted.
         copies: receives copies of the tensors. If None, slices share the live memory and must be written before the
             next step.
@@ -276,6 +274,7 @@ def written(group: str, stretches: Iterable[FlatSlice], engine: DataParallel) ->
     Args:
         group: name of the group, such as "model".
         stretches: flat slices that this rank stores.
+        engine: the model's engine.
     """
     for one in stretches:
         mine = one.mine(engine.axes.mesh.rank)
@@ -328,7 +327,9 @@ def resume(
     another plan.
 
     Args:
+        model: the result of `parallelize`.
         optimizer: an optimizer that a step has adopted.
+        checkpoint: an open checkpoint.
         ema: averages of the weights to restore too.
 
     Raises:

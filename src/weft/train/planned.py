@@ -53,6 +53,7 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
 
     Args:
         config: a config whose plan may be "auto", with or without fixed fields.
+        world_size: ranks of the run.
         local_size: ranks of this machine.
 
     Raises:
@@ -87,9 +88,12 @@ def choose_plan(
     """Return the fastest plan that the runtime supports.
 
     Args:
+        model: the planner's description of the model.
+        machines: the cluster that will run it.
         decided: plan fields with fixed values.
         seq_len: tokens per sequence; None for the config's value or a default.
         global_batch: sequences per step; None for the config's value or a default.
+        profile: measurements of the machine, or None.
 
     Raises:
         PlanError: if no plan fits.
@@ -131,7 +135,9 @@ def record_choice(folder: Path, asked: str, best: Candidate) -> None:
     """Write the chosen plan and its estimate into the run's folder.
 
     Args:
+        folder: the run's folder.
         asked: the plan that the user typed, such as "auto tp=2".
+        best: the chosen plan with its estimate.
     """
     table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
     replace_text(folder / CHOSEN, json.dumps(table, indent=2) + "\n")
@@ -151,6 +157,7 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
     """Return the machines of this run.
 
     Args:
+        world_size: ranks of the run.
         local_size: ranks on each machine.
         device: "cpu", or "auto" to use GPUs if there are any.
 
@@ -284,6 +291,9 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
     """Write `measured.json` and return the report.
 
     Args:
+        folder: the run's folder.
+        task: the run's task.
+        mesh: mesh of the plan.
         ranks: for each rank, `typical` seconds by part and `memory` bytes.
     """
     kinds = dict.fromkeys(kind for one in ranks for kind in one["typical"])
@@ -311,6 +321,8 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
     """Return the planner's estimate of this run's plan and "", or None and the reason.
 
     Args:
+        task: the run's task.
+        plan: the run's plan.
         device: device of this rank, such as "cuda:0". The others are assumed to be the same kind.
     """
     try:

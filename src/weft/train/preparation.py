@@ -70,9 +70,11 @@ def prepare_run(
     Called by one process, before any process group exists.
 
     Args:
+        config: the full config.
         world_size: number of training ranks of all replicas.
         report: called with (stage, done, total) while data is prepared.
         locked: True if the caller holds `run_lock`. Otherwise this function holds the folder while it works.
+        replica: index of the replica, if each is a separate world.
 
     Raises:
         WeftError: the subclass for the problem. An existing folder is then unchanged.

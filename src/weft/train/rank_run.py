@@ -159,6 +159,7 @@ def run_rank(
         run: the result of `prepare_run`, or the path of its folder.
         place: rank of this process; None for a single rank.
         terminal: stream on which rank 0 shows progress; None for stdout.
+        start: launch options.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     began = time.monotonic() if start.began is None else start.began
@@ -215,9 +216,7 @@ class _RankRun:
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
         """Resume or start, train to the end, show a sample and report. Handles stop signals until the ranks disconnect.
 
-        Args:
-            began: start of the command, in seconds of time.monotonic.
-            until_left: stack of contexts that close after the ranks disconnect.
+        began: start of the command, in time.monotonic. until_left: contexts that close after the ranks disconnect.
         """
         engine, is_first = self.engine, self.engine.rank == 0
         others = ReplicaCoordinator(self.folder, self.config, engine)

@@ -25,7 +25,7 @@ from weft.train.microbatches import Microbatches
 from weft.train.model_state import adapter_state, resume, state_slices
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import evaluate_run
-from weft.train.step.tracer import StepTracer
+from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import TrainStep
 from weft.train.step.update import StepMetrics
 from weft.train.tasks.base import Task
@@ -116,12 +116,13 @@ class TorchEngine:
         self._compiles = self.plan.compile
 
     def build(self) -> None:
+        """Build the model, optimizer and step from the task and the plan."""
         built = build(self._job, self._rank, self._kernels, self.meter)
         self._step, self.batches, self.replicas = built.step, built.batches, built.replicas
         self._eval_batches, self._sync = built.eval_batches, rare_sync(built.step.model)
         self._tracer = StepTracer(built.step.model, self.mesh, self._job.task, built.batches)
         self.state = TorchState(built.step, built.replicas)
-        self.reports = TorchReports(self._job, self._rank, built.step, self._kernels, built.replicas)
+        self.reports = TorchReports(self._job, self._rank, built.step, self._kernels.lines(), built.replicas)
 
     @property
     def train_step(self) -> TrainStep:
@@ -137,6 +138,7 @@ class TorchEngine:
 
     @property
     def wants_stop(self) -> bool:
+        """True if this rank requests a stop, which the next step broadcasts."""
         return self.train_step.wants_stop
 
     @wants_stop.setter
@@ -145,6 +147,7 @@ class TorchEngine:
 
     @property
     def asks(self) -> bool:
+        """True if this rank asks all ranks to read the requests, which the next step broadcasts."""
         return self.train_step.asks
 
     @asks.setter
@@ -152,6 +155,13 @@ class TorchEngine:
         self.train_step.asks = wanted
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
+        """Take one optimizer step on this rank's microbatches.
+
+        Args:
+            batches: the microbatches in order.
+            number: steps done before. All random seeds derive from it.
+            lr_factor: factor on each group's peak learning rate.
+        """
         step, config = self.train_step, self._job.config
         for group in step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
@@ -165,7 +175,7 @@ class TorchEngine:
         with self.pulse.doing("compiles the model in its first step") if self._compiles else nullcontext():
             done = step(*self._inputs.make(batches, number))
         self._compiles = False
-        self._tracer.remember(number + 1, batches, step.microbatch_losses)
+        self._tracer.remember(TracedStep(number + 1, batches, step.microbatch_losses))
         return LateResult(lambda: self._result(done)) if step.is_unread else self._result(done)
 
     def _result(self, done: StepMetrics) -> StepResult:
@@ -175,6 +185,7 @@ class TorchEngine:
         return result if self.replicas is None else self.replicas.after_step(result)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
+        """Repeat a step that went wrong and return an event with the cause, or None if the step is too old."""
         step, is_late = self.train_step, self.train_step.is_unread
         step.finalize()
         traced = self._tracer.remembered(number)
@@ -188,17 +199,21 @@ class TorchEngine:
 
     @property
     def evaluates(self) -> bool:
+        """True if the task has an evaluation set."""
         return self._eval_batches is not None
 
     def evaluate(self) -> Evaluation:
+        """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
         self._kernels.before_evaluation()
         return evaluate_run(self.model, self._eval_batches, self.mesh, self._job.task)
 
     def background_ranks(self) -> RankGroup:
+        """Return a rank group for background threads, which communicates over the rendezvous store."""
         return self._rank.background_group()
 
     def close(self, *, failed: bool = False) -> None:
+        """Leave the other ranks. After an error, do not wait for them."""
         try:
             if not failed:
                 if self._step is not None:

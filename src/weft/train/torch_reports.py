@@ -17,7 +17,6 @@ from weft.monitor.step_times import TimeBook
 from weft.parallel.state.gradients import originals
 from weft.parallel.state.precision import Precision
 from weft.train.engine import EngineJob, Measures
-from weft.train.gpu_kernels import GpuKernels
 from weft.train.joined_rank import JoinedRank
 from weft.train.loop.time_report import report_times
 from weft.train.model_state import expected_bytes
@@ -32,7 +31,7 @@ class TorchReports:
     """The reports of one rank's engine, as `EngineReports`."""
 
     def __init__(
-        self, job: EngineJob, rank: JoinedRank, step: TrainStep, kernels: GpuKernels, replicas: OtherWorlds | None
+        self, job: EngineJob, rank: JoinedRank, step: TrainStep, kernels: Sequence[str], replicas: OtherWorlds | None
     ):
         self._job, self._rank, self._step, self._kernels, self._replicas = job, rank, step, kernels, replicas
         self._mesh = rank.mesh
@@ -43,7 +42,7 @@ class TorchReports:
     def opening(self) -> Sequence[str]:
         model, plan = self._step.model, self._mesh.plan
         recompute, adapter = recompute_of(model), adapted(model)
-        lines = [f"format  {Precision.of(plan)}", *self._kernels.lines()]
+        lines = [f"format  {Precision.of(plan)}", *self._kernels]
         if adapter is not None:
             params = [one for one in originals(model).values() if one.is_parameter]
             trained, every = sum(one.numel for one in params if one.is_trained), sum(one.numel for one in params)

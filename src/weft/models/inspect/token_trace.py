@@ -113,13 +113,7 @@ class Owners:
         self.made: set[int] = set()
 
     def find(self, model: nn.Module, units: Iterable[str], full: Iterable[str]) -> None:
-        """Find the parameters of a forward.
-
-        Args:
-            model: the full model.
-            units: paths of the blocks.
-            full: paths of modules that get all tokens.
-        """
+        """Find the parameters of blocks, `units`, and of modules that get all tokens, `full`, by their paths."""
         named = dict(named_modules(model))
         self._blocks = {id(param) for unit in units for param in named[unit].parameters()}
         self._full = {id(param) for path in full for param in named[path].parameters()}
@@ -407,7 +401,6 @@ class TokenTrace:
         return tree_unflatten(leaves, tree)
 
     def _is_read(self, path: str, leaf: torch.Tensor, kwargs: Any, args: Any) -> bool:
-        """Return True for an encoder's states, of which a block gets its part too."""
         if path not in self._division.reading:
             return False
         names = list(inspect.signature(self._model.get_submodule(path).forward).parameters)
@@ -415,7 +408,6 @@ class TokenTrace:
         return given.get("encoder_hidden_states") is leaf
 
     def _is_outside(self, leaf: Any) -> bool:
-        """Return True if a tensor with a gradient was made outside of the blocks."""
         if self._division.has_own_loss or not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
             return False
         return id(leaf) not in self._owners.made
@@ -489,7 +481,6 @@ class TokenTrace:
                 return
 
     def _gathered(self, path: str, output: Any) -> Any:
-        """Return the output with all tokens, as at the end of a run."""
         leaves, tree = tree_flatten(output)
         place = hidden_index(leaves, self._division.width)
         if place is None or self.marks.of(leaves[place]) != _stream(leaves[place]):
@@ -499,15 +490,7 @@ class TokenTrace:
         return tree_unflatten(leaves, tree)
 
     def step(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Trace one operation.
-
-        Args:
-            name: name of the function that the model called.
-            func: the torch operation.
-            args: positional arguments of the operation.
-            kwargs: keyword arguments of the operation.
-            outputs: the tensors that it returned.
-        """
+        """Trace one operation. name: of the function that the model called."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if (region := self._region) is not None:
             if region.reads_outside(given, self.marks):
@@ -558,7 +541,6 @@ class TokenTrace:
             self.marks.put(tensor, tokens)
 
     def _check_foreign(self, name: str, given: list[torch.Tensor]) -> None:
-        """Check that no outside tensor with a gradient is combined with a part of the tokens."""
         for leaf in given:
             if self.marks.of(leaf) is None and self._is_outside(leaf) and not self._owners.is_own(leaf):
                 what = (

@@ -28,7 +28,7 @@ from weft.parallel.dropout.dropout_calls import (
 from weft.parallel.random.streams import drops_itself, shard_position_of
 from weft.private_torch import uncompiled
 
-_ATTRIBUTE = "_weft_drops"
+_ATTRIBUTE, _IS_IDLE = "_weft_drops", "_weft_draws_nothing"
 #: Layers of torch without random numbers.
 _PLAIN_LAYERS = frozenset((nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.GELU, nn.SiLU, nn.ReLU))
 
@@ -156,7 +156,8 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
     drops.name_modules(model)
     kinds = _replacements(model, drops)
-    drops.is_idle = not kinds and all(map(_never_draws, model.modules()))
+    is_idle = not kinds and all(map(_never_draws, model.modules()))
+    setattr(model, _IS_IDLE, is_idle)
     by_module: dict[nn.Module, DropSite] = {}
     for path, kind in kinds.items():
         module, site = model.get_submodule(path), DropSite(drops, path)
@@ -172,9 +173,9 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         sites = [by_module[module] for module in block.modules() if module in by_module]
         if sites:
             replace_class(block, DroppingBlock, sites=sites)
-        if not drops.is_idle:
+        if not is_idle:
             block.__dict__["_weft_travels"] = drops
-    if not drops.is_idle:
+    if not is_idle:
         model.register_forward_pre_hook(_Begin(drops), with_kwargs=True)
         model.register_forward_hook(_End(drops), always_call=True)
     setattr(model, _ATTRIBUTE, drops)
@@ -194,6 +195,11 @@ def _replacements(model: nn.Module, drops: Drops) -> dict[str, type[nn.Module]]:
         if kind not in (FunctionalDropout, NoisyModule) or not recomputes_itself(module):
             kinds[path] = kind
     return kinds
+
+
+def draws_nothing(model: nn.Module) -> bool:
+    """Return True if no module of a parallelized model draws random numbers."""
+    return getattr(model, _IS_IDLE, False)
 
 
 def _never_draws(module: nn.Module) -> bool:

@@ -79,7 +79,6 @@ class Drops:
         self._context = context
         self._seed = seed
         self.num_keys = 0  #: number of keys drawn here
-        self.is_idle = False  #: True if no module of the model draws
         self._forward = _Forward()
         self._compiled_key: int | None = None  # the key in compiled blocks
         self._fixed: FixedDraws | None = None

@@ -27,6 +27,7 @@ class Save:
     """One save on one rank. All ranks raise the same errors, so all retry together.
 
     Args:
+        step: optimizer steps done.
         act: writes and commits the checkpoint with all ranks, and returns its path.
         retries: number of retries after a CheckpointError.
         holds: keep retrying after that, while training waits.

@@ -79,7 +79,13 @@ def asked_fault(rank: int, plan: Plan) -> Fault | None:
 
 
 class FaultHook(Hook):
-    """Injects the fault at its step."""
+    """Injects the fault at its step.
+
+    Args:
+        fault: the fault to inject.
+        task: the run's task.
+        folder: the run's folder.
+    """
 
     def __init__(self, fault: Fault, task: Task, folder: RunFolder):
         self.fault, self.folder, self.engine = fault, folder, None

@@ -43,7 +43,10 @@ class FigureHook(Hook):
     """Starts a rank's `Collector` with sources for its engine, machine and GPU.
 
     Args:
+        engine: this rank's engine.
         place: rank of this process; None for a single rank.
+        folder: the run's folder.
+        every_s: seconds between reports.
         recorder: receives on rank 0 the events of all ranks, and those of a rank that becomes slow or recovers.
     """
 
@@ -110,6 +113,11 @@ def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
 
     Returns the step from which the next start resumes. Returns None and changes nothing if there is no older
     checkpoint, or if the run has returned to it too often already.
+
+    Args:
+        folder: the run's folder.
+        wish: a request for roll_back or skip_data.
+        step: steps done.
     """
     since = min(wish.since or step, step)
     saved = [known for path in list_checkpoints(folder.checkpoints) if (known := step_in_name(path.name)) is not None]
@@ -141,6 +149,7 @@ class RequestWatch(threading.Thread):
     """Polls for requests four times a second. `take` returns them to the loop.
 
     Args:
+        folder: the run's folder.
         since: start of the command in seconds since 1970.
         engine: the engine, held by a weak reference: model and groups must be freed before the ranks disconnect.
     """
@@ -199,7 +208,14 @@ class NullRecorder(Hook):
 
 
 class RunRecorder(NullRecorder):
-    """Writes events to the run folder and passes them to the display."""
+    """Writes events to the run folder and passes them to the display.
+
+    Args:
+        folder: the run's folder.
+        task: the run's task.
+        display: the terminal's display.
+        start: fields of the start event.
+    """
 
     def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
         self._folder, self._task = folder, task
@@ -319,7 +335,10 @@ class PlanWatch(Hook):
     Args:
         expected: the planner's estimate of one step.
         on_gpu: measured memory is comparable with the estimate. On a CPU it covers the whole process.
+        book: this rank's times.
+        write: receives an event.
         warn: receives a step and a line for users.
+        now: returns the time in seconds.
     """
 
     def __init__(
@@ -348,6 +367,9 @@ class PlanWatch(Hook):
         """Return the hook of a run, or None if its machine is unknown.
 
         Args:
+            task: the run's task.
+            plan: the run's plan.
+            device: this rank's device.
             book: this rank's times.
             recorder: receives the events, and lines for users.
         """
@@ -438,7 +460,10 @@ class TimeLimit(Hook):
 
     Args:
         text: the limit as the user typed it.
+        deadline: time on the clock in seconds.
+        checkpoint_bytes: size of a checkpoint.
         steps_to_stop: maximum number of steps after the request.
+        clock: returns the time in seconds.
     """
 
     def __init__(

@@ -25,6 +25,8 @@ class ReplicaCoordinator:
     `is_unsaved` is True if no checkpoint of this replica has its initial weights.
 
     Args:
+        folder: folder of this replica.
+        config: the run's config.
         engine: engine of this replica. Without other replicas, every method does nothing.
     """
 
@@ -63,7 +65,9 @@ class ReplicaCoordinator:
         """Send the others the end of this replica, or load their model if they have ended. Return the reason.
 
         Args:
+            checkpoints: this replica's checkpoints.
             trainer: a trainer that has ended and saved.
+            stop: why it ended.
         """
         reason = str(stop)
         if self._others is None:

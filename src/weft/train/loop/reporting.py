@@ -118,6 +118,7 @@ def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> li
     """Return a report on a step that went wrong, with its samples.
 
     Args:
+        folder: the run's folder.
         step: the step, counted from 1; None for the last one that was traced.
         num_samples: maximum number of samples to show.
 
@@ -228,7 +229,13 @@ _CONTENTS = ("events.jsonl", "loss.png")
 
 
 def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
-    """Return run, model, data, plan and precision, one line each."""
+    """Return run, model, data, plan and precision, one line each.
+
+    Args:
+        folder: the run's folder.
+        task: the task to train.
+        engine: the engine that trains it.
+    """
     plan, device = engine.plan, engine.device.partition(":")[0]
     return [
         f"run     {folder.path}",
@@ -265,6 +272,9 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
     """Return the lines for a run whose last step is done.
 
     Args:
+        folder: the run's folder.
+        task: the trained task.
+        step: steps done.
         command: the command line of the user.
     """
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
@@ -294,6 +304,9 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
     """Return the outcome, the evaluations, a sample, the time report, and the next commands.
 
     Args:
+        folder: the run's folder.
+        task: the trained task.
+        ending: the end of the run.
         command: the command line of the user.
     """
     config, progress = task.config, ending.progress

@@ -37,6 +37,9 @@ class RunCheckpoints(Checkpoints):
     """Saves one run on all ranks together, in the background if configured.
 
     Args:
+        folder: the run's folder.
+        config: the run's config.
+        engine: the engine whose state is saved.
         home: storage for copies in this host's memory.
         elsewhere: returns the checkpoint to resume from instead of the run's newest one, or None for the run's own. Its
             argument is the step of the newest one. All ranks call it.
@@ -82,7 +85,9 @@ class RunCheckpoints(Checkpoints):
         Waits for the previous save, or returns why this one is skipped, with the same result on all ranks.
 
         Args:
+            progress: progress to save.
             is_good: an evaluation of these weights gave a finite loss.
+            last: no other step follows.
 
         Raises:
             CheckpointError: if the previous save failed.

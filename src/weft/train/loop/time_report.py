@@ -47,6 +47,11 @@ def report_times(
     The report is empty on ranks other than 0, and if no step was done.
 
     Args:
+        folder: the run's folder.
+        mesh: the mesh of the ranks.
+        model: the trained model.
+        book: this rank's times.
+        task: the run's task, for the planner's estimate.
         start_step: first step of this start. The times cover only this start.
     """
     if not book.num_steps:

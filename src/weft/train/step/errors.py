@@ -109,6 +109,8 @@ def live_bytes(
     """Count the live bytes of model and optimizer on this rank, each storage once.
 
     Args:
+        model: its parameters and buffers.
+        optimizer: its parameters and states.
         gradients: tensors that no `.grad` references.
     """
     seen: set[int] = set()

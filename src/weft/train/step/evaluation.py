@@ -25,7 +25,7 @@ from weft.parallel.tensor.language_head import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
 from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
-from weft.train.microbatches import ForwardFn, Microbatches, stands_in
+from weft.train.microbatches import ForwardFn, Microbatches
 from weft.train.state_io import on_first
 from weft.train.tasks.base import Task
 from weft.train.tasks.description import Which
@@ -62,7 +62,14 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
 
 def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Evaluate the weights of the last synchronization of replicas, on batches that the task changes as in training."""
+    """Compute loss and metrics of the replicas' last common weights, on batches that the task changes as in training.
+
+    Args:
+        model: result of `parallelize`.
+        batches: the task's evaluation batches of this rank.
+        mesh: the ranks.
+        task: the task.
+    """
     if type(task).before_step is not Task.before_step:
         every, num = list(batches), mesh.plan.microbatches_per_step
         batches = [one for first in range(0, len(every), num) for one in task.before_step(every[first : first + num])]
@@ -104,7 +111,9 @@ def mean_loss(
     evaluation.
 
     Args:
+        model: result of `parallelize`.
         batches: plain ones or `Microbatches`, the same number on each rank.
+        mesh: the ranks.
         loss_fn: as in `TrainStep`.
         forward: as in `TrainStep`.
         seed: seed of torch's generators, which are restored afterwards.
@@ -153,7 +162,8 @@ def each_output(
 
     def on_device(batch: Any) -> Any:
         nonlocal counts
-        counts = not stands_in(batch)
+        samples = marked_samples(batch)
+        counts = samples is None or not samples.is_empty
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
         return shard_sequence(model, moved)
 
@@ -186,7 +196,14 @@ def counted_ranks(mesh: Mesh) -> Axis:
 
 
 class RankForwards:
-    """One rank's implementation of `weft.train.tasks.description.Forwards`."""
+    """One rank's implementation of `weft.train.tasks.description.Forwards`.
+
+    Args:
+        model: result of `parallelize`.
+        mesh: the ranks.
+        task: defines forward and loss.
+        second: a frozen model under the same plan, or None.
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, second: nn.Module | None = None):
         self._model, self._mesh, self._task, self._second = model, mesh, task, second
@@ -240,6 +257,7 @@ class RankForwards:
         Args:
             batches: the same number on each rank.
             each: (output, this rank's part of a batch) -> numbers, (R,).
+            of: the weights that compute.
         """
         model = self._second if of == "second" else self._model
         assert model is not None

@@ -15,14 +15,14 @@ from weft.data.random_state import preserve_generators, seed_generators
 from weft.monitor.step_times import Meter
 from weft.parallel.batch_norm.norm_groups import norm_groups_of
 from weft.parallel.context.context import context_of
-from weft.parallel.dropout.by_position import drops_of
+from weft.parallel.dropout.by_position import draws_nothing, drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.local_means import train_mode
 from weft.parallel.pipeline.runtime import CountedLoss, Inside, Pipeline, StepWork
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tensor.language_head import expect_labels
-from weft.train.losses import CheckedLoss, Features, GlobalBatchLoss
+from weft.train.losses import CheckedLoss, Features, GlobalBatchLoss, LossFn, is_own_code
 from weft.train.microbatches import ForwardFn, call_model
 
 # State that follows microbatches.
@@ -59,13 +59,14 @@ class ModelState:
     """State of a model that follows microbatches: its mode, random numbers, batch norm groups and routers.
 
     Args:
-        draws: False if neither forward nor the loss draws random numbers outside of the model's modules.
+        forward: forward(model, batch) -> output, or None.
+        loss_fn: the loss function.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, *, draws: bool = True):
+    def __init__(self, model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss_fn: LossFn):
         self._model, self._device = model, mesh.device
-        drops = drops_of(model)
-        self._drops = None if drops is not None and drops.is_idle and not draws else drops
+        is_known = is_own_code(loss_fn) and (forward is None or is_own_code(forward))
+        self._drops = None if is_known and draws_nothing(model) else drops_of(model)
         self._norms, self.experts = norm_groups_of(model), ExpertBalance(model, mesh)
         known = (self.experts if self.experts.has_routers else None, self._norms)
         self._statistics: list[Statistics] = [one for one in known if one is not None]

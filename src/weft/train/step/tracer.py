@@ -214,7 +214,14 @@ class PartForwards:
 
 
 class StepTracer:
-    """Traces steps of one model."""
+    """Traces steps of one model.
+
+    Args:
+        model: result of `parallelize`.
+        mesh: the ranks.
+        task: defines forward and loss.
+        batches: define the samples of each step.
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
         self._model, self._mesh, self._task = model, mesh, task
@@ -223,9 +230,9 @@ class StepTracer:
         #: The last two steps, because results may be read during the next step.
         self._steps: deque[TracedStep] = deque(maxlen=2)
 
-    def remember(self, number: int, batches: Sequence[Any], losses: dict[int, Any]) -> None:
-        """Keep the data of a step until its numbers are checked. The arguments are those of `TracedStep`."""
-        self._steps.append(TracedStep(number, batches, losses))
+    def remember(self, step: TracedStep) -> None:
+        """Keep the data of a step until its numbers are checked."""
+        self._steps.append(step)
 
     def remembered(self, number: int) -> TracedStep | None:
         """Return the data of a step, or None if it is too old."""

@@ -18,7 +18,7 @@ from weft.optim.step_decision import LossScale
 from weft.parallel.local_means import trust_loss
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.state.gradients import data_parallel
-from weft.train.losses import CheckedLoss, GlobalBatchLoss, LossFn, expect_global_batch, is_own_code
+from weft.train.losses import CheckedLoss, GlobalBatchLoss, LossFn, expect_global_batch
 from weft.train.microbatches import BatchSplit, ForwardFn
 from weft.train.step.checks import FirstStep, ReplicaWatch, StepCheck
 from weft.train.step.errors import explains_failures
@@ -51,8 +51,10 @@ class TrainStep:
     """Forward, backward, reduction, clipping and update of a parallelized model.
 
     Args:
+        model: result of `parallelize`.
         optimizer: built on the model's parameters after `parallelize`.
         loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+        mesh: the model's mesh.
         forward: forward(model, batch) -> output; None: as in `Run.train_step`.
         max_grad_norm: the norm that the full gradient is clipped to; 0 or None disables clipping.
         nominal_tokens: approximate number of tokens in a global batch; keeps scaled losses in range, and does not
@@ -91,8 +93,7 @@ class TrainStep:
         self.microbatch_losses: dict[int, tuple[torch.Tensor, torch.Tensor | int]] = {}
         self._meter, self._split = meter or Meter(mesh.device), BatchSplit(mesh)
         self._loss = _checked_loss(loss_fn, model, self.mesh)
-        draws = not (is_own_code(loss_fn) and (forward is None or is_own_code(forward)))
-        self._state, self._engine = ModelState(model, self.mesh, draws=draws), data_parallel(model)
+        self._state, self._engine = ModelState(model, self.mesh, forward, loss_fn), data_parallel(model)
         self._counts_tokens = self.mesh["tp"].rank == 0  # the ranks of tp have the same tokens
         self._update = WeightUpdate(
             model, optimizer, self.mesh, max_grad_norm=max_grad_norm or 0.0, nominal_tokens=nominal_tokens,

@@ -13,11 +13,11 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce, start_all_reduce
 from weft.comm.mesh import Mesh
+from weft.data.batches import tensors_in
 from weft.optim.step_decision import LossScale, StepDecision, clip_factor
 from weft.parallel.local_sgd import RareSync, rare_sync
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
-from weft.train.microbatches import values_in
 from weft.train.step.checks import StepCheck, UpdateRatio
 
 
@@ -90,7 +90,13 @@ class StepMetrics:
 
     @classmethod
     def of_sums(cls, numbers: Sequence[float], nominal: float, scale: LossScale) -> StepMetrics:
-        """Return the metrics of a step."""
+        """Return the metrics of a step.
+
+        Args:
+            numbers: those of `StepTotals`.
+            nominal: divisor of the loss before backward.
+            scale: the loss scale in this step.
+        """
         loss_sum, num_tokens, stops, *_, norm = numbers
         loss = loss_sum / max(num_tokens, 1.0)
         grad_norm = norm * to_mean(nominal, num_tokens, scale)
@@ -216,7 +222,9 @@ class WeightUpdate:
     def scale_of(self, microbatches: list[Any]) -> float | torch.Tensor:
         """Return the factor of a step's losses before backward, 0-d if only the device has the scale."""
         if self._nominal is None:
-            own, data = sum(map(values_in, microbatches)), self._mesh.data
+            # The values in the first tensors approximate the tokens.
+            values = [next((one.numel() for one in tensors_in(batch) if one.ndim), 1) for batch in microbatches]
+            own, data = sum(values), self._mesh.data
             if data.size > 1:
                 own = int(all_reduce(torch.tensor(own, dtype=torch.float64, device=self._mesh.device), data))
             self._nominal = power_of_two(own)
