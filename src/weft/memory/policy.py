@@ -362,7 +362,6 @@ def _total(menus: Sequence[Sequence[tuple[int, float]]], choice: Sequence[int]) 
 
 
 def _cheapest(menus: Sequence[Sequence[tuple[int, float]]], budget_bytes: int) -> list[int] | None:
-    """Solve the multiple-choice knapsack by dynamic programming over the steps of the budget."""
     step = max(1, -(-budget_bytes // _NUM_STEPS))
     capacity = budget_bytes // step
     best = np.zeros(capacity + 1)  # least seconds by number of steps

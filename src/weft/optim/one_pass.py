@@ -309,5 +309,4 @@ def _changes_nothing_else(*args: object) -> None:
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements, (numel,), in its memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

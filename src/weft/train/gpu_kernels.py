@@ -128,7 +128,6 @@ class GpuKernels:
 
 
 def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
-    """Raise ConfigError for kernels that cannot run any call of this run."""
     if device.type != "cuda":
         raise _refused(name, f"it is a kernel of GPUs, and this run computes on the {device.type}")
     if name != "efficient" and plan.precision not in ("bf16", "fp16", "fp8"):
@@ -151,7 +150,6 @@ def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
 
 
 def _check_measured(plan: Plan, device: torch.device) -> None:
-    """Raise ConfigError for benchmarking without cuDNN, or if ranks must choose the same algorithms."""
     if device.type != "cuda":
         raise ConfigError(
             f"kernels.convolutions=measured: cuDNN runs on GPUs, and this run computes on the {device.type}. "

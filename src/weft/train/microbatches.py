@@ -100,7 +100,6 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
-    """Return the parameters of the model's forward, or None if Python cannot inspect it."""
     try:
         return list(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values())
     except (TypeError, ValueError):
@@ -267,7 +266,6 @@ class Microbatches:
 
 
 def _stand_in(own: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the sample that a rank runs for an empty microbatch: its first, or the first of the batch."""
     return own[0][:1] or range(1)
 
 

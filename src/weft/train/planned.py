@@ -349,7 +349,6 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
 
 
 def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | None, str]:
-    """Return the machines of this run, their profile, and the source of these values. Unknown machines are None."""
     path, kind = default_path(), device.partition(":")[0]
     if path.exists():
         profile = here.local_profile(path)

@@ -157,11 +157,7 @@ def _check_plan(plan: Plan, task: Task, world_size: int) -> None:
 
 
 def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
-    """Return the config with its layout file inlined, so that the folder depends on no other file.
-
-    Raises:
-        LayoutError, PlanError: if the layout does not fit the model or the plan's tp.
-    """
+    """Return the config with its layout file inlined, so that the folder depends on no other file."""
     if not config.layout:
         return config
     from weft.models.inspect.find_layout import expect_parts_named

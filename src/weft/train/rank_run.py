@@ -335,11 +335,7 @@ def _observers(
 
 
 def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit | None:
-    """Check disk space for a checkpoint before the first step, and return a time limit if one is set.
-
-    Raises:
-        CheckpointError: if the disk is too full to save.
-    """
+    """Check disk space for a checkpoint before the first step, and return a time limit if one is set."""
     limit, num_bytes = job.config.train.max_time, engine.reports.checkpoint_bytes()
     require_space(located(job.config.checkpoint.dir or job.folder.path), num_bytes)
     if not limit:

@@ -203,7 +203,6 @@ def resume_replicas(
 
 
 def _lost(saved: SavedReplicas, more: str = "") -> str:
-    """Return a line for users about state that is lost when other replicas resume."""
     since, _, replicas = saved.counts()
     steps = f"in the {f'{since} steps' if since > 1 else 'step'} since" if since else "since then"
     learnt = [f"what each of them learnt {steps}"] * (since > 0 or saved.has_own_weights(0))

@@ -190,7 +190,6 @@ def _jump(hook: FaultHook, seconds: float) -> None:
 
 
 def _split_part(hook: FaultHook) -> None:
-    """Shut down every TCP connection of this process, like a broken network."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6):

@@ -252,7 +252,6 @@ class RunRecorder(NullRecorder):
         return None
 
     def _report_disk_space(self) -> None:
-        """Report once when the disk becomes full, and once when it has space again."""
         if (is_full := self._log.num_waiting > 0) != self._is_full:
             self._is_full = is_full
             name, at = self._folder.events.name, self._folder.path
@@ -432,7 +431,6 @@ class PlanWatch(Hook):
         self._drifted = frozenset(one.what for one in found)
 
     def _ratios(self, measured: Mapping[str, float], memory: tuple[float, float] | None) -> dict[str, float]:
-        """Return measured / planned for the step, for its parts of at least 2 %, and for memory."""
         step = sum(self._planned.values())
         ratios = {"step": sum(measured.values()) / step} if step > 0 else {}
         ratios |= {

@@ -82,7 +82,6 @@ class ReplicaCoordinator:
         return f"{reason}; their model, of step {over['step']}, was taken over"
 
     def _take_over(self, over: Mapping[str, Any], checkpoints: RunCheckpoints, progress: Progress) -> bool:
-        """Load the model of replicas that have ended and save it here, if this machine can read it."""
         engine, where = self._engine, RunFolder(Path(over["where"]))
         path = self._newest(engine.ranks.on_first(lambda: _checkpoints_of(where, int(over["token"]))))
         if path is None:

@@ -213,7 +213,6 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _gone(folder: RunFolder, step: int, error: Exception) -> WeftError:
-    """Return the error for samples that cannot be read: a WeftError unchanged, others as a DataError."""
     if isinstance(error, WeftError):
         return error
     return DataError(
@@ -261,7 +260,6 @@ def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: obj
 
 
 def _go_on(command: Sequence[str]) -> str:
-    """Return how to continue an unfinished run. A command with resume.step must not return to that step again."""
     kept = [word for word in command if not word.startswith("resume.step=")]
     if len(kept) < len(command):
         return f"{shlex.join(kept)}   continues from here"
@@ -342,7 +340,6 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
 
 
 def _saves(folder: RunFolder) -> list[str]:
-    """Return the cost of the saves since the last start, or nothing if there were no saves."""
     found: list[dict[str, Any]] = []
     for event in read_events(folder.events):
         if event["event"] == "start":

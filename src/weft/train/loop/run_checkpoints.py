@@ -279,10 +279,7 @@ class StartingPoint:
         return self._copies.newest(saved)
 
     def _find(self) -> tuple[Found | None, bool, list[str]]:
-        """Return the checkpoint to resume from, or None, True if it is verified, and lines for the log.
-
-        Each rank verifies its share.
-        """
+        """Return the checkpoint to resume from, or None, True if it is verified, and lines for the log."""
         root, ranks, on_first = self._root, self._engine.ranks, self._engine.ranks.on_first
         notes = on_first(lambda: _unfinished_message(set_unfinished_aside(root)))
         if step := self._config.resume.step:
@@ -350,11 +347,7 @@ def _name_of(root: Location, step: int) -> str:
 
 
 def _go_back(root: Location, step: int, problems: Sequence[str]) -> list[str]:
-    """Set all checkpoints after `step` aside and return lines for the log.
-
-    Raises:
-        CheckpointError: if `problems` is not empty.
-    """
+    """Set all checkpoints after `step` aside and return lines for the log."""
     if problems:
         others = ", ".join(str(one) for one in steps_in(root) if one != step) or "none"
         raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")
@@ -369,7 +362,6 @@ def _go_back(root: Location, step: int, problems: Sequence[str]) -> list[str]:
 
 
 def _set_skipped_aside(root: Location, found: Found) -> list[str]:
-    """Set damaged checkpoints aside, so that `checkpoint.keep` does not count them, and return lines for the log."""
     skipped = found.passed_over
     paths = {one.path for one in skipped}
     moved = set_aside(root, lambda one: one.committed and one.path in paths) if paths else []

@@ -32,8 +32,6 @@ _FAR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class _ReportedTimes:
-    """The times of all ranks since one start."""
-
     num_steps: int
     start_step: int
     ranks: Sequence[Mapping[str, Any]]
@@ -97,10 +95,7 @@ def _written(folder: RunFolder, task: Task, mesh: Mesh, pipeline: Pipeline | Non
 
 
 def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
-    """Return lines about the transport of each axis of rank 0, with the reason. Axes with the same text share a line.
-
-    If links were measured, a line also compares the expected time of the calls with the waiting time.
-    """
+    """Return lines about the transport of each axis of rank 0, with the reason. Axes with the same text share a line."""
     names: dict[tuple[int, ...], str] = {}
     waited: dict[tuple[int, ...], float] = {}
     for axis in reversed(mesh.built_axes()):
@@ -127,7 +122,6 @@ def _incompatible_setting(planned_s: float, waited_s: float) -> str:
 
 
 def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
-    """Simulate the schedule with the mean measured duration of each kind of action and free communication."""
     took: dict[str, list[float]] = {}
     for name, start, end in (action for actions in lists for action in actions):
         took.setdefault(name.rstrip("0123456789.") or name, []).append(end - start)
@@ -138,7 +132,6 @@ def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
 
 
 def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]) -> str:
-    """Report the idle fraction of the last step: the schedule's own, and the measured one."""
     planned = sum(timeline.idle_s) / (len(timeline.idle_s) * timeline.makespan_s)
     span = max(actions[-1][2] for actions in lists)
     busy = sum(end - start for actions in lists for _, start, end in actions)
@@ -149,7 +142,6 @@ def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]
 
 
 def _planned(pipeline: Pipeline, timeline: Timeline) -> list[Any]:
-    """Return the tracks of the simulated schedule, for comparison with the measured ones."""
     return [
         (
             "schedule",

@@ -144,7 +144,12 @@ class Trainer:
         is_due = self._loop.is_last or self._evaluations.is_due or self._saves.is_due
         if stop or is_due or not isinstance(launched, LateResult):
             stop = self._read_last() or stop
-        self._continue_from_outer(launched)
+        if isinstance(launched, StepResult) and launched.goes_to is not None:
+            # An outer step selected another step. Such engines have no late results.
+            before, self.progress.step = self.progress.step, launched.goes_to
+            self._has_moved = True
+            self._saves.move(before, launched.goes_to)
+            self._loop.hooks.on_moved(before, launched.goes_to)
         self._saves.report()
         stop = stop or self._evaluations.after_step()
         if stop is None:
@@ -158,14 +163,6 @@ class Trainer:
         result = self.engine.step(batches, step, factor)
         data_s, self._records.data_s = self._records.data_s, 0.0
         return _Launched(step + 1, config.optimizer.lr * factor, result, meter.end_step(), data_s)
-
-    def _continue_from_outer(self, result: StepResult | LateResult) -> None:
-        """Continue from the step that an outer step selected, if any. Such engines have no late results."""
-        if isinstance(result, StepResult) and result.goes_to is not None:
-            before, self.progress.step = self.progress.step, result.goes_to
-            self._has_moved = True
-            self._saves.move(before, result.goes_to)
-            self._loop.hooks.on_moved(before, result.goes_to)
 
     def _read_last(self) -> Stop | None:
         unread, self._unread = self._unread, None
@@ -240,7 +237,6 @@ class _StepRecords:
 
 
 def _wrong(result: StepResult, usual_loss: float | None) -> TraceKind | None:
-    """Return the value of a step to trace, or None for a good step or a search for the loss scale."""
     if not math.isfinite(result.loss):
         return "loss" if result.count else None
     if not math.isfinite(result.grad_norm):

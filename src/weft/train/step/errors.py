@@ -166,7 +166,6 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
 
 
 def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]]:
-    """Return (total as text, bytes of activations and temporaries, table) of this rank."""
     rows = [
         ("parameters", live.parameters),
         ("gradients", live.gradients),
@@ -208,7 +207,6 @@ def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 
 def _expected(optimizer: torch.optim.Optimizer, owned: list[torch.Tensor]) -> int:
-    """Return the size of states that the first update creates, for optimizers whose options determine it."""
     options = optimizer.defaults
     copies = 2 if "betas" in options else int(bool(options.get("momentum")))
     return copies * sum(getattr(param, "_local_tensor", param).nbytes for param in owned)
@@ -234,7 +232,6 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
 
 
 def _parts(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return (field, divided tensors, remedy) for each plan field that divides a module's inputs or weights."""
     found = [
         (plan.sp, "sp=on", "the tokens between layers", "sp=off"),
         (plan.tp > 1, f"tp={plan.tp}", "the features, heads or vocabulary", "tp=1"),

@@ -79,7 +79,6 @@ def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
 
 @torch.no_grad()
 def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task, totals: torch.Tensor) -> None:
-    """Add this rank's results to `totals`: losses within their global batch, scores within the full set."""
     loss: Any = task.loss
     every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
     per_batch = mesh.plan.microbatches_per_step

@@ -209,7 +209,6 @@ class GraphedPasses:
         return shape, len(given.samples.numbers), last, modes, beside, self._kernel_choice.found(last)
 
     def _is_ready(self, found: Hashable) -> bool:
-        """Return True if a pass ran eagerly often enough. Otherwise count one more eager pass."""
         count = self._seen.pop(found, 0)
         if count >= WARM_UPS:
             if len(self._passes) < MOST_RECORDINGS:

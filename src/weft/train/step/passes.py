@@ -78,12 +78,7 @@ class ModelState:
         return preserve_generators(self._device) if seeds is None else nullcontext()
 
     def draws(self, samples: Sequence[SampleNumbers], seeds: Sequence[int] | None, key: int | None) -> Draws:
-        """Begin the random numbers of a step.
-
-        Args:
-            seeds: the caller's seeds, or None to derive them.
-            key: the caller's key of dropout, or None for the model's step count.
-        """
+        """Begin the random numbers of a step, from the caller's seeds and key of dropout, or derived ones."""
         drops = self._drops
         if drops is None:
             return Draws(key or 0, seeds, torch.manual_seed)
@@ -133,15 +128,9 @@ class ModelState:
 class Work:
     """Inputs of a step's passes.
 
-    Attributes:
-        samples: samples of each microbatch.
-        loss: loss of a microbatch by index.
-        losses: receives sum and count of each microbatch's losses. `loss` fills it too.
-        scale: factor of the loss before backward.
-        sums: loss sum and number of tokens, to which passes add, (2,) float64.
-        draws: random numbers.
-        inside: context of a microbatch's forward by index.
-        may_replay: a recorded graph may run instead of the model's code.
+    `loss` and `inside` give the loss and the context of a microbatch by its index. `losses` receives sum and count of
+    each microbatch's losses. Passes add the loss sum and the number of tokens to `sums`, (2,) float64. The loss is
+    multiplied by `scale` before backward. With `may_replay`, a recorded graph may run instead of the model's code.
     """
 
     microbatches: Sequence[Any]

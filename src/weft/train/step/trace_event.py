@@ -154,7 +154,6 @@ def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
 
 
 def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Sequence[int]) -> dict[str, Any]:
-    """Return the event of the module whose output differs most from its size on other samples."""
     # Without the highest loss, which belongs to these samples.
     others = sorted(loss for loss in samples.losses if math.isfinite(loss))[:-1]
     usual = statistics.median(others) if others else None

@@ -321,7 +321,6 @@ class StepTracer:
         return means, last, True
 
     def _named(self, last: _Round, place: int) -> list[int]:
-        """Return the rows to report: all nonfinite ones, or the rows of the worst part if all or none are nonfinite."""
         joined = last.joined[self._mesh.data.rank]
         bad = [one for one, part in enumerate(joined) if part.is_bad]
         places = bad if 0 < len(bad) < len(joined) else [place]

@@ -31,12 +31,7 @@ def passes_of(
     model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, state: ModelState,
     recorder: Recorder | None = None,
 ) -> Accumulate:  # fmt: skip
-    """Return the passes of the plan.
-
-    Args:
-        forward: forward(model, batch) -> output, or None.
-        recorder: records graphs under graphs=on; None for CUDA's.
-    """
+    """Return the passes of the plan. recorder: records graphs under graphs=on; None for CUDA's."""
     basics = model, forward, loss, meter
     if mesh.plan.graphs:
         return Graphed(*basics, graphed_passes(model, mesh, recorder, compares=loss.compares))
