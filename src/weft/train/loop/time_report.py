@@ -95,7 +95,7 @@ def _written(folder: RunFolder, task: Task, mesh: Mesh, pipeline: Pipeline | Non
 
 
 def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
-    """Return lines about the transport of each axis of rank 0, with the reason. Axes with the same text share a line."""
+    """Return lines about the transport of each axis of rank 0, with the reason. Axes with one text share a line."""
     names: dict[tuple[int, ...], str] = {}
     waited: dict[tuple[int, ...], float] = {}
     for axis in reversed(mesh.built_axes()):
