@@ -146,10 +146,10 @@ class Trainer:
             stop = self._read_last() or stop
         if isinstance(launched, StepResult) and launched.goes_to is not None:
             # An outer step selected another step. Such engines have no late results.
-            before, self.progress.step = self.progress.step, launched.goes_to
+            done, self.progress.step = self.progress.step, launched.goes_to
             self._has_moved = True
-            self._saves.move(before, launched.goes_to)
-            self._loop.hooks.on_moved(before, launched.goes_to)
+            self._saves.move(done, launched.goes_to)
+            self._loop.hooks.on_moved(done, launched.goes_to)
         self._saves.report()
         stop = stop or self._evaluations.after_step()
         if stop is None:
