@@ -145,6 +145,11 @@ class LogMel:
     #: Names of the input in transformers' models.
     name: ClassVar[str] = "input_features"
 
+    @classmethod
+    def at_rate(cls, rate: int, mels: int) -> LogMel:
+        """Return bands of windows of 25 ms, 10 ms apart."""
+        return cls(rate, mels, 2 * round(200 * rate / 16_000), round(160 * rate / 16_000))
+
     def shape(self, most_samples: int) -> tuple[int, ...]:
         """Return the largest shape of the features of up to `most_samples` samples: (bands, frames)."""
         return self.mels, max(most_samples, self.filled, self.hop) // self.hop

@@ -9,13 +9,13 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from weft.config.rule import Facts
 from weft.config.run_config import RunConfig
-from weft.errors import WeftWarning
+from weft.errors import ConfigError, Problem, WeftWarning
 from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
 from weft.train.data_share import Batches, MapDataset, Share
 from weft.units import format_count
@@ -409,3 +409,66 @@ class Task:
     def try_line(self, folder: RunFolder) -> str:
         """Return the command that tries the trained model, or ""."""
         return ""
+
+
+# Tasks whose model is an object of its own.
+
+
+class TaskModel(Protocol):
+    """The model of a task: how it is built, the source of its weights, and its description."""
+
+    def build(self) -> nn.Module:
+        """Return the model with its initial weights."""
+        ...
+
+    def shapes(self) -> nn.Module:
+        """Return a new model on the meta device."""
+        ...
+
+    def initial(self, plan: Plan) -> nn.Module:
+        """Return the model that a rank of `plan` starts from."""
+        ...
+
+    def weights(self, model: nn.Module) -> StateSource | None:
+        """Return the source of a new run's weights, or None if `initial` has them."""
+        ...
+
+    def name(self) -> str:
+        """Return a short name."""
+        ...
+
+    def line(self) -> str:
+        """Return the name and the size, for users."""
+        ...
+
+
+class ModelTask(Task):
+    """A task whose model is an object: `network`."""
+
+    @property
+    def network(self) -> TaskModel:
+        """The model that the config describes."""
+        raise NotImplementedError
+
+    def build(self) -> nn.Module:
+        return self.network.build()
+
+    def shapes(self) -> nn.Module:
+        return self.network.shapes()
+
+    def initial_model(self, plan: Plan) -> nn.Module:
+        return self.network.initial(plan)
+
+    def initial_weights(self, model: nn.Module) -> StateSource | None:
+        return self.network.weights(model)
+
+    def name(self) -> str:
+        return self.network.name()
+
+    def model_line(self) -> str:
+        return self.network.line()
+
+
+def setting_error(key: str, value: object, rule: str) -> ConfigError:
+    """Return the error of one setting: `key=value: rule`."""
+    return ConfigError([Problem(key, f"{key}={value}: {rule}")])

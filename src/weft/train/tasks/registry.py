@@ -31,8 +31,8 @@ _CLASSES = {
     "masked_lm": ("weft.train.tasks.text_tasks:MaskedTask",) * 2,
     "seq2seq": ("weft.train.tasks.text_tasks:Seq2SeqTask",) * 2,
     "transcribe": ("weft.train.tasks.captioning:CaptionTask", "weft.train.tasks.transcription:TranscribeTask"),
-    "distill": ("weft.train.tasks.distill:DistillTask", "weft.train.tasks.distill:PretrainedDistillTask"),
-    "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
+    "distill": ("weft.train.tasks.distill:DistillTask",) * 2,
+    "prefer": ("weft.train.tasks.preference:PreferTask",) * 2,
 }
 
 
@@ -42,14 +42,10 @@ def find_task(config: RunConfig) -> Task:
     Raises:
         ConfigError: if its class cannot be imported, or refuses its options.
     """
-    if config.task.name is None and config.model.path:
-        from weft.train.tasks.pretrained import PretrainedTask
-
-        task: Task = PretrainedTask()
-    elif config.task.name is None:
+    if config.task.name is None:
         from weft.train.tasks.decoder import DecoderTask
 
-        task = DecoderTask()
+        task: Task = DecoderTask()
     else:
         name = classified(config) if config.task.name == "classify" else config.task.name
         plain, tuned = _CLASSES.get(name, (name, name))
