@@ -329,9 +329,7 @@ def _check(adapter: AdapterKind) -> None:
 def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn.Module]:
     """Return the layers that patterns choose, by path, in the model's order.
 
-    Args:
-        model: without an adapter.
-        targets: as `add_adapter` takes them.
+    model: without an adapter. targets: as `add_adapter` takes them.
 
     Raises:
         ModelError: as `add_adapter` raises it.
@@ -372,7 +370,6 @@ def _fits(path: str, pattern: str) -> bool:
 
 
 def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Linear layers that take no adapter, each with the reason."""
     head = layers.find_lm_head(model)
     gating = {path.rpartition(".")[0] for path, _ in layers.find_experts(model)}
     seen: dict[int, str] = {}

@@ -228,7 +228,6 @@ class BatchGradient:
 
 
 def _wide(features: torch.Tensor) -> torch.Tensor:
-    """Return features in a dtype for computing losses, as a leaf."""
     narrow = features.is_floating_point() and features.itemsize < 4
     return features.float() if narrow else features.detach().clone()
 

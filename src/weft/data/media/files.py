@@ -189,9 +189,6 @@ def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
 def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, tarfile.TarInfo]]]:
     """Yield (archive, name, files by suffix) for consecutive files whose names are equal up to the first dot.
 
-    Args:
-        path: the archive.
-
     Raises:
         DataError: if it is damaged or cut off.
     """
@@ -292,9 +289,6 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Yield (number from 1, offset, line) of the lines that are not blank. A line that is too long is None.
 
-    Args:
-        path: the file.
-
     Raises:
         OSError: if the file cannot be read.
     """
@@ -372,10 +366,6 @@ def _record(
 def inside(root: Path, path: str) -> Path:
     """Return the path of the file that a record names.
 
-    Args:
-        root: folder of the records.
-        path: path in the record.
-
     Raises:
         DataError: if it is outside of the folder, or the text is not a valid file name.
     """
@@ -451,9 +441,7 @@ def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
 def class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
     """Return the class names that the datasets library stored with a column of integers or of lists of integers.
 
-    Args:
-        metadata: metadata of a parquet file's schema.
-        label: name of the column.
+    metadata: metadata of a parquet file's schema.
     """
     try:
         feature = json.loads(metadata[b"huggingface"])["info"]["features"][label]

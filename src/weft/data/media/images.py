@@ -85,10 +85,6 @@ class Encoded:
     def part(self, start: int, size: int) -> bytes:
         """Return a range of the bytes, which is shorter at the end of the media.
 
-        Args:
-            start: the first byte.
-            size: number of bytes.
-
         Raises:
             DataError: if the file cannot be read.
         """
@@ -310,7 +306,6 @@ def _open_image(data: bytes, name: str) -> Any:
 
 @cache
 def _formats() -> list[str]:
-    """Return the `FORMATS` that this installation of Pillow supports."""
     image = pillow()
     image.init()
     return [name for name in FORMATS if name in image.OPEN]
@@ -329,7 +324,6 @@ def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return an exception's first line, or its type if it has no text."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 

@@ -171,9 +171,7 @@ class MediaRecords:
 def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
     """Return the sorted files of records of a path: one file, the files of a folder, or the files of a glob.
 
-    Args:
-        path: path or pattern that the user gave.
-        kind: kind of their media.
+    path: path or pattern that the user gave. kind: kind of their media.
 
     Raises:
         DataError: if a file is a compressed archive.
@@ -359,7 +357,6 @@ class _Writer:
         return {"labels": list(self._labels), "reasons": reasons, "num_bad": num_bad, "missing": missing}
 
     def _row(self, file: int, record: FoundRecord) -> tuple[dict[str, Any] | None, str]:
-        """Return the row of a record, or None and the reason."""
         if record.encoded is None or record.reason:
             return None, f"{record.name}: {record.reason}"
         try:

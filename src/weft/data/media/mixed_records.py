@@ -81,9 +81,7 @@ class FoundSample:
 def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
     """Yield the samples of a file, in order.
 
-    Args:
-        path: the file. Its suffix gives the format.
-        columns: columns of text and media.
+    path: the file. Its suffix gives the format. columns: columns of text and media.
 
     Raises:
         DataError: if the file is damaged or cut off.
@@ -332,9 +330,7 @@ class MixedRecords(MediaRecords):
     def origin(self, index: int, number: int) -> list[Any]:
         """Return JSON values that change when a picture or a recording changes: its file, and its location there.
 
-        Args:
-            index: index of the sample.
-            number: position among its media.
+        number: position among its media.
         """
         row = self._row(index)
         _, kind, file, *place = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
@@ -422,7 +418,6 @@ class _Writer:
         return {"reasons": reasons, "num_bad": num_bad, "missing": missing}
 
     def _row(self, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
-        """Return the row of a sample, or None and the reason."""
         if sample.reason:
             return None, f"{sample.name}: {sample.reason}"
         places: list[int] = []
@@ -502,11 +497,7 @@ class FeatureShards:
         return self._header(shard) is not None
 
     def write(self, shard: int, rows: Sequence[NDArray[Any]]) -> None:
-        """Write the encoder features of a shard's items.
-
-        Args:
-            shard: number of the shard.
-            rows: features of each item, (R, D).
+        """Write the encoder features of a shard's items. rows: features of each item, (R, D).
 
         Raises:
             DataError: if the folder cannot be written to.

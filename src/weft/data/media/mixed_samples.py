@@ -242,12 +242,7 @@ class SampleTokens:
 
 
 def sample_tokens(parts: Sequence[SamplePart], codec: TextCodec) -> SampleTokens:
-    """Return the tokens of a sample's parts.
-
-    Args:
-        parts: the parts in order.
-        codec: codec of their texts.
-    """
+    """Return the tokens of a sample's parts. codec: codec of their texts."""
     ids: list[int] = []
     learnt: list[int] = []
     is_chat = False

@@ -204,7 +204,6 @@ def _at(sample: Any, name: Any) -> Any:
 
 
 def _length(value: Any) -> int:
-    """Return the rows of a value: dim 0 of a tensor or array, entries of a list."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0
@@ -391,8 +390,6 @@ class Rows:
 
 
 class _Source:
-    """One source's sequences: its shards, spans and order."""
-
     def __init__(self, stored: StoredSource, number: int, packing: str | None, seq_len: int):
         self.packing = packing or stored.packing
         self.reader = SplitReader(stored.folder, stored.counts)

@@ -183,7 +183,6 @@ def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
 
 
 def _all_of(sampler: Any) -> Iterator[Any]:
-    """Yield the sampler and the samplers inside of it."""
     found = [sampler]
     while found:
         one = found.pop()

@@ -165,7 +165,6 @@ def check_trainable(data: PreparedData, section: DataSection, seq_len: int) -> P
 
 
 def _problems(data: PreparedData, section: DataSection, seq_len: int) -> Iterator[str]:
-    """Yield one sentence for each problem, with the remedy."""
     masked = [(number, source) for number, source in enumerate(data.train) if source.counts.has_mask]
     if not masked:
         return

@@ -49,9 +49,7 @@ _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 class RefusedConversation(DataError):
     """The template cannot render a conversation. Others of the same data may be valid.
 
-    Args:
-        text: the full error.
-        reason: a short form, for counts of broken records.
+    text: the full error. reason: a short form, for counts of broken records.
     """
 
     def __init__(self, text: str, reason: str):
@@ -88,9 +86,7 @@ class ChatTemplate:
     def render(self, turns: Sequence[Turn], tools: str = "") -> tuple[str, list[TrainedSpan]]:
         """Return the text of a conversation, and the ranges of characters that are trained.
 
-        Args:
-            turns: the turns of the conversation.
-            tools: JSON list of the tools that the assistant may call, or "".
+        tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation, or leaves out or repeats answers.
@@ -115,9 +111,7 @@ class ChatTemplate:
     def prompt(self, turns: Sequence[Turn], tools: str = "") -> str:
         """Return the text of a conversation followed by the prompt for the assistant's next turn.
 
-        Args:
-            turns: the turns of the conversation.
-            tools: JSON list of the tools that the assistant may call, or "".
+        tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation.

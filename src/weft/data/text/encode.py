@@ -28,10 +28,6 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> lis
     Weights are bool or float32, or None if all are 1. For a conversation that the chat template refuses, the result is
     its RefusedConversation.
 
-    Args:
-        documents: complete documents.
-        tokenizer: the tokenizer.
-
     Raises:
         DataError: if messages call tools and there is no chat template, or if the template cannot be used at all.
     """
@@ -93,6 +89,5 @@ def _marked(document: Document, tokenizer: Tokenizer) -> MarkedText | RefusedCon
 
 
 def _begun(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Prepend the tokens that begin a document, which are not trained."""
     begin = tokenizer.begin_ids
     return np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), weights.dtype), weights])

@@ -27,9 +27,7 @@ _MAX_ROWS = 50
 def sniff_delimiter(head: bytes, usual: str) -> str:
     """Return the delimiter that divides the header into several columns and the most rows into the same number.
 
-    Args:
-        head: the first bytes of the file.
-        usual: the default, which is preferred among equals.
+    head: the first bytes of the file. usual: the default, which is preferred among equals.
     """
     lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
@@ -110,9 +108,7 @@ class _Text:
 def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
     """Yield the elements of the array in `stream`. An element that cannot be read is yielded as a BadArray.
 
-    Args:
-        stream: the file.
-        max_chars: maximum length of one element.
+    max_chars: maximum length of one element.
 
     Raises:
         BadArray: if the array is cut off, or reading cannot continue after an element.
@@ -336,7 +332,6 @@ class RecordReader:
             yield _json_record(name, number, line)
 
     def _skip_line(self, stream: BinaryIO, number: int) -> None:
-        """Skip the rest of a line."""
         skipped = 0
         while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
             skipped += len(rest)
@@ -453,7 +448,6 @@ class _BadRow:
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any] | _BadRow]:
-    """Yield the rows of an arrow batch."""
     try:
         rows: list[dict[str, Any] | _BadRow] = batch.to_pylist()
     except (ValueError, OverflowError, TypeError, KeyError, ImportError):

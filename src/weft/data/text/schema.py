@@ -248,7 +248,6 @@ def _check_column_keys(
 
 
 def _first_records(files: FileSet, max_record_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """Return the first readable records, and the delimiter of their file."""
     for file in files.files:
         reader = RecordReader(file, max_record_bytes=max_record_bytes)
         records = [item.value for item in islice(reader, _LOOK_AT) if isinstance(item, Record)]

@@ -94,7 +94,6 @@ def find_files(path: str, field: str) -> FileSet:
 
 
 def _download_command(address: str) -> str:
-    """Return the shell command that downloads the data of an address."""
     scheme, _, rest = address.partition("://")
     name = rest.removeprefix("datasets/").split("/")
     if scheme == "hf" and len(name) > 1:

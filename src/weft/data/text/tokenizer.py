@@ -238,7 +238,6 @@ class Tokenizer:
 
 
 def _plain_ranges(parts: Sequence[tuple[str, bool]]) -> list[tuple[int, int]]:
-    """Return the character ranges of the parts in which special tokens are ordinary text."""
     ranges, position = list[tuple[int, int]](), 0
     for part, is_plain in parts:
         if is_plain:

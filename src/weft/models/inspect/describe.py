@@ -281,8 +281,6 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One traced run: its parts by number, and the measured values of each."""
-
     parts: dict[int, PartOfRun]
     measured: dict[int, Measured]
 
@@ -339,7 +337,6 @@ def _width(fit: _Fit, runs: Sequence[_Run], reads_sequence: bool) -> int:
 
 
 def _weights(model: nn.Module) -> set[int]:
-    """Return the storages of parameters and buffers."""
     return {storage_key(each.untyped_storage()) for each in (*model.parameters(), *model.buffers())}
 
 
@@ -348,7 +345,6 @@ def _weight_of(module: nn.Module | None) -> torch.Tensor | None:
 
 
 def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[], Any]) -> _Run:
-    """Run one forward and backward."""
     modules = dict(named_modules(model))
     styles = {
         storage_key(param.untyped_storage()): style

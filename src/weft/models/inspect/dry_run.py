@@ -123,7 +123,6 @@ def _call_once(
 
 
 def _same_draws() -> AbstractContextManager[Any]:
-    """Restore the CPU generator's state afterwards."""
     untyped: Any = torch.random
     return untyped.fork_rng(devices=[])
 
@@ -145,7 +144,6 @@ def _unchanged(model: nn.Module) -> Generator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[dict[Any, Any] | list[Any], Any]]:
-    """Return the contents of the lists and dicts of a module, including its buffers."""
     return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, dict | list)]
 
 
@@ -420,7 +418,6 @@ def _of_other_sizes(example: Any) -> list[Any]:
 
 
 def _only(example: Any) -> torch.Tensor | None:
-    """Return the tensor of an example with one tensor."""
     found: list[Any] = list(example) if is_placed(example) else []
     return found[0] if len(found) == 1 else None
 

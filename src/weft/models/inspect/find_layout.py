@@ -217,7 +217,6 @@ def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
 
 
 def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]) -> Layout:
-    """Add the embedding of the ids and the head."""
     names = {id(module): path for path, module in named_modules(model)}
     head = find_lm_head(model)
     embed = input_embeddings(model)

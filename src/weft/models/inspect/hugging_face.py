@@ -189,9 +189,7 @@ def decoder_start(model: Any) -> int | Literal["last"] | None:
 def load_tokenizer(folder: Path, **options: Any) -> Any:
     """Return the fast tokenizer of a folder. It downloads nothing and runs no code of the folder.
 
-    Args:
-        folder: folder of the model.
-        options: options of the tokenizer's class.
+    options: options of the tokenizer's class.
 
     Raises:
         DataError: if the folder has no tokenizer that transformers can read.

@@ -174,7 +174,6 @@ class KernelRecorder(TorchDispatchMode):
         self.rows.append(row)
 
     def _fill(self, row: Row, packet: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Set the row's reads, writes, product sizes and sharding."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         row.writes = {self.key(each): _num_bytes(each) for each in made}

@@ -134,7 +134,6 @@ def num_experts(path: str, experts: nn.Module) -> int:
 
 
 def _asked(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the module that a transformers getter returns, or None."""
     get = getattr(model, name, None)
     try:
         found = get() if callable(get) else None

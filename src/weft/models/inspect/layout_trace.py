@@ -81,15 +81,12 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
 
 
 class _Trace:
-    """One traced forward."""
-
     def __init__(self, model: nn.Module, across_norms: bool = False):
         self.model, self.across_norms = model, across_norms
         self.paths = {id(module): path for path, module in named_modules(model)}
         self._begin(None)
 
     def _begin(self, inputs: Any) -> FeatureFlow:
-        """Reset the trace for a new forward."""
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []

@@ -279,7 +279,6 @@ class TokenStep:
         yield from self._give(mark, mark.dim + (dim <= mark.dim))
 
     def _product(self, left: torch.Tensor, right: torch.Tensor) -> TokenDim:
-        """Return the position of the tokens in a matrix product or a batch of products."""
         one, other = self.of(left), self.of(right)
         rank = left.dim()
         if one is not None and one.dim < rank - 2:  # a batch of products, one per token

@@ -463,7 +463,6 @@ class TokenTrace:
         return is_uniform
 
     def _propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
-        """Record which tensors are constant."""
         if outputs and args and outputs[0] is args[0]:
             self._written(outputs[0], name)
         elif all(id(leaf) in self._uniform for leaf in given) and _keeps_uniform(func, given):
@@ -497,7 +496,6 @@ class TokenTrace:
             self._inner |= {id(output) for output in outputs}
 
     def _propagate_bases(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
-        """Record the base tensor of each view."""
         if not func.is_view or not args or not isinstance(args[0], torch.Tensor):
             return
         first: torch.Tensor = args[0]

@@ -38,9 +38,7 @@ def described(sample: Any, name: str = "") -> list[str]:
 
     Long arrays are shown with a digest, so that two samples can be compared.
 
-    Args:
-        sample: nested in tuples, lists, mappings and dataclasses.
-        name: prefix of the lines.
+    sample: nested in tuples, lists, mappings and dataclasses. name: prefix of the lines.
     """
     parts = list(_parts(sample))
     if parts:

@@ -120,7 +120,6 @@ class TextClassTask(FolderTask):
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits in a dtype for summing losses."""
     return logits if logits.itemsize == 8 else logits.float()
 
 

@@ -203,12 +203,7 @@ class DecoderTask(ModelTask):
 
 
 class OwnDecoder:
-    """One of Weft's decoders, as the config describes it, with as many ids as its data has.
-
-    Args:
-        config: the run's config.
-        text: its data.
-    """
+    """One of Weft's decoders, as the config describes it, with as many ids as its data has."""
 
     #: None: the config describes the tokenizer.
     tokenizer_folder = None
@@ -283,12 +278,7 @@ class OwnDecoder:
 
 
 class TokenData:
-    """Tokenised documents of a config, as batches of sequences.
-
-    Args:
-        config: the run's config.
-        preferences: True if the documents are preferences.
-    """
+    """Tokenised documents of a config, as batches of sequences. preferences: True if the documents are preferences."""
 
     def __init__(self, config: RunConfig, *, preferences: bool = False):
         self._config, self._preferences = config, preferences
@@ -307,9 +297,7 @@ class TokenData:
     def tokenise(self, report: Report | None, tokenizer: str | None = None) -> PreparedData:
         """Tokenise the data that is not tokenised yet, and open the rest.
 
-        Args:
-            report: called with the progress.
-            tokenizer: Hugging Face folder of the tokenizer and its chat template, or None for the config's tokenizer.
+        tokenizer: Hugging Face folder of the tokenizer and its chat template, or None for the config's tokenizer.
 
         Raises:
             DataError: for all problems with the data.
@@ -369,9 +357,7 @@ class TokenData:
     def bytes_of(self, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Return the bytes of text of the trained labels, weighted like the loss.
 
-        Args:
-            labels: token ids, or -100.
-            weights: of the same shape, or None.
+        labels: token ids, or -100. weights: of the same shape, or None.
         """
         import torch
 

@@ -229,7 +229,6 @@ def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
 
 
 def _halve(model: nn.Module) -> None:
-    """Convert the model to the dtypes of a bf16 run, in place."""
     precision = Precision.of(Plan(precision="bf16"))
     for param, dtype in formats(model, precision).items():
         param.data = param.data.to(dtype)
@@ -268,7 +267,6 @@ def _input_table(model: nn.Module, styles: Mapping[str, str]) -> nn.Module | Non
 
 
 def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut: str) -> list[tuple[str, Limit]]:
-    """Return the fields of a plan that this model limits."""
     limits = [("tp", Limit(cut, why_cut))]
     kind = type(model).__name__
     attention = found.attention
@@ -310,9 +308,6 @@ class SampledTask(Protocol):
 
 def describe_by_samples(task: SampledTask) -> PlannedModel:
     """Trace a task's model on the meta device, on a batch of two of its samples.
-
-    Args:
-        task: the task that builds the model.
 
     Raises:
         ModelError: if a method of the task fails, or the model does not run on the meta device.

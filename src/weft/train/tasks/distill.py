@@ -82,11 +82,7 @@ _NO_PP = Limit(
 
 
 class Teacher:
-    """The frozen causal language model of a Hugging Face folder.
-
-    Args:
-        folder: config.json, safetensors files and tokenizer.
-    """
+    """The frozen causal language model of a Hugging Face folder with a tokenizer."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -105,10 +101,7 @@ class Teacher:
         return describe_folder(self.folder, lambda _: self.shapes()).shape
 
     def check(self, seq_len: int) -> None:
-        """Check its files.
-
-        Args:
-            seq_len: tokens of a sequence.
+        """Check its files. seq_len: tokens of a sequence.
 
         Raises:
             CheckpointError, ModelError: for a model that cannot be read.
@@ -127,9 +120,6 @@ class Teacher:
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Check that token ids have the same meaning for the student.
-
-        Args:
-            tokenizer: the student's.
 
         Raises:
             ConfigError: for a teacher with another tokenizer.

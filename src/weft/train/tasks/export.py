@@ -63,9 +63,7 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
 def layout_tensors(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
     """Yield a decoder's tensors one by one, under transformers' names and in its shapes.
 
-    Args:
-        spec: without experts.
-        read: reads a tensor by Weft's name.
+    spec: without experts. read: reads a tensor by Weft's name.
     """
     yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
 
@@ -103,12 +101,7 @@ def _turned(blocks: list[RawArray]) -> RawArray:
 
 
 def write_tokenizer(source: Path, out: Path) -> None:
-    """Write a run's tokenizer in transformers' format.
-
-    Args:
-        source: the run's tokenizer folder.
-        out: folder of the model.
-    """
+    """Write a run's tokenizer in transformers' format. source: the run's tokenizer folder."""
     tokenizer = Tokenizer.load(source)
     text = tokenizer.library_json()
     (out / "tokenizer.json").write_text(text, "utf-8")
@@ -379,7 +372,6 @@ def data_lines_of(folder: RunFolder) -> Sequence[str]:
 
 
 def _last_figures(folder: RunFolder, step: int) -> dict[str, str]:
-    """Return the newest losses in the events up to a step."""
     found: dict[str, str] = {}
     if not folder.events.is_file():
         return found

@@ -111,10 +111,7 @@ class FolderModel:
             self.notes = self.source(self.shapes())[1]
 
     def check_length(self, length: int) -> None:
-        """Refuse texts that are longer than the model supports.
-
-        Args:
-            length: tokens of the longest text.
+        """Refuse texts that are longer than the model supports. length: tokens of the longest text.
 
         Raises:
             ConfigError: for such texts.
@@ -192,9 +189,7 @@ class CausalModel(FolderModel):
     def prepare(self, folder: RunFolder, *, packs: bool) -> None:
         """Check the folder's weights, and that the model supports the run's sequences.
 
-        Args:
-            folder: the run's folder.
-            packs: True if a sequence can have several documents.
+        packs: True if a sequence can have several documents.
         """
         if self.needs_weights and not self.path.is_dir():
             rule = "there is no such folder, and an adapter's checkpoints do not contain the base. Restore the folder."

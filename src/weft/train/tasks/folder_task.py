@@ -259,9 +259,7 @@ class FolderTask(ModelTask):
     def padded_inputs(self, samples: Sequence[Mapping[str, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
         """Return ids, attention mask and token types, padded to the longest row.
 
-        Args:
-            samples: rows with `input_ids`, and `token_type_ids` if the model reads them.
-            pad_id: padding id.
+        samples: rows with `input_ids`, and `token_type_ids` if the model reads them.
         """
         lengths = [len(one["input_ids"]) for one in samples]
         length = padded_length(max(lengths), self.pad_multiple, self.config.train.seq_len)

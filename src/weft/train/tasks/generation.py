@@ -35,8 +35,6 @@ from weft.train.weights.run_adapter import with_adapter
 
 
 class _Completes(Protocol):
-    """A loaded model."""
-
     tokenizer: Tokenizer
     max_positions: int
 
@@ -46,8 +44,6 @@ class _Completes(Protocol):
 
 
 class _DecoderText:
-    """One of Weft's decoders that continues token ids."""
-
     def __init__(self, model: Decoder, tokenizer: Tokenizer):
         self._model, self.tokenizer = model.eval(), tokenizer
         self.max_positions = model.spec.max_seq_len
@@ -276,7 +272,6 @@ def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: S
 
 
 def _positions(folder: RunFolder) -> int:
-    """Return the number of positions of a run's model."""
     if base_of(folder).is_dir():
         return run_positions(folder)
     return decoder_of(folder).max_seq_len
@@ -349,12 +344,7 @@ def run_positions(folder: RunFolder) -> int:
 
 
 def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
-    """Load the model of a checkpoint.
-
-    Args:
-        folder: run folder.
-        path: path of the checkpoint.
-    """
+    """Load the model of a checkpoint."""
     model_config: Any = hugging_face.load_model_config(Path(base_of(folder)))
     model: Any = hugging_face.causal_model(model_config)
     config = folder.config()

@@ -268,9 +268,7 @@ def described_class(source: Any, index: int) -> str:
 def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """Return the summed cross-entropy of classes, and their number.
 
-    Args:
-        logits: (B, C), summed in fp32 (fp64 for fp64).
-        labels: int64 (B,).
+    logits: (B, C), summed in fp32 (fp64 for fp64). labels: int64 (B,).
     """
     wide = logits if logits.itemsize == 8 else logits.float()
     return F.cross_entropy(wide, labels, reduction="sum"), len(labels)
@@ -542,9 +540,7 @@ class ClassSounds(SoundProcessor):
 def stacked_bands(bands: Sequence[NDArray[np.float32]], multiple: int) -> tuple[Tensor, Tensor]:
     """Return features padded with zeros, (N, M, F), and the frames of each, (N,).
 
-    Args:
-        bands: (M, frames) each.
-        multiple: the frames F are rounded up to a multiple of it.
+    bands: (M, frames) each. multiple: the frames F are rounded up to a multiple of it.
     """
     frames = [one.shape[1] for one in bands]
     found = np.zeros((len(bands), len(bands[0]), -(-max(frames) // multiple) * multiple), np.float32)

@@ -345,9 +345,7 @@ class MixedLimits:
     def refuse(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
         """Return the reason to leave a sample out, or "".
 
-        Args:
-            tokens: token ids of its text, with marks for media.
-            media: (True for a sound, size) of each medium.
+        tokens: token ids of its text, with marks for media. media: (True for a sound, size) of each medium.
         """
         if self.num_media is not None and len(media) != self.num_media:
             return f"it has {len(media)} pictures and recordings, and contrast compares one with a text"
@@ -396,9 +394,6 @@ class MixedProcessor:
         """Return the pictures and recordings of samples in their order, or a blank one if there are none.
 
         With the blank one, every rank calls every encoder in every microbatch, and no rank waits for another.
-
-        Args:
-            samples: samples of a microbatch.
         """
         media = [
             (bool(mark == SOUND_MARK), made)
@@ -454,7 +449,6 @@ def num_frames(media: Mapping[str, Tensor]) -> int:
 
 
 def _frames(tokens: int) -> int:
-    """Return the number of frames of `tokens` tokens of the sound encoder."""
     return tokens * (_FRAMES // encoder_tokens(_FRAMES))
 
 
@@ -483,7 +477,6 @@ class _Typical:
 
 
 def _counts(records: MixedRecords, index: int) -> tuple[int, int, int]:
-    """Return the numbers of tokens, pictures and recordings of a sample."""
     sizes = records.sizes(index)
     sounds = sum(is_sound for is_sound, _ in sizes)
     return len(records.tokens(index)), len(sizes) - sounds, sounds

@@ -148,9 +148,7 @@ class Objective:
     def answers(self, policy: Tensor, batch: Mapping[str, Any]) -> list[Answers]:
         """Return the chosen and the rejected answers, or for kto the answers.
 
-        Args:
-            policy: log-probabilities of the batch's rows, (R,).
-            batch: with `reference` if the objective compares with one.
+        policy: log-probabilities of the batch's rows, (R,). batch: with `reference` if the objective compares with one.
         """
         reference = batch["reference"].to(policy) if self.compares else torch.zeros_like(policy)
         tokens = batch["tokens"].to(policy).clamp(min=1)
@@ -159,12 +157,7 @@ class Objective:
         return [Answers(policy[place::2], reference[place::2], tokens[place::2]) for place in (0, 1)]
 
     def losses(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of each pair, or for kto of each answer, (P,).
-
-        Args:
-            answers: result of `answers`.
-            batch: for kto with `wanted` and `z`.
-        """
+        """Return the loss of each pair, or for kto of each answer, (P,). batch: for kto with `wanted` and `z`."""
         if self.is_kto:
             return kto_losses(answers[0], batch["wanted"], batch["z"].to(answers[0].policy), self.weighing)
         return PAIR_LOSSES[self.name](answers[0], answers[1], self.weighing)
@@ -294,8 +287,6 @@ class VerdictSamples:
 
 
 class _Repeated(Sequence[Any]):
-    """Samples read several times."""
-
     def __init__(self, samples: PairSamples | VerdictSamples, size: int):
         self._samples, self._size = samples, size
 
@@ -309,9 +300,7 @@ class _Repeated(Sequence[Any]):
 def fill_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
     """Return a small set repeated until it fills full batches, each sample the same number of times.
 
-    Args:
-        samples: at least one.
-        batch: samples of a global batch.
+    samples: at least one. batch: samples of a global batch.
     """
     return _Repeated(samples, math.lcm(len(samples), batch))
 

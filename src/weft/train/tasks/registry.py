@@ -125,7 +125,6 @@ def _found(name: str, where: str) -> type[Task]:
 
 
 def _left_out(kind: type[Task]) -> list[str]:
-    """Return required methods that the task does not define. `samples` is only needed by the default `batches`."""
     needed = ["build", "loss"] if kind.batches is not Task.batches else ["build", "samples", "loss"]
     return [name for name in needed if getattr(kind, name) is getattr(Task, name)]
 
@@ -169,7 +168,6 @@ def _other_kind(default: Any, value: Any) -> str:
 
 
 def _refuse_unread(task: Task, config: RunConfig) -> None:
-    """Raise ConfigError for decoder settings that the task does not read."""
     before, now = RunConfig().model_dump(by_alias=True), config.model_dump(by_alias=True)
     name = config.task.name
     problems = [

@@ -383,8 +383,6 @@ class _Pair:
 
 
 class _Pairs(Sequence[_Pair]):
-    """Rows as pairs."""
-
     def __init__(self, rows: Sequence[Mapping[str, np.ndarray]]):
         self._rows = rows
 

@@ -249,9 +249,7 @@ class SpokenTexts(SoundProcessor):
 class SpokenWords:
     """A tokenizer adapted to the decoder's texts: prefix, text, end.
 
-    Args:
-        network: the folder's model.
-        language: for tokenizers that mark it, or "".
+    network: the folder's model. language: for tokenizers that mark it, or "".
 
     Raises:
         ConfigError, DataError: for a folder without a start token or an end token.
@@ -276,7 +274,6 @@ class SpokenWords:
         self.prefix = self._inner(empty)
 
     def _inner(self, ids: list[int]) -> list[int]:
-        """Return tokens without the decoder start token and the end token."""
         ids = ids[1:] if ids and ids[0] == self.start else ids
         return ids[:-1] if ids and ids[-1] == self.end else ids
 

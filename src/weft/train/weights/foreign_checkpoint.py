@@ -70,7 +70,6 @@ def _state_at(place: Place) -> int | None:
 
 
 def _model_of(weights_at: Mapping[Place, list[Place]], states: list[Place], key: str | None) -> Place:
-    """Return the table that holds the weights."""
     if key is not None:
         found = [place for place in weights_at if ".".join(map(str, place)) == key]
         if not found:
