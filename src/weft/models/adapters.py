@@ -284,14 +284,10 @@ def add_adapter(
     _check(adapter)
     packed = pack_layers(model, chosen_layers(model), base)
     adapt_layers(model, chosen, adapter, seed)
-    note_adapted(model, replace(_noted(model), base=base, packed=packed))
-    return model
-
-
-def _noted(model: nn.Module) -> Adapted:
     record = adapted(model)
     assert record is not None
-    return record
+    note_adapted(model, replace(record, base=base, packed=packed))
+    return model
 
 
 def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:

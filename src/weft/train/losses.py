@@ -416,7 +416,8 @@ class CheckedLoss:
         """
         if self._widens:
             output = in_float32(output)
-        has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
+        has_labels = isinstance(batch, Mapping) and LABELS in batch
+        has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and has_labels
         try:
             if isinstance(self.loss_fn, GroupLoss):
                 returned = self.loss_fn(output, batch, samples, index)
@@ -432,7 +433,7 @@ class CheckedLoss:
         if loss_sum is None and has_no_loss:
             _refuse_none(output)
         _check_sum(loss_sum)
-        if not _is_count(number):
+        if not (number.ndim == 0 if isinstance(number, torch.Tensor) else isinstance(number, int | float)):
             _refuse(f"the number of losses that it returned is {_described(number)}")
         if self._warns and is_hugging_face_output(output) and loss_sum is output.get("loss"):
             self._warn_of_mean(output)
@@ -464,16 +465,6 @@ def _check_sum(loss_sum: Any) -> None:
             "loss_fn: the sum that it returned has no gradient, because of .item(), .detach() or no_grad, or it "
             "does not depend on the model's trained parameters. Return the sum computed from the model's output."
         )
-
-
-def _is_count(number: Any) -> bool:
-    if isinstance(number, torch.Tensor):
-        return number.ndim == 0
-    return isinstance(number, int | float)
-
-
-def _has_labels(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and LABELS in batch
 
 
 def _described(value: Any) -> str:

@@ -126,7 +126,8 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
         if path.is_dir():
             yield from _folder_records(path, columns)
         elif path.suffix == ".tar":
-            yield from _tar_records(path, columns)
+            for tar, stem, sample in tar_samples(path):
+                yield _tar_record(path, tar, stem, sample, columns)
         elif path.suffix == ".parquet":
             yield from _parquet_records(path, columns)
         else:
@@ -179,11 +180,6 @@ def _folder_records(root: Path, columns: RecordColumns) -> Iterator[FoundRecord]
 
 
 # --- tar ---
-
-
-def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
-    for tar, stem, sample in tar_samples(path):
-        yield _tar_record(path, tar, stem, sample, columns)
 
 
 def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, tarfile.TarInfo]]]:

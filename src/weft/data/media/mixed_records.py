@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from weft.data.media.files import (
     tar_samples,
 )
 from weft.data.media.images import Encoded, picture_size
-from weft.data.media.media_records import MediaRecords, Told, file_state, records_table, refuse_unusable
+from weft.data.media.media_records import MediaRecords, Told, add_rows, file_state, records_table
 from weft.data.media.mixed_samples import MixedColumns, SamplePart, TextCodec, UnusableSample, sample_tokens
 from weft.data.media.records import PICTURE, SAMPLE, SOUND
 from weft.data.store.row_table import RowWriter
@@ -75,7 +75,7 @@ class FoundSample:
     parts: tuple[SamplePart, ...] = ()
     media: tuple[FoundMedia, ...] = ()
     reason: str = ""
-    missing: str = ""
+    path: str = ""
 
 
 def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
@@ -96,7 +96,8 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
                     continue
                 yield _sample(path, f"row {number}", record, (ROW, number, -1), columns)
         else:
-            yield from _line_mixed(path, columns)
+            for number, offset, line in lines_of(path):
+                yield _line_sample(path, number, line, offset, columns)
     except OSError as error:
         raise DataError(
             f"{path}: it cannot be read ({error.strerror or error}). Repair it, or leave it out."
@@ -133,11 +134,6 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
     if held is None:
         raise DataError(f"{path}, {name}: it holds no media any more. Start a new run for changed data.")
     return Encoded(f"{path}, {name}", held=held)
-
-
-def _line_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
-    for number, offset, line in lines_of(path):
-        yield _line_sample(path, number, line, offset, columns)
 
 
 def _line_sample(path: Path, number: int, line: bytes | None, offset: int, columns: MixedColumns) -> FoundSample:
@@ -178,7 +174,7 @@ def _sample(
         except DataError as error:
             return FoundSample(where, place[1], reason=str(error))
         if not found.is_file():
-            return FoundSample(where, place[1], reason=f"there is no file {file[:200]!r} beside it", missing=str(found))
+            return FoundSample(where, place[1], reason=f"there is no file {file[:200]!r} beside it", path=str(found))
         media.append(FoundMedia(is_sound, file, FILE, 0, -1, number, Encoded.of_file(found), str(found)))
     return FoundSample(where, place[1], tuple(parts), tuple(media))
 
@@ -382,64 +378,41 @@ def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Pat
     columns = survey.columns
     asked = RecordColumns(f"{columns.picture}\n{columns.audio}", columns.text, SAMPLE, is_text=True)
     key = ["mixed", _VERSION, [columns.text, columns.picture, columns.audio, survey.codec.digest, *survey.key]]
-    table = records_table(cache, key, files, SAMPLE, _Writer(path, files, survey, told).write)
+
+    def write(writer: RowWriter) -> dict[str, Any]:
+        row_of = partial(_row, survey)
+        return add_rows(writer, path, files, SAMPLE, told, lambda file: mixed_in(file, columns), row_of)
+
+    table = records_table(cache, key, files, SAMPLE, write)
     return MixedRecords(
         path, str(table.folder), table.digest, (), (), tuple(str(file.absolute()) for file in files), asked,
         tuple(table.notes["reasons"]), _table=[table],
     )  # fmt: skip
 
 
-class _Writer:
-    """Writer of a table: reads every record once, and adds a row for each usable one."""
-
-    def __init__(self, path: str, files: Sequence[Path], survey: MixedSurvey, told: Told | None):
-        self._path, self._files, self._survey, self._in_one_sentence = path, files, survey, told
-
-    def write(self, writer: RowWriter) -> dict[str, Any]:
-        reasons: list[str] = []
-        missing: list[tuple[str, list[int]]] = []
-        num_bad = done = count = 0
-        sizes = [file.stat().st_size for file in self._files]
-        for number, file in enumerate(self._files):
-            for sample in mixed_in(file, self._survey.columns):
-                count += 1
-                row, reason = self._row(number, sample)
-                if row is not None:
-                    writer.add(row)
-                else:
-                    num_bad += 1
-                    reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
-                    if sample.missing and len(missing) < _MOST_REASONS:
-                        missing.append((sample.missing, file_state(sample.missing)))
-                if self._in_one_sentence is not None and not count % _TOLD_EVERY:
-                    self._in_one_sentence(done + sample.offset, sum(sizes))
-            done += sizes[number]
-        refuse_unusable(self._path, SAMPLE, count, num_bad, reasons)
-        return {"reasons": reasons, "num_bad": num_bad, "missing": missing}
-
-    def _row(self, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
-        if sample.reason:
-            return None, f"{sample.name}: {sample.reason}"
-        places: list[int] = []
-        sizes: list[tuple[bool, tuple[int, ...]]] = []
-        try:
-            for one in sample.media:
-                size = (sound_size if one.is_sound else picture_size)(one.encoded)
-                sizes.append((one.is_sound, size))
-                places += [one.is_sound, one.kind, file, one.offset, one.length, one.number, *(*size, 0)[:3]]
-        except DataError as error:
-            return None, str(error)
-        made = sample_tokens(sample.parts, self._survey.codec)
-        if reason := self._survey.refuse(made.tokens, sizes):
-            return None, f"{sample.name}: {reason}"
-        names = "\n".join(one.name for one in sample.media)
-        return {
-            "places": np.array(places, np.int64),
-            "name": name_bytes(sample.name),
-            "names": name_bytes(names),
-            "tokens": made.tokens,
-            "learnt": made.learnt,
-        }, ""
+def _row(survey: MixedSurvey, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
+    if sample.reason:
+        return None, f"{sample.name}: {sample.reason}"
+    places: list[int] = []
+    sizes: list[tuple[bool, tuple[int, ...]]] = []
+    try:
+        for one in sample.media:
+            size = (sound_size if one.is_sound else picture_size)(one.encoded)
+            sizes.append((one.is_sound, size))
+            places += [one.is_sound, one.kind, file, one.offset, one.length, one.number, *(*size, 0)[:3]]
+    except DataError as error:
+        return None, str(error)
+    made = sample_tokens(sample.parts, survey.codec)
+    if reason := survey.refuse(made.tokens, sizes):
+        return None, f"{sample.name}: {reason}"
+    names = "\n".join(one.name for one in sample.media)
+    return {
+        "places": np.array(places, np.int64),
+        "name": name_bytes(sample.name),
+        "names": name_bytes(names),
+        "tokens": made.tokens,
+        "learnt": made.learnt,
+    }, ""
 
 
 # Features that a frozen encoder computed from pictures or recordings, stored once in safetensors shards, read by

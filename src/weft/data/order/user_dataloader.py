@@ -366,7 +366,10 @@ class _Slices(Sampler[list[Any]]):
         batches = self._reading = self._batches.of(self.epoch)
         for number in range(self.next_batch, len(batches)):
             own = self._own(batches[number])
-            yield self._sample_keys(number, len(batches[number]), own) if self._gives_places else own
+            if self._gives_places:
+                positions = [*chain(*self.numbers_of(len(batches[number])))] or [0]
+                own = [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
+            yield own
 
     def __len__(self) -> int:
         return self.num_batches - self.next_batch
@@ -374,10 +377,6 @@ class _Slices(Sampler[list[Any]]):
     def numbers_of(self, global_batch: int) -> list[range]:
         """Return the numbers of this rank's samples in a global batch, by microbatch."""
         return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
-
-    def _sample_keys(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:
-        positions = [*chain(*self.numbers_of(global_batch))] or [0]
-        return [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
 
     def _own(self, batch: Any) -> list[Any]:
         own = self.numbers_of(len(batch))

@@ -344,8 +344,19 @@ def _prepare(
         )
     summary += notes
     if not eval_sources:
-        summary += [] if notes else [_no_evaluation(config.data)]
-        _check_early_stop(config, summary[-1])
+        if not notes:
+            share = config.data.holdout
+            summary.append(
+                f"evaluation: none; data.holdout={share:g} takes none of the documents (a larger data.holdout or "
+                "data.eval=FILE gives some)"
+                if share
+                else "evaluation: none (data.holdout = 0 and no data.eval)"
+            )
+        if (patience := config.train.early_stop.patience) is not None:
+            raise DataError(
+                f"train.early_stop.patience={patience}: the run has no evaluation data ({summary[-1]}). Give "
+                "data.eval, or leave the patience out."
+            )
     return PreparedData(train_sources, eval_sources, tokenizer_dir, tokenizer.vocab_size, summary)
 
 
@@ -456,21 +467,3 @@ def _nothing_left(wanted: RequestedSource, stored: CachedSource) -> str:
         f"data.holdout={wanted.limits.holdout:g}: it holds out every document of {path} for evaluation. Use a smaller "
         "data.holdout, or give data.eval."
     )
-
-
-def _no_evaluation(data: DataSection) -> str:
-    if data.holdout == 0:
-        return "evaluation: none (data.holdout = 0 and no data.eval)"
-    return (
-        f"evaluation: none; data.holdout={data.holdout:g} takes none of the documents "
-        "(a larger data.holdout or data.eval=FILE gives some)"
-    )
-
-
-def _check_early_stop(config: RunConfig, why: str) -> None:
-    patience = config.train.early_stop.patience
-    if patience is not None:
-        raise DataError(
-            f"train.early_stop.patience={patience}: the run has no evaluation data ({why}). Give data.eval, or leave "
-            "the patience out."
-        )

@@ -249,7 +249,12 @@ def tokenise_source(
     with ExitStack() as opened:
         quarantine = opened.enter_context((folder / QUARANTINE).open("w", encoding="utf-8"))
         stream = DocumentStream(
-            files, schema, limits, tokenizer.vocab_size, lambda broken: _write_broken(quarantine, broken), progress
+            files,
+            schema,
+            limits,
+            tokenizer.vocab_size,
+            lambda broken: print(json.dumps(asdict(broken)), file=quarantine),
+            progress,
         )
         router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes, opened, stream.refuse)
         if tokenizer.template is not None:
@@ -317,7 +322,9 @@ class _Router:
             self._append(split, ids, trained)
             self._open, self._next = split, (document.file, document.part + 1)
             if document.last:
-                self._end(split, end_trained=_end_trained(document), liking=document.liking)
+                # Texts train their end, and ids if their last token is trained. A chat ends with its last turn.
+                trains_end = document.turns is None and (document.trained is None or bool(document.trained[-1]))
+                self._end(split, end_trained=trains_end, liking=document.liking)
 
     def _encoded(
         self, documents: list[Document]
@@ -376,16 +383,6 @@ def _is_chunk(document: Document) -> bool:
     return document.text is not None and document.prompt is None and (document.part > 0 or not document.last)
 
 
-def _end_trained(document: Document) -> bool:
-    """Return True if the end token is trained.
-
-    It is trained for texts, and for ids whose last token is trained. A chat ends with its last turn.
-    """
-    if document.turns is not None:
-        return False
-    return document.trained is None or bool(document.trained[-1])
-
-
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     num_chars = 0
@@ -403,10 +400,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, num_chars = [], 0
     if batch:
         yield batch
-
-
-def _write_broken(file: Any, broken: Broken) -> None:
-    file.write(json.dumps(asdict(broken), ensure_ascii=True) + "\n")
 
 
 def too_many_broken(

@@ -264,8 +264,9 @@ class Inputs:
         self.given = example is not None
         made = example_of(model) if example is None else example(0, 2) if callable(example) else example
         if callable(example):  # a batch_fn: use the model inputs of its batch
-            made = _model_inputs(made)
-        self.example = tree_map(_to_meta, made)
+            first = made[0] if is_placed(made) else made
+            made = {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
+        self.example = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
         tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if not tensors:
             raise ModelError("its example has no tensor. Return (model, example), with the arguments of a forward")
@@ -310,16 +311,6 @@ class Inputs:
         return step
 
 
-def _model_inputs(made: Any) -> Any:
-    """Return the part of a batch that a training step passes to the model."""
-    first = made[0] if is_placed(made) else made
-    return {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
 #: Sizes of images that are tried if the model refuses the usual example.
 _SIDES = (224, 32, 28, 16, 8)
 
@@ -360,7 +351,8 @@ class CallOrder:
                 if child is not None and has_params(child)
             ]
             is_opened = site.module not in self._first and any(part in self._first for part in site.module.modules())
-            found += self.called(inside) if is_opened and not self._has_own(site.module) else [site]
+            has_own = any(True for _ in site.module.named_parameters(recurse=False))
+            found += self.called(inside) if is_opened and not has_own else [site]
         return found
 
     def sorted(self, sites: list[Site]) -> list[Site]:
@@ -380,10 +372,6 @@ class CallOrder:
             elif module is site.module:
                 found.setdefault(sum(unit.module in seen for unit in units))
         return list(found)
-
-    @staticmethod
-    def _has_own(module: nn.Module) -> bool:
-        return any(True for _ in module.named_parameters(recurse=False))
 
 
 def call_order(model: nn.Module) -> CallOrder | None:

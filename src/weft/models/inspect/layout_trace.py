@@ -77,7 +77,7 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
     example: see `trace_layout`. Raises LayoutError if the forward fails on the meta device.
     """
     example = example_of(model) if example is None else example
-    return _Trace(model).run(example).partial_readers()
+    return dict(_Trace(model).run(example).inside)
 
 
 class _Trace:
@@ -258,10 +258,6 @@ class _Trace:
         first = next((leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)), None)
         mark = self.flow.of(first)
         self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
-
-    def partial_readers(self) -> dict[str, frozenset[str]]:
-        """Return modules with parameters that read separate features of linear layers, and those layers."""
-        return dict(self.inside)
 
     def styles(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return style and reason of each module that is sharded or works on sharded features, in module order."""

@@ -162,7 +162,9 @@ class TokenTrace:
             self._stack.append(path)
             self.called.add(path)
             if not path:
-                self._find_owned(module)
+                named = dict(named_modules(module))
+                self._owned = {id(param) for unit in self._units for param in named[unit].parameters()}
+                self._full_owned = {id(param) for path in self._division.full for param in named[path].parameters()}
             if self._region:
                 return None
             if path in self._units:
@@ -183,11 +185,6 @@ class TokenTrace:
             return args, kwargs
 
         return before
-
-    def _find_owned(self, model: nn.Module) -> None:
-        named = dict(named_modules(model))
-        self._owned = {id(param) for unit in self._units for param in named[unit].parameters()}
-        self._full_owned = {id(param) for path in self._division.full for param in named[path].parameters()}
 
     def _gather(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a module's arguments, of which it gathers the tokens. Code in it gets the number of all tokens."""
@@ -465,7 +462,9 @@ class TokenTrace:
     def _propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
         if outputs and args and outputs[0] is args[0]:
             self._written(outputs[0], name)
-        elif all(id(leaf) in self._uniform for leaf in given) and _keeps_uniform(func, given):
+        elif all(id(leaf) in self._uniform for leaf in given) and (
+            (bool(given) and func.is_view) or str(func.overloadpacket).rpartition(".")[2] in _UNIFORM
+        ):
             self._uniform |= {id(output) for output in outputs}
 
     def _check_foreign(self, name: str, given: list[torch.Tensor]) -> None:
@@ -520,11 +519,6 @@ class TokenTrace:
                 continue
             elif leaf.requires_grad:
                 self._fail(f"{self.module_name} reads a value with a gradient that a block computed, in {operation}.")
-
-
-def _keeps_uniform(func: Any, given: list[torch.Tensor]) -> bool:
-    name = str(func.overloadpacket).rpartition(".")[2]
-    return (bool(given) and func.is_view) or name in _UNIFORM
 
 
 def hidden_index(leaves: Sequence[Any], width: int) -> int | None:

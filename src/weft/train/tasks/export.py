@@ -60,14 +60,6 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
     return {**config_of_decoder(spec), "bos_token_id": None, "eos_token_id": end_id, "pad_token_id": pad_id}
 
 
-def layout_tensors(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
-    """Yield a decoder's tensors one by one, under transformers' names and in its shapes.
-
-    spec: without experts. read: reads a tensor by Weft's name.
-    """
-    yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
-
-
 def _llama(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
     yield "model.embed_tokens.weight", read("embed.weight")
     for layer in range(spec.num_layers):
@@ -251,22 +243,18 @@ def exported_tensors(
         def read(name: str) -> RawArray:
             return checkpoint.block(f"model/{name}") if whole is None else block_of(whole[name])
 
-        yield from layout_tensors(decoder_of(folder), read)
+        spec = decoder_of(folder)
+        yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
         return
-    model = shapes_of(folder)
+    task = find_task(folder.config())
+    task.open(folder)
+    model = task.shapes()
     if merged:
         whole = merged_base(model, base_folder(folder), checkpoint, widened=widened)
         yield from as_published(model, whole.names, whole.read)
         return
     names = [name for name, entry in checkpoint.entries("model").items() if entry.same_as is None]
     yield from as_published(model, names, lambda name: tensor_of(checkpoint.block(f"model/{name}")))
-
-
-def shapes_of(folder: RunFolder) -> Any:
-    """Return the model of a run on a pretrained folder, as its task builds it, on the meta device."""
-    task = find_task(folder.config())
-    task.open(folder)
-    return task.shapes()
 
 
 def as_published(

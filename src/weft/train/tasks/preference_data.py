@@ -297,14 +297,6 @@ class _Repeated(Sequence[Any]):
         return self._samples[index % len(self._samples)]
 
 
-def fill_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
-    """Return a small set repeated until it fills full batches, each sample the same number of times.
-
-    samples: at least one. batch: samples of a global batch.
-    """
-    return _Repeated(samples, math.lcm(len(samples), batch))
-
-
 class Preferences:
     """Stored preferences of a config as samples and batches.
 
@@ -325,7 +317,9 @@ class Preferences:
         """Return the samples of a split. A small evaluation set is repeated to fill batches of `batch` samples."""
         if split == "train":
             return self.train
-        return fill_batches(self.eval, batch) if 0 < len(self.eval) < batch else self.eval
+        if not 0 < len(self.eval) < batch:
+            return self.eval
+        return _Repeated(self.eval, math.lcm(len(self.eval), batch))
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         """Make a batch: see `collate_answers`."""
