@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,29 +49,22 @@ class TokenTrace:
         self.called: set[str] = set()
         self.summed: dict[str, frozenset[int]] = {}
         self._model, self._division = model, division
-        self._first = dict[str, str](regions.runs)
-        self._units = frozenset(regions.units)
+        self._regions = regions
         self._operations = TokenOperations(self)
         self._reset()
 
     def _reset(self) -> None:
         self._stack: list[str] = []
         self._depth = 0  # number of running modules that gather tokens
-        self._region = ""  # the running module that gets all tokens and computes them on every rank
-        self._region_inputs: tuple[TokensAt, ...] = ()
-        self._made: set[int] = set()  # tensors and parameters of that module
+        self._region: _Region | None = None
         self._open: str | None = None  # tokens are gathered after this module
-        self._ends: list[str] = []
-        self._unit: list[str] = []
+        self._blocks: list[_Block] = []  # running blocks
         self._trusted: list[str] = []
-        self._own: list[set[int]] = []
         self._kept: list[torch.Tensor] = []  # keeps tensors alive so that ids stay unique
         self._marks: dict[int, TokenDim] = {}
-        self._uniform: set[int] = set()
+        self._constants = _Constants()
         self._inner: set[int] = set()
-        self._owned: set[int] = set()
-        self._full_owned: set[int] = set()
-        self._bases: dict[int, torch.Tensor] = {}
+        self._owned = _Owned()
 
     def trace(self, example: Any, training: bool) -> None:
         """Trace one call of the model."""
@@ -81,7 +75,7 @@ class TokenTrace:
         try:
             output = call_traced(self._model, example, self._watched, training=training)
             self._outside(tree_leaves(dict(output) if is_named(output) else output), "its output")
-            if missing := [path for path in self._first if path not in self.called]:
+            if missing := [path for path, _ in self._regions.runs if path not in self.called]:
                 self._fail(f"{missing[0]} ({self._kind(missing[0])}) is never called as a module.")
         finally:
             for handle in handles:
@@ -104,7 +98,7 @@ class TokenTrace:
     def _fail(self, problem: str) -> None:
         if self.problem is None:
             self.problem = problem
-            inside = self._stack.index(self._unit[-1]) + 1 if self._unit else len(self._stack)
+            inside = self._stack.index(self._blocks[-1].path) + 1 if self._blocks else len(self._stack)
             self.failed = tuple(self._stack[inside:])
 
     @property
@@ -162,22 +156,20 @@ class TokenTrace:
             self._stack.append(path)
             self.called.add(path)
             if not path:
-                named = dict(named_modules(module))
-                self._owned = {id(param) for unit in self._units for param in named[unit].parameters()}
-                self._full_owned = {id(param) for path in self._division.full for param in named[path].parameters()}
-            if self._region:
+                self._owned = _Owned.of(module, self._regions.units, self._division.full)
+            if self._region is not None:
                 return None
-            if path in self._units:
+            if path in self._regions.units:
                 args, kwargs = self._enter_unit(path, module, args, kwargs) or (args, kwargs)
-            if hugging_face.computes_tokens_separately(module) and self._unit and not self._depth:
+            if hugging_face.computes_tokens_separately(module) and self._blocks and not self._depth:
                 self._operations.pauses += 1
                 self._trusted.append(path)
             if path in self._division.full:
                 return self._enter_full(path, module, args, kwargs)
             if self._division.gathers(path):
-                if not self._unit and any(path.startswith(f"{unit}.") for unit in self._units):
+                if not self._blocks and any(path.startswith(f"{unit}.") for unit in self._regions.units):
                     self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
-                if self._unit:
+                if self._blocks:
                     if self._depth == 0:
                         self._check_arguments(args, kwargs)
                     args, kwargs = self._gather(path, module, args, kwargs)
@@ -217,7 +209,7 @@ class TokenTrace:
 
     def _enter_full(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of a module that gets all tokens, without marks."""
-        if not self._unit:
+        if not self._blocks:
             self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
         leaves, tree = tree_flatten((args, kwargs))
         if next(counted_in((args, kwargs)), None) is not None:
@@ -235,14 +227,14 @@ class TokenTrace:
                 self._fail(f"{self.module_name} is given a tensor with a gradient that has no tokens.")
         if not inputs:
             self._fail(f"{self.module_name} is given no tokens.")
-        self._region, self._region_inputs = path, tuple(inputs)
-        self._made = {id(leaf) for leaf in leaves} | {id(param) for param in module.parameters()}
+        made = {id(leaf) for leaf in leaves} | {id(param) for param in module.parameters()}
+        self._region = _Region(path, tuple(inputs), made)
         self._kept += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return tree_unflatten(leaves, tree)
 
-    def _leave_full(self, output: Any) -> Any:
+    def _leave_full(self, region: _Region, output: Any) -> Any:
         """Return the output of a module that gets all tokens, with marks on its tokens."""
-        path, inputs, self._region = self._region, self._region_inputs, ""
+        path, inputs, self._region = region.path, region.inputs, None
         leaves, tree = tree_flatten(output)
         floats = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         floats = [at for at in floats if leaves[at].requires_grad] or floats
@@ -262,17 +254,17 @@ class TokenTrace:
     def _enter_unit(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         place = hidden_index(leaves, self._division.width)
-        self._unit.append(path)
-        self._own.append({id(param) for param in module.parameters()})
-        if path in self._first and self._open is None:
-            self._open = self._first[path]
+        self._blocks.append(_Block(path, {id(param) for param in module.parameters()}))
+        last_of = dict(self._regions.runs)
+        if path in last_of and self._open is None:
+            self._open = last_of[path]
             if place is None:
                 width = self._division.width
                 self._fail(f"{self.module_name} gets no hidden states of (batch, tokens, {width} features).")
                 return None
             leaves[place] = self._alias(leaves[place])
             self.mark(leaves[place], _stream(leaves[place]))
-        elif self._open is None or path in self._first:
+        elif self._open is None or path in last_of:
             self._fail(
                 f"{self.module_name} is called where tokens are {'all there' if self._open is None else 'divided'}: "
                 "blocks run in another order than they are registered in, or several times."
@@ -314,13 +306,13 @@ class TokenTrace:
                 )
 
     def _is_own(self, leaf: torch.Tensor) -> bool:
-        return bool(self._own) and id(leaf) in self._own[-1]
+        return bool(self._blocks) and id(leaf) in self._blocks[-1].params
 
     def _leave(self, path: str) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             self._stack.pop()
-            if self._region:
-                return self._leave_full(output) if path == self._region else None
+            if self._region is not None:
+                return self._leave_full(self._region, output) if path == self._region.path else None
             if not path:
                 self._check_stored(module)
             if self._trusted and self._trusted[-1] == path:
@@ -328,11 +320,10 @@ class TokenTrace:
             if self._division.gathers(path):
                 self._depth -= 1
                 is_row = self._division.style_of(path) == "rowwise"
-                if self._unit and (is_row or path in self._division.gathering):
+                if self._blocks and (is_row or path in self._division.gathering):
                     self._mark_hidden(output, None if is_row else self._division.width)
-            if self._unit and self._unit[-1] == path:
-                self._unit.pop()
-                self._own.pop()
+            if self._blocks and self._blocks[-1].path == path:
+                self._blocks.pop()
                 if path == self._open:
                     self._open = None
                     return self._gathered(path, output)
@@ -399,37 +390,39 @@ class TokenTrace:
             outputs: the tensors that it returned.
         """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._region:
-            if any(self.of(leaf) is not None or (leaf.requires_grad and id(leaf) not in self._made) for leaf in given):
-                self._fail(f"{self.module_name} reads a tensor from outside of {self._region} in `{name}`.")
-            self._made |= {id(output) for output in outputs}
+        if (region := self._region) is not None:
+            if any(self.of(leaf) is not None or (leaf.requires_grad and id(leaf) not in region.made) for leaf in given):
+                self._fail(f"{self.module_name} reads a tensor from outside of {region.path} in `{name}`.")
+            region.made.update(id(output) for output in outputs)
             self._kept += outputs
             return
         self._check_sources(name, given)
-        is_uniform = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in self._uniform
-        self._propagate_bases(func, args, outputs)
+        is_uniform = bool(args) and isinstance(args[0], torch.Tensor) and args[0] in self._constants
+        if func.is_view and args and isinstance(args[0], torch.Tensor):
+            self._kept += [*outputs, self._constants.note_views(args[0], outputs)]
         if all(self.of(leaf) is None for leaf in given):
-            self._propagate_uniform(name, func, args, given, outputs)
+            self._constants.propagate(name, func, args, given, outputs)
         elif not outputs:
             self.record_mixing(name)
         else:
             self._check_foreign(name, given)
-            self._propagate_tokens(
-                name, TokenStep(func, args, kwargs, outputs, self.of, self._is_identical), is_uniform
-            )
+            step = TokenStep(func, args, kwargs, outputs, self.of, self._constants.is_identical)
+            self._propagate_tokens(name, step, is_uniform)
         self.note(outputs)
 
     def _check_sources(self, name: str, given: list[torch.Tensor]) -> None:
         """Check that code outside of blocks uses no tensors or parameters of blocks, and the reverse."""
-        if any(id(leaf) in self._full_owned and leaf.requires_grad for leaf in given):
+        if any(id(leaf) in self._owned.full and leaf.requires_grad for leaf in given):
             self._fail(
                 f"{self.module_name} reads a parameter of a module that gets all tokens outside of it, in `{name}`."
             )
         if self._open is None:
             self._outside(given, f"`{name}`")
-        if self._unit and self._open is not None:
+        if self._blocks and self._open is not None:
             self._check_foreign(name, given)
-        elif not self._division.has_own_loss and any(id(leaf) in self._owned and leaf.requires_grad for leaf in given):
+        elif not self._division.has_own_loss and any(
+            id(leaf) in self._owned.blocks and leaf.requires_grad for leaf in given
+        ):
             self._fail(
                 f"{self.module_name} reads a parameter of a block outside of it, in `{name}`, where its gradient is no "
                 "sum over the ranks."
@@ -449,7 +442,7 @@ class TokenTrace:
 
     def _takes(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
         """Return True if tokens may be written into a tensor. Mark the tensor that it is a view of."""
-        before, base = self.of(target), self._bases.get(id(target))
+        before, base = self.of(target), self._constants.base_of(target)
         if before is not None:
             return before == tokens
         if base is not None and self.of(base) is None:
@@ -459,54 +452,24 @@ class TokenTrace:
             self.mark(base, tokens)
         return is_uniform
 
-    def _propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
-        if outputs and args and outputs[0] is args[0]:
-            self._written(outputs[0], name)
-        elif all(id(leaf) in self._uniform for leaf in given) and (
-            (bool(given) and func.is_view) or str(func.overloadpacket).rpartition(".")[2] in _UNIFORM
-        ):
-            self._uniform |= {id(output) for output in outputs}
-
     def _check_foreign(self, name: str, given: list[torch.Tensor]) -> None:
         """Check that no outside tensor with a gradient is combined with a part of the tokens."""
         for leaf in given:
             if self.of(leaf) is None and self._is_outside(leaf) and not self._is_own(leaf):
                 what = (
                     "reads a tensor made outside of the block that is no argument of it"
-                    if self._unit
+                    if self._blocks
                     else ("reads a parameter or a tensor with a gradient between its blocks")
                 )
                 self._fail(
                     f"{self.module_name} {what}, in `{name}`: its gradient would cover only a part of the tokens."
                 )
 
-    def _written(self, tensor: torch.Tensor, name: str) -> None:
-        """Record that a tensor and all tensors that share its memory may no longer be constant after a write."""
-        base = self._bases.get(id(tensor))
-        if base is None and name in ("fill_", "zero_"):
-            return
-        base = tensor if base is None else base
-        self._uniform -= {id(base), *(key for key, owner in self._bases.items() if owner is base)}
-
     def note(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record tensors that blocks made."""
         self._kept += outputs
-        if self._unit:
+        if self._blocks:
             self._inner |= {id(output) for output in outputs}
-
-    def _propagate_bases(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
-        if not func.is_view or not args or not isinstance(args[0], torch.Tensor):
-            return
-        first: torch.Tensor = args[0]
-        base = self._bases.get(id(first), first)
-        for output in outputs:
-            self._bases[id(output)] = base
-            self._kept += [output, base]
-
-    def _is_identical(self, tensor: torch.Tensor, from_end: int) -> bool:
-        if from_end > tensor.dim() or id(tensor) in self._uniform:
-            return True
-        return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
 
     def _outside(self, leaves: Sequence[Any], operation: str) -> None:
         """Check that code with all tokens does not read values that blocks computed for a part of them."""
@@ -519,6 +482,82 @@ class TokenTrace:
                 continue
             elif leaf.requires_grad:
                 self._fail(f"{self.module_name} reads a value with a gradient that a block computed, in {operation}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A running block. params: ids of its parameters."""
+
+    path: str
+    params: set[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The running module that gets all tokens and computes them on every rank. made: ids of its tensors."""
+
+    path: str
+    inputs: tuple[TokensAt, ...]
+    made: set[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Ids of the parameters of blocks, and of modules that get all tokens."""
+
+    blocks: frozenset[int] = frozenset()
+    full: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: Iterable[str], full: Iterable[str]) -> _Owned:
+        named = dict(named_modules(model))
+        found = (
+            frozenset(id(param) for path in paths for param in named[path].parameters()) for paths in (blocks, full)
+        )
+        return cls(*found)
+
+
+class _Constants:
+    """Tensors without tokens whose values are equal at each position, and the bases of views."""
+
+    def __init__(self) -> None:
+        self._uniform: set[int] = set()
+        self._bases: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._uniform
+
+    def base_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor that a view shares memory with."""
+        return self._bases.get(id(tensor))
+
+    def note_views(self, tensor: torch.Tensor, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Record views of a tensor, and return their base."""
+        base = self._bases.get(id(tensor), tensor)
+        self._bases |= {id(view): base for view in views}
+        return base
+
+    def propagate(
+        self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Record constant results of an operation on tensors without tokens, or that a tensor is written to."""
+        if outputs and args and outputs[0] is args[0]:
+            base = self._bases.get(id(outputs[0]))
+            if base is None and name in ("fill_", "zero_"):
+                return
+            # All tensors that share the memory may no longer be constant.
+            base = outputs[0] if base is None else base
+            self._uniform -= {id(base), *(key for key, owner in self._bases.items() if owner is base)}
+        elif all(id(leaf) in self._uniform for leaf in given) and (
+            (bool(given) and func.is_view) or str(func.overloadpacket).rpartition(".")[2] in _UNIFORM
+        ):
+            self._uniform |= {id(output) for output in outputs}
+
+    def is_identical(self, tensor: torch.Tensor, from_end: int) -> bool:
+        """Return True if all entries along a dim, counted from the end, are equal."""
+        if from_end > tensor.dim() or id(tensor) in self._uniform:
+            return True
+        return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
 
 
 def hidden_index(leaves: Sequence[Any], width: int) -> int | None:
