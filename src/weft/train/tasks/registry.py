@@ -19,20 +19,20 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 #: Settings that have separate checks.
 _OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
-#: Named tasks: the class, and the class for a pretrained folder.
+#: Classes of named tasks.
 _CLASSES = {
-    "caption": ("weft.train.tasks.captioning:CaptionTask",) * 2,
-    "classify_audio": ("weft.train.tasks.media:AudioClassTask",) * 2,
-    "classify_images": ("weft.train.tasks.media:ImageClassTask",) * 2,
-    "classify_text": ("weft.train.tasks.classification:TextClassTask",) * 2,
-    "classify_tokens": ("weft.train.tasks.classification:TokenClassTask",) * 2,
-    "contrast": ("weft.train.tasks.captioning:ContrastTask",) * 2,
-    "embed": ("weft.train.tasks.text_tasks:EmbedTask",) * 2,
-    "masked_lm": ("weft.train.tasks.text_tasks:MaskedTask",) * 2,
-    "seq2seq": ("weft.train.tasks.text_tasks:Seq2SeqTask",) * 2,
-    "transcribe": ("weft.train.tasks.captioning:CaptionTask", "weft.train.tasks.transcription:TranscribeTask"),
-    "distill": ("weft.train.tasks.distill:DistillTask",) * 2,
-    "prefer": ("weft.train.tasks.preference:PreferTask",) * 2,
+    "caption": "weft.train.tasks.captioning:CaptionTask",
+    "classify_audio": "weft.train.tasks.media:AudioClassTask",
+    "classify_images": "weft.train.tasks.media:ImageClassTask",
+    "classify_text": "weft.train.tasks.classification:TextClassTask",
+    "classify_tokens": "weft.train.tasks.classification:TokenClassTask",
+    "contrast": "weft.train.tasks.captioning:ContrastTask",
+    "embed": "weft.train.tasks.text_tasks:EmbedTask",
+    "masked_lm": "weft.train.tasks.text_tasks:MaskedTask",
+    "seq2seq": "weft.train.tasks.text_tasks:Seq2SeqTask",
+    "transcribe": "weft.train.tasks.captioning:CaptionTask",
+    "distill": "weft.train.tasks.distill:DistillTask",
+    "prefer": "weft.train.tasks.preference:PreferTask",
 }
 
 
@@ -48,8 +48,10 @@ def find_task(config: RunConfig) -> Task:
         task: Task = DecoderTask()
     else:
         name = classified(config) if config.task.name == "classify" else config.task.name
-        plain, tuned = _CLASSES.get(name, (name, name))
-        kind = _found(config.task.name, tuned if config.model.path else plain)
+        where = _CLASSES.get(name, name)
+        if name == "transcribe" and config.model.path:
+            where = "weft.train.tasks.transcription:TranscribeTask"
+        kind = _found(config.task.name, where)
         task = _made(kind, config.task.name, config.task.options)
         _refuse_unread(task, config)
     _check_batching(task, config)
