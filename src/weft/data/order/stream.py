@@ -480,7 +480,10 @@ class SampleStream:
         """
         number, epoch, sequence = self._locate(index)
         source = self._sources[number]
-        shift = self._shift(source, epoch)
+        shift = 0
+        if self.shuffle and source.packing == "concat":
+            most = min(self.seq_len, source.reader.num_tokens)
+            shift = derive_key("shift", self.seed, source.number, epoch) % most
         start, size = source.spans.span(sequence, shift)
         reader = source.reader
         tokens = reader.tokens(start, size + 1)
@@ -519,11 +522,6 @@ class SampleStream:
         for number, edge in enumerate(edges, start=1):
             positions[edge:] = np.arange(seq_len - edge)
             documents[edge:] = number
-
-    def _shift(self, source: _Source, epoch: int) -> int:
-        if not self.shuffle or source.packing != "concat":
-            return 0
-        return derive_key("shift", self.seed, source.number, epoch) % min(self.seq_len, source.reader.num_tokens)
 
 
 def _sample_share(stored: StoredSource, source: _Source) -> float:

@@ -105,7 +105,10 @@ class ChatTemplate:
                 TrainedSpan(low, high, turns[place].weight)
                 for place, low, high in answers.spans(rendered.text, self._turn_format)
             ]
-        self._count_left_out(answers, turns, schemas)
+        kinds = answers.left_out()[1] if answers is not None else set()
+        self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
+        if schemas and "tools" not in self._sandbox.variables:
+            self.left_out[_TOOLS_LEFT_OUT] += 1
         return rendered.text, [span for span in spans if span.weight]
 
     def prompt(self, turns: Sequence[Turn], tools: str = "") -> str:
@@ -223,12 +226,6 @@ class ChatTemplate:
                 missing, _ = answers.left_out()
                 return None if missing else answers
         return None
-
-    def _count_left_out(self, answers: MarkedAnswers | None, turns: Sequence[Turn], tools: Any) -> None:
-        kinds = answers.left_out()[1] if answers is not None else set()
-        self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
-        if tools and "tools" not in self._sandbox.variables:
-            self.left_out[_TOOLS_LEFT_OUT] += 1
 
     @cached_property
     def _turn_format(self) -> TurnFormat:

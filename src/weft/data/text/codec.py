@@ -271,9 +271,11 @@ class JsonCodec:
         return sorted({token for token, entry in added.items() if entry.special} | set(self._control))
 
     def token_bytes(self, vocab_size: int) -> np.ndarray:
+        from tokenizers.pre_tokenizers import ByteLevel
+
         added = self._library.get_added_tokens_decoder()
         is_byte_level = "ByteLevel" in json.dumps(json.loads(self._library.to_str()).get("decoder"))
-        alphabet = _byte_level_alphabet() if is_byte_level else None
+        alphabet = frozenset(ByteLevel.alphabet()) if is_byte_level else None
         sizes = np.zeros(vocab_size, np.int64)
         for name, token in self._library.get_vocab(with_added_tokens=True).items():
             if token in added:
@@ -343,9 +345,3 @@ def _byte_tokens(text: str) -> Tokens:
     starts = np.repeat(np.arange(len(codes), dtype=np.int64), widths)
     ids = np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
     return Tokens(ids, np.stack([starts, starts + 1], axis=1))
-
-
-def _byte_level_alphabet() -> frozenset[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return frozenset(ByteLevel.alphabet())

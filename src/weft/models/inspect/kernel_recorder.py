@@ -152,7 +152,10 @@ class KernelRecorder(TorchDispatchMode):
         if packet in _FREE or func.is_view:
             self._propagate(args, kwargs, outputs)
             return outputs
-        part = self.part if node is None else self._part_of(node)
+        part = self.part
+        if node is not None:  # the part of forward that made the autograd node
+            place = bisect.bisect_right(self._starts, number_of(node)) - 1
+            part = self._parts[place] if place >= 0 else None
         row = Row(str(packet), "pass", -99 if part is None else part, node is not None)
         self._fill(row, packet, args, kwargs, outputs)
         if part is not None:
@@ -213,11 +216,6 @@ class KernelRecorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(self.key(each) in self.cut for each in inputs):
             self.cut |= {self.key(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
-
-    def _part_of(self, node: Any) -> int | None:
-        """Return the part of forward that made an autograd node."""
-        place = bisect.bisect_right(self._starts, number_of(node)) - 1
-        return self._parts[place] if place >= 0 else None
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.part is not None:

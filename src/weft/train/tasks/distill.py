@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from weft.config.plan import Plan
     from weft.parallel.state.flat_slices import StateSource
     from weft.planner.search.model_source import PlannedModel
-    from weft.planner.space.shape import Shape
     from weft.train.folder import RunFolder
 
 
@@ -95,10 +94,6 @@ class Teacher:
     def source(self, model: nn.Module) -> StateSource:
         """Return the source of its weights."""
         return pretrained_source(model, self.folder)[0]
-
-    def planned_shape(self) -> Shape:
-        """Return its shape for the planner."""
-        return describe_folder(self.folder, lambda _: self.shapes()).shape
 
     def check(self, seq_len: int) -> None:
         """Check its files. seq_len: tokens of a sequence.
@@ -224,7 +219,8 @@ class DistillTask(DecoderTask):
 
     def describe(self) -> PlannedModel:
         """Describe the student, and the teacher's forward in each step."""
-        frozen = FrozenWork(shape=self._teacher.planned_shape(), other=1, whole_logits=True)
+        teacher = describe_folder(self._teacher.folder, lambda _: self._teacher.shapes()).shape
+        frozen = FrozenWork(shape=teacher, other=1, whole_logits=True)
         return replace(super().describe(), frozen=frozen, task_limits=self.plan_limits)
 
     def data_lines(self) -> Sequence[str]:
