@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from weft.data.media.files import (
     lines_of,
     name_bytes,
     name_text,
+    parquet_row,
+    parquet_rows,
     printable,
-    rows_of,
     tar_samples,
 )
 from weft.data.media.images import Encoded, picture_size
@@ -90,7 +91,7 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
         if path.suffix == ".tar":
             yield from _tar_mixed(path, columns)
         elif path.suffix == ".parquet":
-            for number, record in _parquet_rows(path):
+            for number, record in parquet_rows(path):
                 if record is None:
                     yield FoundSample(f"{path}, row {number}", number, reason="its values cannot be read")
                     continue
@@ -124,7 +125,7 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
     record = line_object(Encoded(name, str(path), offset, length).read_all()) if kind == LINE else \
-        _parquet_row(path, offset)  # fmt: skip
+        parquet_row(path, offset)  # fmt: skip
     try:
         parts = columns.parts(record or {})
     except UnusableSample:
@@ -219,51 +220,6 @@ def _tar_text(suffix: str, text: str, columns: MixedColumns) -> dict[str, Any]:
         return {}
     return {name: value for name, value in found.items() if name not in ("images", "audios")} \
         if isinstance(found, dict) else {}  # fmt: skip
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as parquet:
-            for batch in parquet.iter_batches(batch_size=64, use_threads=False):
-                for record in rows_of(batch):
-                    yield number, record
-                    number += 1
-    except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
-        first = str(error).partition("\n")[0]
-        raise DataError(f"{path}: it is damaged or truncated ({first}). Copy it again, or leave it out.") from error
-
-
-def _parquet_row(path: Path, number: int) -> dict[str, Any] | None:
-    import pyarrow as pa
-
-    try:
-        starts = _group_starts(str(path))
-        group = max(index for index, start in enumerate(starts) if start <= number)
-        return rows_of(_group(str(path), group).slice(number - starts[group], 1))[0]
-    except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
-        first = str(error).partition("\n")[0]
-        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
-
-
-@lru_cache(maxsize=256)
-def _group_starts(path: str) -> list[int]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as parquet:
-        sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
-    return [sum(sizes[:index]) for index in range(len(sizes))]
-
-
-@lru_cache(maxsize=4)
-def _group(path: str, group: int) -> Any:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as parquet:
-        return parquet.read_row_group(group, use_threads=False)
 
 
 # Samples of text, pictures and audio by index. A table of tokens, locations and sizes is made once from headers and

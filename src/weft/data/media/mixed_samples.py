@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.files import is_valid_text
 from weft.data.media.records import PICTURE, SOUND
+from weft.data.text.records import is_valid_text
 
 #: Usual media columns of records, except those whose name does not give the kind of media.
 _VAGUE = ("file_name", "path", "bytes")

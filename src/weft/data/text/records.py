@@ -409,7 +409,7 @@ class RecordReader:
         name = self._file.name
         if len(row) != len(header):
             return Broken.of(name, number, "wrong number of columns", row)
-        if any(not field.isascii() and _has_surrogate(field) for field in row):
+        if any(not field.isascii() and not is_valid_text(field) for field in row):
             return Broken.of(name, number, "invalid UTF-8", ",".join(row).encode("utf-8", "surrogateescape"))
         if sum(map(len, row)) > self._max_record_bytes:
             return Broken.of(name, number, "too long", ",".join(field[:_EXCERPT_CHARS] for field in row))
@@ -495,12 +495,13 @@ def wide_encoding(file: SourceFile) -> str:
     return "UTF-16" if len(head) >= 8 and max(zeros) > 0.9 and min(zeros) < 0.1 else ""
 
 
-def _has_surrogate(text: str) -> bool:
+def is_valid_text(text: str) -> bool:
+    """Return False for text with half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
     try:
-        text.encode("utf-8")
+        text.encode()
     except UnicodeEncodeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
