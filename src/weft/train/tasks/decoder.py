@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -172,7 +173,7 @@ class DecoderTask(ModelTask):
         return self.network.flops_per_token()
 
     def describe(self) -> PlannedModel:
-        return self.network.describe()
+        return replace(self.network.describe(), config=self.config)
 
     # --- text for users ---
 
@@ -268,7 +269,7 @@ class OwnDecoder:
         """Describe the decoder for the planner."""
         from weft.planner.search.model_source import of_decoder
 
-        return of_decoder(self.name(), self.spec, self._config)
+        return of_decoder(self.name(), self.spec)
 
     def name(self) -> str:
         return self._config.model.name

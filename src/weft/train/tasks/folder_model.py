@@ -225,7 +225,7 @@ class CausalModel(FolderModel):
             found = read_model(replace(describe_by_tracing(self.shapes()), name=self.name()))
         # Adapter targets use transformers' layer names, which the planner does not have.
         adapter = adapter_size(self.shapes(), self.config, found.shape.layers)
-        return replace(found, name=self.name(), config=self.config, sample_unit="sequences", counted_adapter=adapter)
+        return replace(found, name=self.name(), sample_unit="sequences", counted_adapter=adapter)
 
     def line(self) -> str:
         """Return the model's name and size."""
@@ -315,7 +315,7 @@ class HeadedModel(FolderModel):
             traced = replace(traced, default_seq_len=text_len)
         traced = replace(traced, name=self.name(), limits=tuple({**dict(traced.limits), **limits}.items()))
         adapter = adapter_size(self.shapes(), self.config, traced.num_layers)
-        return replace(read_model(traced), config=self.config, counted_adapter=adapter)
+        return replace(read_model(traced), counted_adapter=adapter)
 
     def line(self) -> str:
         """Return the model's name, class and size."""

@@ -286,7 +286,7 @@ class FolderTask(ModelTask):
 
     def describe(self) -> PlannedModel:
         found = self.network.describe(self.config.train.seq_len, self.limits())
-        return replace(found, sample_unit=self.sample_unit)
+        return replace(found, config=self.config, sample_unit=self.sample_unit)
 
     def data_lines(self) -> Sequence[str]:
         return self.tables.summary

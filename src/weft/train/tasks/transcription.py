@@ -161,7 +161,8 @@ class TranscribeTask(MediaTask, ModelTask):
         return HeadedModel(self.config, ("SpeechSeq2Seq", "speech recognition model"))
 
     def describe(self) -> PlannedModel:
-        return replace(self.network.describe(self.target_len, self.limits()), sample_unit=self.sample_unit)
+        found = self.network.describe(self.target_len, self.limits())
+        return replace(found, config=self.config, sample_unit=self.sample_unit)
 
     def begin(self, forwards: Forwards) -> None:
         self._forwards = forwards
