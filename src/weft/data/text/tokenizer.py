@@ -128,10 +128,7 @@ class Tokenizer:
         return TextEncoder(self._codec)
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
-        """Return the text of `ids`, with special tokens only if `specials`.
-
-        Invalid UTF-8 becomes U+FFFD.
-        """
+        """Return the text of `ids`, with special tokens only if `specials`. Invalid UTF-8 becomes U+FFFD."""
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
 

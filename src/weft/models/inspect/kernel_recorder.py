@@ -231,10 +231,7 @@ class KernelRecorder(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Replaces calls of fused attention by the recorded function.
-
-    On the meta device torch would decompose them.
-    """
+    """Replaces calls of fused attention by the recorded function. On the meta device torch would decompose them."""
 
     def __init__(self, original: Any, attend: Any):
         super().__init__()
