@@ -199,7 +199,6 @@ class TextCodec(Protocol):
 
     def ids(self, text: str) -> Sequence[int]:
         """Return the tokens of a text."""
-        ...
 
 
 class ByteText:

@@ -429,6 +429,7 @@ class SampleStream:
         self.seed, self.seq_len, self.borders, self.shuffle = seed, seq_len, borders, shuffle
         self._sources = [_Source(stored, number, packing, seq_len) for number, stored in enumerate(sources)]
         self._names = [f"{number}:{stored.name}" for number, stored in enumerate(sources)]
+        self.num_sources = len(sources)
         self._ends = np.cumsum([source.num_sequences for source in self._sources])
         self.num_sequences = int(self._ends[-1]) if self._sources else 0
         self.pad_id = sources[0].pad_id if sources else 0

@@ -28,15 +28,12 @@ class BatchIndices(Protocol):
 
     def count(self, epoch: int) -> int:
         """Return the number of batches in an epoch."""
-        ...
 
     def of(self, epoch: int) -> Sequence[Sequence[Any]]:
         """Return the batches of an epoch."""
-        ...
 
     def check(self, epoch: int, dp_size: int) -> None:
         """Raise DataError if a batch of the epoch has fewer samples than `dp_size`."""
-        ...
 
 
 def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
@@ -209,7 +206,6 @@ class AsBatch(Protocol):
             is_plain: the rank's samples are in one batch, and every rank has samples.
             total: number of samples of the global batch.
         """
-        ...
 
 
 class ShardedLoader:

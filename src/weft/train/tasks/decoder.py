@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -338,7 +337,16 @@ class TokenData:
 
     def batches(self, share: Share) -> Batches:
         """Return the training batches of one rank."""
-        return _StreamBatches(self.stream("train"), share, len(self._config.data.train))
+        from weft.data.order.loader import Loader
+
+        return Loader(
+            self.stream("train"),
+            global_batch=share.global_batch,
+            accumulation=share.microbatches,
+            dp_rank=share.rank,
+            dp_size=share.size,
+            pin=share.pin,
+        )
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         """Return the evaluation set, divided like the training batches: the same memory, the same for any plan."""
@@ -389,33 +397,3 @@ class TokenData:
             return first_prompt(data, data.tokenizer).words.strip()
         except (DataError, OSError):
             return ""
-
-
-class _StreamBatches:
-    """The loader of a stream of token sequences. Sources that are mixed by weight have separate epochs."""
-
-    def __init__(self, stream: SampleStream, share: Share, num_sources: int):
-        from weft.data.order.loader import Loader
-
-        self._stream, self._num_sources = stream, num_sources
-        self._loader = Loader(
-            stream,
-            global_batch=share.global_batch,
-            accumulation=share.microbatches,
-            dp_rank=share.rank,
-            dp_size=share.size,
-            pin=share.pin,
-        )
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        return self._stream.num_sequences if self._num_sources == 1 else None
-
-    def batches(self, step: int) -> list[Any]:
-        return self._loader.batches(step)
-
-    def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        return self._loader.iterate(start_step, end_step)
-
-    def state_at(self, num_samples: int) -> Any:
-        return self._stream.state_at(num_samples)
