@@ -77,13 +77,7 @@ def mel_energy(wave: NDArray[np.float32], filters_MF: NDArray[np.float64], n_fft
 
 @lru_cache(maxsize=16)
 def mel_filters(
-    rate: int,
-    mels: int,
-    n_fft: int,
-    *,
-    most_hz: float | None = None,
-    scale: str = "slaney",
-    is_even: bool = True,
+    rate: int, mels: int, n_fft: int, *, most_hz: float | None = None, scale: str = "slaney", is_even: bool = True
 ) -> NDArray[np.float64]:
     """Return the weights of triangular mel bands over the frequencies of a Fourier transform, (M, F).
 

@@ -43,9 +43,7 @@ def describe(module: nn.Module) -> ModelSpec:
             raise ModelError(f"parameter {path}: {rule}")
     spec = getattr(module, "spec", None)
     return ModelSpec(
-        name=type(module).__name__,
-        layers=tuple(_layers(module)),
-        shape=spec if isinstance(spec, DecoderSpec) else None,
+        name=type(module).__name__, layers=tuple(_layers(module)), shape=spec if isinstance(spec, DecoderSpec) else None
     )
 
 
@@ -286,11 +284,7 @@ class _Run:
 
 
 def trace_model(
-    model: nn.Module,
-    outline: Outline,
-    call: Callable[[nn.Module, int, int], Any],
-    *,
-    seq_step: int = 0,
+    model: nn.Module, outline: Outline, call: Callable[[nn.Module, int, int], Any], *, seq_step: int = 0
 ) -> TracedModel:
     """Describe a model on the meta device.
 

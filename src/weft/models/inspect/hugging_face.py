@@ -25,13 +25,7 @@ from weft.models.inspect.private_torch import forward_hooks
 from weft.private_torch import named_modules
 
 #: Config values by which models change their logits after the head.
-_SCALES = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "output_multiplier_scale",
-    "lm_head_multiplier",
-)
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier")
 
 #: Files that hold the vocabulary of a tokenizer.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")

@@ -213,10 +213,7 @@ class PreferTask(DecoderTask):
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         has_both = sums["num_better"] and sums["num_worse"]
         margin = sums["better"] / sums["num_better"] - sums["worse"] / sums["num_worse"] if has_both else None
-        return {
-            "reward_accuracy": sums["right"] / sums["count"] if sums["count"] else None,
-            "reward_margin": margin,
-        }
+        return {"reward_accuracy": sums["right"] / sums["count"] if sums["count"] else None, "reward_margin": margin}
 
     def flops_per_count(self) -> float | None:
         """Return None: the lengths of answers vary."""

@@ -73,11 +73,7 @@ class MaskedTask(FolderTask):
         for one in cut.encodings:
             is_text = 1 - np.array(one.special_tokens_mask, np.uint8)
             if is_text.any():
-                yield {
-                    "input_ids": np.array(one.ids, np.int32),
-                    "is_text": is_text,
-                    "is_cut": np.zeros(1, np.uint8),
-                }
+                yield {"input_ids": np.array(one.ids, np.int32), "is_text": is_text, "is_cut": np.zeros(1, np.uint8)}
 
     def samples(self, split: str) -> Sequence[Any] | None:
         table = self.tables.train if split == "train" else self.tables.eval
