@@ -191,13 +191,14 @@ class CausalModel(FolderModel):
 
         packs: True if a sequence can have several documents.
         """
+        model = self.shapes()
         if self.needs_weights and not self.path.is_dir():
             rule = "there is no such folder, and an adapter's checkpoints do not contain the base. Restore the folder."
             raise setting_error("model.path", self.config.model.path, rule)
         self.check_weights(folder)
         self.check_length(self.config.train.seq_len)
         if packs:
-            refuse_mixed_documents(self.shapes(), self.config)
+            refuse_mixed_documents(model, self.config)
 
     def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
         """Copy the folder's files other than weights, and return the contents of the run's other files."""
