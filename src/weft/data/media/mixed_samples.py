@@ -200,6 +200,9 @@ class TextCodec(Protocol):
     def ids(self, text: str) -> Sequence[int]:
         """Return the tokens of a text."""
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Return the text of all tokens, with markers for media and special tokens."""
+
 
 class ByteText:
     """Codec with a token for each byte of UTF-8 and four special tokens for the ends of texts and turns."""

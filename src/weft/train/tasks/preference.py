@@ -268,7 +268,7 @@ class StepValues:
         self.forwards, self._global_batch, self._is_kto = forwards, global_batch, is_kto
         # The weights that compute the reference. None: batches have its log-probabilities, or need none.
         weights: dict[str, Which] = {"adapter_off": "base", "frozen_copy": "second"}
-        self._of = weights.get(reference)
+        self._of: Which | None = weights.get(reference)
 
     def added(self, batches: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the microbatches with the reference's log-probabilities, and for kto with the mean."""
