@@ -324,20 +324,14 @@ def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
             yield FoundRecord(f"{path}, line {number}", reason=reason)
             continue
         try:
-            yield _line_record(path, number, line, offset, record, columns)
+            media = record[columns.media_column(record, path)]
+            label = columns.label_of(record[columns.label_column(record, path)])
+            yield _record(path, f"line {number}", media, label, (LINE, offset, len(line)), columns)
         except DataError as error:
             if is_first:  # an option with a wrong name
                 raise
             yield FoundRecord(f"{path}, line {number}", reason=str(error).removeprefix(f"{path}: "))
         is_first = False
-
-
-def _line_record(
-    path: Path, number: int, line: bytes, offset: int, record: dict[str, Any], columns: RecordColumns
-) -> FoundRecord:
-    media = record[columns.media_column(record, path)]
-    label = columns.label_of(record[columns.label_column(record, path)])
-    return _record(path, f"line {number}", media, label, (LINE, offset, len(line)), columns)
 
 
 def _record(

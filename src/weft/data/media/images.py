@@ -236,7 +236,11 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
     rng = generator_of(key)
     with _open_image(encoded.read_all(), encoded.name) as picture:
         width, height = picture.size
-        left, top, right, bottom = _random_box(width, height, rng) if look.crops else _middle(width, height)
+        side = min(width, height)
+        left, top = (width - side) / 2, (height - side) / 2
+        right, bottom = left + side, top + side
+        if look.crops:
+            left, top, right, bottom = _random_box(width, height, rng)
 
         def decode() -> Any:
             # A JPEG is decoded at a half, a quarter or an eighth of its size if that is still large enough.
@@ -370,12 +374,6 @@ def _rgb(picture: Any, image: Any) -> Any:
         picture.load()
         return picture  # avoid the copy of `convert`
     return picture.convert("RGB")
-
-
-def _middle(width: int, height: int) -> tuple[float, float, float, float]:
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:

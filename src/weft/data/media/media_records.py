@@ -238,7 +238,10 @@ def find_records(
 
     table = records_table(cache, key, files, columns.kind, write)
     seen: list[int | str] = table.notes["labels"]
-    classes = () if columns.is_text else _in_order(seen)
+    classes: tuple[str, ...] = ()
+    if not columns.is_text:
+        is_numbered = all(isinstance(label, int) for label in seen)
+        classes = tuple(map(str, sorted(seen, key=int))) if is_numbered else tuple(sorted({*map(str, seen)}))
     if len(classes) < 2 and not columns.is_text:
         raise DataError(f"data={path}: its records have {len(classes)} class. Give records of 2 or more.")
     numbers = {name: number for number, name in enumerate(classes)}
@@ -320,13 +323,6 @@ def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> 
             raise DataError(f"{option}={records.root}: class {name!r} is not among those of the training data.")
     labels = tuple(numbers[records.classes[label]] for label in records.labels)
     return replace(records, classes=tuple(classes), labels=labels)
-
-
-def _in_order(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """Return the classes, ordered as numbers if all labels are numbers, else as names."""
-    if all(isinstance(label, int) for label in labels):
-        return tuple(str(label) for label in sorted(labels, key=int))
-    return tuple(sorted({str(label) for label in labels}))
 
 
 #: Returns the row of a record of the file of a number, or None and the reason.

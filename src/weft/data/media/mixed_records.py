@@ -98,7 +98,12 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
                 yield _sample(path, f"row {number}", record, (ROW, number, -1), columns)
         else:
             for number, offset, line in lines_of(path):
-                yield _line_sample(path, number, line, offset, columns)
+                record = line_object(line)
+                if line is None or record is None:
+                    reason = "it is not an object of JSON" if line is not None else "the line is too long"
+                    yield FoundSample(f"{path}, line {number}", offset, reason=reason)
+                else:
+                    yield _sample(path, f"line {number}", record, (LINE, offset, len(line)), columns)
     except OSError as error:
         raise DataError(
             f"{path}: it cannot be read ({error.strerror or error}). Repair it, or leave it out."
@@ -135,14 +140,6 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
     if held is None:
         raise DataError(f"{path}, {name}: it holds no media any more. Start a new run for changed data.")
     return Encoded(f"{path}, {name}", held=held)
-
-
-def _line_sample(path: Path, number: int, line: bytes | None, offset: int, columns: MixedColumns) -> FoundSample:
-    record = line_object(line)
-    if line is None or record is None:
-        reason = "it is not an object of JSON" if line is not None else "the line is too long"
-        return FoundSample(f"{path}, line {number}", offset, reason=reason)
-    return _sample(path, f"line {number}", record, (LINE, offset, len(line)), columns)
 
 
 def _sample(

@@ -298,7 +298,12 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
         requested_sources(data.train, "data.train", holdout),
         requested_sources(data.eval, "data.eval", 0.0),
     )
-    _check_weights(train)
+    without = [wanted.files for wanted in train if wanted.section.weight is None]
+    if without and len(without) < len(train):
+        raise DataError(
+            f"{without[0].field}.weight: {without[0].path} has no weight while another source has. "
+            "Give every source of data.train a weight, or none."
+        )
     notes: list[str] = []
     if holdout > 0:
         train, notes = resolve_holdout(train)
@@ -363,15 +368,6 @@ def _prepare(
 def cache_folder(data: DataSection) -> Path:
     """Return the folder of tokenised data of this config."""
     return (Path(data.cache_dir).expanduser() if data.cache_dir else env.cache_dir() / "data").absolute()
-
-
-def _check_weights(train: Sequence[RequestedSource]) -> None:
-    without = [wanted.files for wanted in train if wanted.section.weight is None]
-    if without and len(without) < len(train):
-        raise DataError(
-            f"{without[0].field}.weight: {without[0].path} has no weight while another source has. "
-            "Give every source of data.train a weight, or none."
-        )
 
 
 def _prepared(wanted: RequestedSource, stored: CachedSource, split: str) -> PreparedSource:

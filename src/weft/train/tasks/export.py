@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.pretrained import JoinedTensors
@@ -163,21 +162,6 @@ class MergedBase:
         return merged_weight(self._record, name.removesuffix(".weight"), stored, parts)
 
 
-def merged_base(model: nn.Module, base: Path, checkpoint: Checkpoint, *, widened: bool) -> MergedBase:
-    """Return a folder's model with an adapter merged.
-
-    Args:
-        model: the folder's model on the meta device, without the adapter.
-        base: the folder that the adapter was trained on.
-        checkpoint: the adapter's checkpoint.
-        widened: as in `MergedBase`.
-
-    Raises:
-        CheckpointError: as in `pretrained_source`.
-    """
-    return MergedBase(pretrained_source(model, base)[0], checkpoint, widened=widened)
-
-
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return the tensors of one of Weft's decoders with its adapter merged. Its base follows from the run's seed."""
     from weft.models.registry import build_decoder
@@ -250,7 +234,7 @@ def exported_tensors(
     task.open(folder)
     model = task.shapes()
     if merged:
-        whole = merged_base(model, base_folder(folder), checkpoint, widened=widened)
+        whole = MergedBase(pretrained_source(model, base_folder(folder))[0], checkpoint, widened=widened)
         yield from as_published(model, whole.names, whole.read)
         return
     names = [name for name, entry in checkpoint.entries("model").items() if entry.same_as is None]
