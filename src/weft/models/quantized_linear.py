@@ -125,9 +125,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer: (..., D) to (..., F)."""
-        # The unpacked weight is freed after the product.
+        return self.times_weight(x, layers.bias_of(self))
+
+    def times_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply with the unpacked weight, which is freed after the product."""
         product: Tensor = _PackedProduct.apply(x, self.weight, self._weft_format, self._width)
-        bias = layers.bias_of(self)
         return product if bias is None else product + bias
 
     def unpacked_weight(self) -> Tensor:

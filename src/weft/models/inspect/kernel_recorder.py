@@ -150,7 +150,10 @@ class KernelRecorder(TorchDispatchMode):
         node = node_in_backward()
         packet = func.overloadpacket
         if packet in _FREE or func.is_view:
-            self._propagate(args, kwargs, outputs)
+            # Views and uninitialized memory are sharded if an input is.
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(self.key(each) in self.cut for each in inputs):
+                self.cut |= {self.key(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
             return outputs
         part = self.part
         if node is not None:  # the part of forward that made the autograd node
@@ -210,12 +213,6 @@ class KernelRecorder(TorchDispatchMode):
             row.cut = "inside"
         if inside:
             self.cut |= row.writes.keys()
-
-    def _propagate(self, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Mark the outputs as sharded if an input is. Used for views and uninitialized memory."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(self.key(each) in self.cut for each in inputs):
-            self.cut |= {self.key(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.part is not None:

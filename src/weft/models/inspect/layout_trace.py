@@ -263,7 +263,10 @@ class _Trace:
         """Return style and reason of each module that is sharded or works on sharded features, in module order."""
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
-        read = self._read_outside()
+        # Columns of parameters that are read outside of their layers stay together.
+        read = {place for number in self.flow.read for place in self.weights[number]}
+        for path, name in read:
+            self.flow.broken.setdefault(path, f"its {name} is read outside of the layer")
         self._vocabulary(styles, reasons, read)
         families = self._families()
         blocks = tuple(f"{block}." for block in repeated_blocks(self.model))
@@ -354,13 +357,6 @@ class _Trace:
                 )
                 if is_free and next(module.parameters(recurse=False), None) is not None:
                     styles[path], reasons[path] = "replicate", "works on no features that are divided"
-
-    def _read_outside(self) -> set[tuple[str, str]]:
-        """Return (layer, name) of parameters that are read outside of their layers, whose columns stay together."""
-        read = {place for number in self.flow.read for place in self.weights[number]}
-        for path, name in read:
-            self.flow.broken.setdefault(path, f"its {name} is read outside of the layer")
-        return read
 
     def _families(self) -> dict[str, frozenset[str]]:
         """Return families of layers whose features combine element by element.
