@@ -52,12 +52,16 @@ class Batches(Protocol):
     @property
     def samples_per_epoch(self) -> int | None:
         """Samples of one pass over the data, or None if the data has no epochs."""
+        ...
 
     def batches(self, step: int) -> list[Any]:
         """Return the microbatches of one optimizer step, 0 and up."""
+        ...
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
         """Yield the microbatches of steps start_step .. end_step - 1."""
+        ...
 
     def state_at(self, num_samples: int) -> Any:
         """Return the data position after `num_samples` samples as the JSON value that a checkpoint stores."""
+        ...

@@ -43,17 +43,21 @@ class Decodable(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of a decoded sample."""
+        ...
 
     def __len__(self) -> int: ...
 
     def learnt(self, index: int) -> Any:
         """Return the target of a sample."""
+        ...
 
     def decoded(self, epoch: int, index: int) -> NDArray[Any]:
         """Return a sample in an epoch, with at most `shape` in each dim."""
+        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON values that describe the samples to a worker."""
+        ...
 
 
 def slot_bytes(samples: Decodable) -> int:

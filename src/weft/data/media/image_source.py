@@ -23,28 +23,35 @@ class PictureSource(Protocol):
     @property
     def root(self) -> str:
         """The path or pattern that the user gave."""
+        ...
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, by number."""
+        ...
 
     @property
     def unreadable(self) -> tuple[str, ...]:
         """Files that were left out, with the reason."""
+        ...
 
     def __len__(self) -> int: ...
 
     def label(self, index: int) -> int:
         """Return the class number of a picture."""
+        ...
 
     def encoded(self, index: int) -> Encoded:
         """Return an encoded picture."""
+        ...
 
     def file(self, index: int) -> object:
         """Return the location of a picture, for messages."""
+        ...
 
     def format(self) -> str:
         """Return the text that `parse_source` reads."""
+        ...
 
 
 def parse_source(text: str) -> ClassFolder | MediaRecords:

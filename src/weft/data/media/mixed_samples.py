@@ -199,9 +199,11 @@ class TextCodec(Protocol):
 
     def ids(self, text: str) -> Sequence[int]:
         """Return the tokens of a text."""
+        ...
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Return the text of all tokens, with markers for media and special tokens."""
+        ...
 
 
 class ByteText:

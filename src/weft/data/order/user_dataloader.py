@@ -28,9 +28,11 @@ class BatchIndices(Protocol):
 
     def count(self, epoch: int) -> int:
         """Return the number of batches in an epoch."""
+        ...
 
     def of(self, epoch: int) -> Sequence[Sequence[Any]]:
         """Return the batches of an epoch."""
+        ...
 
     def check(self, epoch: int, dp_size: int) -> None:
         """Raise DataError if a batch of the epoch has fewer samples than `dp_size`."""
@@ -206,6 +208,7 @@ class AsBatch(Protocol):
             is_plain: the rank's samples are in one batch, and every rank has samples.
             total: number of samples of the global batch.
         """
+        ...
 
 
 class ShardedLoader:

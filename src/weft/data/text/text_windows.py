@@ -55,9 +55,11 @@ class WindowCodec(Protocol):
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return their ids, int64."""
+        ...
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
         """Return their ids with offsets, which takes 1.5 times as long."""
+        ...
 
 
 class _Window(NamedTuple):

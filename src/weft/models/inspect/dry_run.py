@@ -266,7 +266,7 @@ class Inputs:
         if callable(example):  # a batch_fn: use the model inputs of its batch
             first = made[0] if is_placed(made) else made
             made = {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
-        self.example = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
+        self.example = tree_map(_to_meta, made)
         tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if not tensors:
             raise ModelError("its example has no tensor. Return (model, example), with the arguments of a forward")
@@ -420,6 +420,10 @@ def _with_more(model: nn.Module, example: Any) -> list[Any]:
     more = [torch.zeros(len(given), dtype=dtype) for dtype in (torch.int64, torch.float32)]
     others = itertools.product(more, repeat=required - 1)
     return [(*first, *rest) for rest in others for first in (example, *_of_other_sizes(example))]
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 class _Watch(TorchFunctionMode):

@@ -27,13 +27,16 @@ class KnownModel(Protocol):
     @property
     def family(self) -> str:
         """Name of the model family, such as "llama"."""
+        ...
 
     @property
     def has_routers(self) -> bool:
         """True if values decide which weights a token uses. A forward on the meta device then hides the work."""
+        ...
 
     def tensor_layout(self) -> Layout:
         """Return the tensor-parallel layout."""
+        ...
 
 
 def is_transposed(module: nn.Module) -> bool:

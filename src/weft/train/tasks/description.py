@@ -45,18 +45,22 @@ class Forwards(Protocol):
     @property
     def plan(self) -> Plan:
         """Return the plan that the model is sharded by."""
+        ...
 
     @property
     def device(self) -> torch.device:
         """Return this rank's device."""
+        ...
 
     @property
     def rank(self) -> int:
         """Return this rank's global rank."""
+        ...
 
     @property
     def size(self) -> int:
         """Return the world size."""
+        ...
 
     def wait(self) -> None:
         """Wait for all ranks."""
@@ -64,14 +68,17 @@ class Forwards(Protocol):
     @property
     def is_counted(self) -> bool:
         """True if this rank's losses count. Of the ranks that share a sequence, only the first one counts."""
+        ...
 
     @property
     def data_rank(self) -> int:
         """Return this rank's index among the ranks that read different samples."""
+        ...
 
     @property
     def data_size(self) -> int:
         """Return the number of ranks that read different samples."""
+        ...
 
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
         """Return each(output, batch) of some batches in evaluation mode, one number for each row of labels.
@@ -84,18 +91,23 @@ class Forwards(Protocol):
             each: returns the numbers of the rows, (R,), from this rank's part of the sequences.
             of: the weights that compute.
         """
+        ...
 
     def second(self, call: Callable[[Any], Any]) -> Any:
         """Return call(second model) without gradients, for a batch that the step has already divided for this rank."""
+        ...
 
     def total(self, values: Tensor) -> Tensor:
         """Sum results of `rows` over ranks with different samples. All ranks get the same sum."""
+        ...
 
     def along_sequence(self, values: Tensor) -> Tensor:
         """Sum numbers over the parts of a sequence, with gradients."""
+        ...
 
     def on_first(self, act: Callable[[], Any]) -> Any:
         """Return the JSON value that the first rank's `act` returns, on all ranks."""
+        ...
 
 
 # Describes any module for the planner: its work by tracing, and the plans that the runtime supports for it.

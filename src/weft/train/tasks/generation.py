@@ -40,6 +40,7 @@ class _Completes(Protocol):
 
     def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
         """Return the ids that follow."""
+        ...
 
 
 class _DecoderText:

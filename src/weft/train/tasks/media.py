@@ -73,18 +73,23 @@ class Processor(Protocol):
         Raises:
             DataError: for invalid data.
         """
+        ...
 
     def decoded(self, source: Any, split: str) -> Any:
         """Return the processed samples of a split, which worker processes can decode."""
+        ...
 
     def collate(self, samples: list[Any]) -> Any:
         """Make a batch of some samples."""
+        ...
 
     def described(self, source: Any, index: int) -> str:
         """Return the path of a sample and its target."""
+        ...
 
     def preview(self, source: Any, split: str, epoch: int, index: int) -> GridSample:
         """Return the model's input and the target of a sample, without a title."""
+        ...
 
 
 class MediaTask(Task):
