@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weft.config.config_rules import least_vocab
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import ModelSpec, resolve_decoder
-from weft.config.rule import Facts
+from weft.config.rules.config_rules import least_vocab
+from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.config.traced_model import Limit
 from weft.data.order.stream import SampleStream

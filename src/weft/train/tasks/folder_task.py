@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.config.traced_model import Limit
 from weft.data.text.tokenizer_limits import bounded
