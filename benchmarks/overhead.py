@@ -47,7 +47,8 @@ class _Prepared(DecoderTask):
     """The decoder on data that is prepared already, without a run folder."""
 
     def __init__(self, config: RunConfig, data: Any):
-        self.config, self._data = config, data
+        self.config = config
+        self.text.prepared = data
 
     def open(self, folder: RunFolder) -> None:
         pass

@@ -5,7 +5,7 @@ import pytest
 
 from weft.data.text import codec
 from weft.data.text.documents import Document
-from weft.data.text.encode import encode_documents
+from weft.data.text.tokenize import encode_documents
 from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.data.text.turns import Turn
 

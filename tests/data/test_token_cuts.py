@@ -25,8 +25,8 @@ from tokenizers import (
 from tokenizers import Tokenizer as Library
 
 from weft.data.text.documents import Document
-from weft.data.text.encode import encode_documents
 from weft.data.text.text_windows import TextEncoder, encode_long
+from weft.data.text.tokenize import encode_documents
 from weft.data.text.tokenizer import Tokenizer, import_tokenizer
 from weft.data.text.turns import Turn
 

@@ -68,7 +68,7 @@ def prepared(path: Path, cache: Path) -> PreparedData:
 def _task(options: dict, rank: int, path: Path, cache: Path, data: PreparedData, folder: Path) -> PreferTask:
     task = PreferTask(**options)
     task.config = load_config(None, words(path, cache, rank)).config
-    task._data, task._folder = data, RunFolder(folder)
+    task.text.prepared, task.text.folder = data, RunFolder(folder)
     return task
 
 

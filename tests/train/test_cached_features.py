@@ -150,19 +150,19 @@ def test_a_damaged_or_cut_file_is_never_read(root: Path) -> None:
     task: Any = find_task(made)
     task.open(run_folder(made))
     task.begin(RankForwards(torch.nn.Linear(1, 1), build_mesh(Plan()), task))
-    shards: FeatureShards = task._kept["train"][0]
+    shards: FeatureShards = task.processor.cache.shards["train"][0]
     path, again = shards.path(0), shards[shards.items[0]].copy()
     data = path.read_bytes()
     path.write_bytes(data[:-8])
     assert not shards.has(0)
     path.write_bytes(data[:-8] + bytes(8))
-    other = task._kept["train"][0]
+    other = task.processor.cache.shards["train"][0]
     other._open.clear()
     with pytest.raises(DataError, match=r"gone or damaged\. Delete the file"):
         other[other.items[0]]
     path.unlink()
     task.begin(RankForwards(torch.nn.Linear(1, 1), build_mesh(Plan()), task))
-    found = task._kept["train"][0]
+    found = task.processor.cache.shards["train"][0]
     assert (found[found.items[0]] == again).all()
 
 

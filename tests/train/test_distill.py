@@ -56,7 +56,7 @@ def task_of(place: Path, **options) -> DistillTask:
              f"train.global_batch={BATCH}", "optimizer.lr=0.01"]  # fmt: skip
     task = DistillTask(str(place / "teacher"), **options)
     task.config = load_config(None, words).config
-    task._data = prepare_data(task.config)
+    task.text.prepared = prepare_data(task.config)
     return task
 
 

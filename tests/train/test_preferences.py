@@ -81,7 +81,7 @@ def begun(place, folder, *more, forget: bool = False):
     path, cache, _ = place
     task = find_task(load_config(None, words(path, cache, 0, *more)).config)
     task.prepare(RunFolder(folder), None)
-    task._folder = RunFolder(folder)
+    task.text.folder = RunFolder(folder)
     mesh = build_mesh(Plan())
     model = build_decoder(SPEC, seed=0)
     if forget:

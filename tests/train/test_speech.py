@@ -120,7 +120,7 @@ def test_wrong_letters_are_counted_as_the_textbook_does() -> None:
 
 
 REFUSED = {
-    "noise=-1.0: it is a share of a recording's own level, 0 to 10. Use a number between.": {"noise": -1.0},
+    "noise=-1.0: it is 0 to 10. Use a number between.": {"noise": -1.0},
     "holdout=2.0: it is a share of the recordings. Use a number between 0 and 1.": {"holdout": 2.0},
     "task.options.label=x: it names a column of records, and data=": {"label": "x"},
     "there is no such folder. Give one that has a folder of recordings for each class.": {"data": "nowhere"},

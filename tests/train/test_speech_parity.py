@@ -147,7 +147,7 @@ def accuracy(task: Any, model: torch.nn.Module) -> float:
 def error_rate(task: Any, model: Any) -> float:
     """Letters that greedy writing gets wrong, without a cache, by the textbook's recursion."""
     model.eval()
-    tokenizer, held = task.tokenizer(), task.samples("eval")
+    tokenizer, held = task.network.tokenizer(), task.samples("eval")
     edits = letters = 0
     for index in range(BATCH):
         made, learnt = held[index]

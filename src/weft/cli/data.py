@@ -97,10 +97,10 @@ def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None
     with progress_report(sys.stderr) as report:
         source = task.media(split, report)
     print_wrapped(sys.stdout, task.data_lines(), indent=2)
-    made = task.made(source, split)
+    made = task.processor.decoded(source, split)
     for place in which:
         epoch, index = task.shown(place, split)
-        typer.echo(f"\n--- sample {place}, epoch {epoch}: {task.described(index, split)}")
+        typer.echo(f"\n--- sample {place}, epoch {epoch}: {task.processor.described(source, index)}")
         print_wrapped(sys.stdout, described(made.in_epoch(epoch, index)), indent=2)
     if sheet is not None:
         draw_grid(sheet, [task.grid_entry(place, split) for place in which])

@@ -1,7 +1,4 @@
-"""Data, from files to batches.
-
-Names are loaded at first use. Preparing data needs no torch.
-"""
+"""Data, from files to batches. Names are loaded at first use. Preparing data needs no torch."""
 
 from __future__ import annotations
 

@@ -56,8 +56,6 @@ def _same_part(tensor: Tensor, whole: Tensor, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A function that checks the host values of a part of a tensor."""
-
     part: Tensor
     look: Callable[[Tensor], None]
 

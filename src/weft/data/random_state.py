@@ -33,9 +33,7 @@ def preserve_generators(device: torch.device | None = None) -> Iterator[None]:
 def seed_generators(seed: int, *, devices: bool = True) -> None:
     """Start torch's, numpy's and Python's global generators from a seed.
 
-    Args:
-        seed: any integer.
-        devices: seed the generators of GPUs too.
+    seed: any integer. devices: seed the generators of GPUs too.
     """
     if devices:
         torch.manual_seed(seed % 2**63)

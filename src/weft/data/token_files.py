@@ -166,9 +166,7 @@ class SplitWriter:
     def append(self, tokens: np.ndarray, trained: np.ndarray | None) -> None:
         """Add tokens to the open document.
 
-        Args:
-            tokens: int [n].
-            trained: bool [n], or weights, float32 [n], or None for a weight of 1.
+        tokens: int [n]. trained: bool [n], or weights, float32 [n], or None for a weight of 1.
 
         Raises:
             DataError: for more than 255 different weights.
@@ -196,7 +194,6 @@ class SplitWriter:
             tokens = tokens[room:]
 
     def _numbered(self, weights: np.ndarray) -> np.ndarray:
-        """Return the mask values of weights, uint8."""
         if weights.dtype == bool:
             return weights.astype(np.uint8)
         found, places = np.unique(weights, return_inverse=True)

@@ -284,14 +284,10 @@ def add_adapter(
     _check(adapter)
     packed = pack_layers(model, chosen_layers(model), base)
     adapt_layers(model, chosen, adapter, seed)
-    note_adapted(model, replace(_noted(model), base=base, packed=packed))
-    return model
-
-
-def _noted(model: nn.Module) -> Adapted:
     record = adapted(model)
     assert record is not None
-    return record
+    note_adapted(model, replace(record, base=base, packed=packed))
+    return model
 
 
 def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:
@@ -329,9 +325,7 @@ def _check(adapter: AdapterKind) -> None:
 def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn.Module]:
     """Return the layers that patterns choose, by path, in the model's order.
 
-    Args:
-        model: without an adapter.
-        targets: as `add_adapter` takes them.
+    model: without an adapter. targets: as `add_adapter` takes them.
 
     Raises:
         ModelError: as `add_adapter` raises it.
@@ -372,7 +366,6 @@ def _fits(path: str, pattern: str) -> bool:
 
 
 def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Linear layers that take no adapter, each with the reason."""
     head = layers.find_lm_head(model)
     gating = {path.rpartition(".")[0] for path, _ in layers.find_experts(model)}
     seen: dict[int, str] = {}

@@ -183,13 +183,7 @@ def _by_lengths(
 
 
 def _by_rows(
-    q_BHTC: Tensor,
-    k_BKTC: Tensor,
-    v_BKTC: Tensor,
-    ids_BT: Tensor,
-    *,
-    is_causal: bool = True,
-    window: int | None = None,
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor, *, is_causal: bool = True, window: int | None = None
 ) -> Tensor:
     """Attend by chunks of queries, each with a mask over the keys that any of its queries may attend to."""
     times = q_BHTC.shape[1] // k_BKTC.shape[1]

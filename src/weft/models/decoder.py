@@ -206,7 +206,6 @@ class Decoder(KeepsTies):
 
 
 def _branch_ends(block: Block) -> list[nn.Module]:
-    """The modules whose products are added to the residual stream."""
     mlp = block.mlp
     if isinstance(mlp, MoE):
         return [block.attn.o, mlp.experts, *([mlp.shared.get_submodule("down")] if mlp.shared is not None else [])]
@@ -241,8 +240,6 @@ _DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 
 
 class _WithoutDraws(TorchFunctionMode):
-    """Skips random initialization of meta tensors."""
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

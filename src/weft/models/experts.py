@@ -255,9 +255,7 @@ def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
         It is copied to the host once if all of them use the loop.
     >>>>>>> p-models
 
-        Args:
-            ends_E: cumulative row counts by expert.
-            stacks: stacked matrices of the experts.
+    ends_E: cumulative row counts by expert. stacks: stacked matrices of the experts.
     """
     return ends_E.tolist() if all(_kernel_choice(weights) == "loop" for weights in stacks) else ends_E
 

@@ -174,7 +174,6 @@ class MediaDecoder(nn.Module):
 
 
 def _squares(states_NTD: Tensor, join: nn.Linear) -> Tensor:
-    """Return one row for each square of patches, (N * P, D)."""
     grid = round(states_NTD.shape[1] ** 0.5)
     x = states_NTD.unflatten(1, (grid // PATCHES_JOINED, PATCHES_JOINED, grid // PATCHES_JOINED, PATCHES_JOINED))
     return join(x.transpose(2, 3).flatten(3).flatten(1, 2).flatten(2)).flatten(0, 1)
@@ -291,9 +290,7 @@ class ModelInputs:
 def build_media_decoder(name: str, inputs: ModelInputs) -> MediaDecoder:
     """Build a model that generates text, with new weights from torch's generator.
 
-    Args:
-        name: one of `MULTIMODAL_MODELS`.
-        inputs: sizes of its inputs.
+    name: one of `MULTIMODAL_MODELS`. inputs: sizes of its inputs.
 
     Raises:
         ModelError: if the name is unknown or the grid does not fit the side.

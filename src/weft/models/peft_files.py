@@ -184,7 +184,6 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _names_in(folder: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield (layer path, Weft's parameter name) for each tensor."""
     for full in tensors:
         found = next((name for name, suffix in _SUFFIXES.items() if full.endswith(f".{suffix}")), None)
         if found is None or not full.startswith(_PREFIX):

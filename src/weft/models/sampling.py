@@ -1,7 +1,4 @@
-"""Sampling from a decoder, one token after another, with a key-value cache.
-
-V vocabulary.
-"""
+"""Sampling from a decoder, one token after another, with a key-value cache. V vocabulary."""
 
 from __future__ import annotations
 

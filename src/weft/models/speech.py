@@ -80,10 +80,6 @@ class SpeechStem(nn.Module):
 
     With relative positions, the blocks get the same input for the same sound at any time (wav2vec 2.0, arXiv
     2006.11477).
-
-    Args:
-        mels: number of bands.
-        dim: width.
     """
 
     def __init__(self, mels: int, dim: int):
@@ -155,7 +151,6 @@ def build_speech_model(name: str, num_classes: int, mels: int, *, dropout: float
 
 
 def _halved(count: Any) -> Any:
-    """Return the number of frames after a convolution."""
     return (count + _STRIDE - 1) // _STRIDE
 
 

@@ -234,12 +234,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and added to its input.
-
-    Args:
-        dim: width.
-        num_heads: number of attention heads.
-    """
+    """Attention and a feed-forward layer, each after a norm and added to its input."""
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
@@ -257,8 +252,6 @@ class VisionBlock(nn.Module):
 
 
 class _Embeddings(nn.Module):
-    """Patch embeddings after a class token, with learned positions."""
-
     def __init__(self, dim: int, side: int, patch: int):
         super().__init__()
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))

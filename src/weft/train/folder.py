@@ -203,9 +203,7 @@ def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
 
     If an error ends the block before anything was written, a folder that was created here is removed again.
 
-    Args:
-        folder: the run's folder; created if it is missing.
-        mode: `run.mode`, the permissions of a new folder.
+    folder: the run's folder; created if it is missing. mode: `run.mode`, the permissions of a new folder.
 
     Raises:
         LaunchError: if another command holds the folder.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _OF_EVERY_RANK = ("torch", "weft.train.torch_engine", "weft.train.rank_run", "weft.monitor")
 _OF_DECODERS = ("weft.train.tasks.decoder", "weft.models")
-_OF_FOLDERS = ("transformers", "weft.train.tasks.pretrained", "weft.train.tasks", "weft.models")
+_OF_FOLDERS = ("transformers", "weft.train.tasks.folder_model", "weft.train.tasks", "weft.models")
 
 
 def preloaded_modules(config: RunConfig) -> list[str]:

@@ -58,9 +58,6 @@ def vorbis_size(encoded: Encoded) -> tuple[int, int, int] | None:
 
     Return None for all other files.
 
-    Args:
-        encoded: the recording.
-
     Raises:
         DataError: if the file cannot be read.
     """

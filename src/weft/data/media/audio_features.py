@@ -77,13 +77,7 @@ def mel_energy(wave: NDArray[np.float32], filters_MF: NDArray[np.float64], n_fft
 
 @lru_cache(maxsize=16)
 def mel_filters(
-    rate: int,
-    mels: int,
-    n_fft: int,
-    *,
-    most_hz: float | None = None,
-    scale: str = "slaney",
-    is_even: bool = True,
+    rate: int, mels: int, n_fft: int, *, most_hz: float | None = None, scale: str = "slaney", is_even: bool = True
 ) -> NDArray[np.float64]:
     """Return the weights of triangular mel bands over the frequencies of a Fourier transform, (M, F).
 
@@ -144,6 +138,11 @@ class LogMel:
     kind: ClassVar[str] = "log_mel"
     #: Names of the input in transformers' models.
     name: ClassVar[str] = "input_features"
+
+    @classmethod
+    def at_rate(cls, rate: int, mels: int) -> LogMel:
+        """Return bands of windows of 25 ms, 10 ms apart."""
+        return cls(rate, mels, 2 * round(200 * rate / 16_000), round(160 * rate / 16_000))
 
     def shape(self, most_samples: int) -> tuple[int, ...]:
         """Return the largest shape of the features of up to `most_samples` samples: (bands, frames)."""

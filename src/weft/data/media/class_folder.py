@@ -133,7 +133,6 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
 
 
 def _unreadable(root: Path, path: Path) -> str | None:
-    """Return why a picture is left out, or None."""
     try:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
             return f"{path}: it links out of the folder"

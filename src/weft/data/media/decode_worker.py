@@ -86,9 +86,7 @@ def described(samples: Decodable) -> bytes:
 def main(ring_fd: int, num_slots: int) -> None:
     """Serve jobs until the input ends.
 
-    Args:
-        ring_fd: file descriptor of the shared memory.
-        num_slots: number of slots of the ring.
+    ring_fd: file descriptor of the shared memory. num_slots: number of slots of the ring.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets the signal too, and ends this process
     answers = os.fdopen(os.dup(1), "wb", buffering=0)

@@ -296,7 +296,6 @@ def _shared_memory(size: int, workers: int, smaller: str) -> int:
 
 
 def _how(code: int) -> str:
-    """Return a phrase for an exit code of a process."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
@@ -312,9 +311,7 @@ _MOST_WORKERS = 8
 class DecodedAhead:
     """Samples of a source. The first call of `many` starts processes that decode them.
 
-    Args:
-        samples: the samples to decode.
-        workers: number of processes, or 0 to decode in the rank.
+    workers: number of processes, or 0 to decode in the rank.
     """
 
     def __init__(self, samples: Decodable, workers: int):

@@ -11,7 +11,8 @@ import json
 import os
 import struct
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 
 from weft.data.media.images import Encoded
 from weft.data.media.records import PICTURE, MediaKind, class_files
+from weft.data.text.records import is_valid_text
 from weft.errors import DataError, WeftError
 from weft.files import open_regular
 
@@ -126,7 +128,8 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
         if path.is_dir():
             yield from _folder_records(path, columns)
         elif path.suffix == ".tar":
-            yield from _tar_records(path, columns)
+            for tar, stem, sample in tar_samples(path):
+                yield _tar_record(path, tar, stem, sample, columns)
         elif path.suffix == ".parquet":
             yield from _parquet_records(path, columns)
         else:
@@ -159,7 +162,8 @@ def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns
         record = line_object(Encoded(name, str(path), offset, length).read_all())
         held = None if record is None else embedded_bytes(record[columns.media_column(record, path)])
     else:
-        held = _row(path, offset, columns)
+        row = parquet_row(path, offset, lambda names: (columns.media_column(dict.fromkeys(names), path),))
+        held = None if row is None else embedded_bytes(*row.values())
     if held is None:
         raise DataError(f"{path}, {name}: it holds no {columns.kind.one} any more. Start a new run for changed data.")
     return Encoded(f"{path}, {name}", held=held)
@@ -181,16 +185,8 @@ def _folder_records(root: Path, columns: RecordColumns) -> Iterator[FoundRecord]
 # --- tar ---
 
 
-def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
-    for tar, stem, sample in tar_samples(path):
-        yield _tar_record(path, tar, stem, sample, columns)
-
-
 def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, tarfile.TarInfo]]]:
     """Yield (archive, name, files by suffix) for consecutive files whose names are equal up to the first dot.
-
-    Args:
-        path: the archive.
 
     Raises:
         DataError: if it is damaged or cut off.
@@ -292,9 +288,6 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Yield (number from 1, offset, line) of the lines that are not blank. A line that is too long is None.
 
-    Args:
-        path: the file.
-
     Raises:
         OSError: if the file cannot be read.
     """
@@ -331,20 +324,14 @@ def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
             yield FoundRecord(f"{path}, line {number}", reason=reason)
             continue
         try:
-            yield _line_record(path, number, line, offset, record, columns)
+            media = record[columns.media_column(record, path)]
+            label = columns.label_of(record[columns.label_column(record, path)])
+            yield _record(path, f"line {number}", media, label, (LINE, offset, len(line)), columns)
         except DataError as error:
             if is_first:  # an option with a wrong name
                 raise
             yield FoundRecord(f"{path}, line {number}", reason=str(error).removeprefix(f"{path}: "))
         is_first = False
-
-
-def _line_record(
-    path: Path, number: int, line: bytes, offset: int, record: dict[str, Any], columns: RecordColumns
-) -> FoundRecord:
-    media = record[columns.media_column(record, path)]
-    label = columns.label_of(record[columns.label_column(record, path)])
-    return _record(path, f"line {number}", media, label, (LINE, offset, len(line)), columns)
 
 
 def _record(
@@ -371,10 +358,6 @@ def _record(
 
 def inside(root: Path, path: str) -> Path:
     """Return the path of the file that a record names.
-
-    Args:
-        root: folder of the records.
-        path: path in the record.
 
     Raises:
         DataError: if it is outside of the folder, or the text is not a valid file name.
@@ -409,28 +392,96 @@ def embedded_bytes(value: Any) -> bytes | None:
 
 
 def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    schema = parquet_schema(path)
+    names = dict.fromkeys(schema.names)
+    media, label = columns.media_column(names, path), columns.label_column(names, path)
+    classes = class_names(schema.metadata or {}, label)
+    for number, record in parquet_rows(path, (media, label)):
+        if record is None:
+            yield FoundRecord(f"{path}, row {number}", reason="its values cannot be read")
+            continue
+        value = columns.label_of(record[label])
+        if isinstance(value, int) and 0 <= value < len(classes):
+            value = classes[value]
+        yield _record(path, f"row {number}", record[media], value, (ROW, number, -1), columns)
+
+
+@contextmanager
+def _opened_parquet(path: Path) -> Iterator[Any]:
+    """Open a parquet file. Errors of opening it, and of the body of `with`, are raised as DataError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as parquet:
-            schema = parquet.schema_arrow
-            names = dict.fromkeys(schema.names)
-            media, label = columns.media_column(names, path), columns.label_column(names, path)
-            classes, number = class_names(schema.metadata or {}, label), 0
-            for batch in parquet.iter_batches(batch_size=64, columns=[media, label], use_threads=False):
-                for record in rows_of(batch):
-                    if record is None:
-                        yield FoundRecord(f"{path}, row {number}", reason="its values cannot be read")
-                    else:
-                        value = columns.label_of(record[label])
-                        if isinstance(value, int) and 0 <= value < len(classes):
-                            value = classes[value]
-                        yield _record(path, f"row {number}", record[media], value, (ROW, number, -1), columns)
-                    number += 1
+            yield parquet
     except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{path}: it is damaged or truncated ({first}). Copy it again, or leave it out.") from error
+
+
+def parquet_schema(path: Path) -> Any:
+    """Return the arrow schema of a parquet file.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    with _opened_parquet(path) as parquet:
+        return parquet.schema_arrow
+
+
+def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number and the values of each row of a parquet file. The values of a damaged row are None.
+
+    columns: None for all.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    number = 0
+    with _opened_parquet(path) as parquet:
+        for batch in parquet.iter_batches(batch_size=64, columns=columns, use_threads=False):
+            for record in rows_of(batch):
+                yield number, record
+                number += 1
+
+
+def parquet_row(
+    path: Path, number: int, chosen: Callable[[list[str]], tuple[str, ...]] | None = None
+) -> dict[str, Any] | None:
+    """Return a row by number, or None if it is damaged. chosen: returns the columns from all names; None for all.
+
+    Raises:
+        DataError: if the file is no longer there, or is damaged.
+    """
+    import pyarrow as pa
+
+    try:
+        starts, names = _layout(str(path))
+        columns = None if chosen is None else chosen(names)
+        group = max(index for index, start in enumerate(starts) if start <= number)
+        return rows_of(_group(str(path), group, columns).slice(number - starts[group], 1))[0]
+    except (pa.ArrowException, OSError, *_BAD_ROW, IndexError, MemoryError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
+
+
+@lru_cache(maxsize=256)
+def _layout(path: str) -> tuple[list[int], list[str]]:
+    """Return the first row of each group, and the names of the columns."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as parquet:
+        sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
+        return [sum(sizes[:index]) for index in range(len(sizes))], list(parquet.schema_arrow.names)
+
+
+@lru_cache(maxsize=_GROUPS)
+def _group(path: str, group: int, columns: tuple[str, ...] | None) -> Any:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as parquet:
+        return parquet.read_row_group(group, columns=None if columns is None else list(columns), use_threads=False)
 
 
 def rows_of(batch: Any) -> list[dict[str, Any] | None]:
@@ -451,9 +502,7 @@ def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
 def class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
     """Return the class names that the datasets library stored with a column of integers or of lists of integers.
 
-    Args:
-        metadata: metadata of a parquet file's schema.
-        label: name of the column.
+    metadata: metadata of a parquet file's schema.
     """
     try:
         feature = json.loads(metadata[b"huggingface"])["info"]["features"][label]
@@ -461,36 +510,6 @@ def class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
         return [str(name) for name in feature["names"]]
     except (KeyError, ValueError, TypeError, RecursionError):
         return ()
-
-
-def _row(path: Path, number: int, columns: RecordColumns) -> bytes | None:
-    import pyarrow as pa
-
-    try:
-        starts, media = _groups(str(path), columns)
-        group = max(index for index, start in enumerate(starts) if start <= number)
-        return embedded_bytes(_group(str(path), group, media)[number - starts[group]].as_py())
-    except (pa.ArrowException, OSError, *_BAD_ROW, IndexError, MemoryError) as error:
-        first = str(error).partition("\n")[0]
-        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
-
-
-@lru_cache(maxsize=256)
-def _groups(path: str, columns: RecordColumns) -> tuple[list[int], str]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as parquet:
-        sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
-        names = dict.fromkeys(parquet.schema_arrow.names)
-    return [sum(sizes[:index]) for index in range(len(sizes))], columns.media_column(names, Path(path))
-
-
-@lru_cache(maxsize=_GROUPS)
-def _group(path: str, group: int, media: str) -> Any:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as parquet:
-        return parquet.read_row_group(group, columns=[media], use_threads=False).column(0)
 
 
 # --- columns ---
@@ -517,15 +536,6 @@ def class_label(value: Any) -> int | str | None:
         return None
     text = value.strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text or None
-
-
-def is_valid_text(text: str) -> bool:
-    """Return False for text with half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def name_bytes(name: str) -> np.ndarray:

@@ -85,10 +85,6 @@ class Encoded:
     def part(self, start: int, size: int) -> bytes:
         """Return a range of the bytes, which is shorter at the end of the media.
 
-        Args:
-            start: the first byte.
-            size: number of bytes.
-
         Raises:
             DataError: if the file cannot be read.
         """
@@ -240,7 +236,11 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
     rng = generator_of(key)
     with _open_image(encoded.read_all(), encoded.name) as picture:
         width, height = picture.size
-        left, top, right, bottom = _random_box(width, height, rng) if look.crops else _middle(width, height)
+        side = min(width, height)
+        left, top = (width - side) / 2, (height - side) / 2
+        right, bottom = left + side, top + side
+        if look.crops:
+            left, top, right, bottom = _random_box(width, height, rng)
 
         def decode() -> Any:
             # A JPEG is decoded at a half, a quarter or an eighth of its size if that is still large enough.
@@ -310,7 +310,6 @@ def _open_image(data: bytes, name: str) -> Any:
 
 @cache
 def _formats() -> list[str]:
-    """Return the `FORMATS` that this installation of Pillow supports."""
     image = pillow()
     image.init()
     return [name for name in FORMATS if name in image.OPEN]
@@ -329,7 +328,6 @@ def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return an exception's first line, or its type if it has no text."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
@@ -376,12 +374,6 @@ def _rgb(picture: Any, image: Any) -> Any:
         picture.load()
         return picture  # avoid the copy of `convert`
     return picture.convert("RGB")
-
-
-def _middle(width: int, height: int) -> tuple[float, float, float, float]:
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -171,9 +171,7 @@ class MediaRecords:
 def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
     """Return the sorted files of records of a path: one file, the files of a folder, or the files of a glob.
 
-    Args:
-        path: path or pattern that the user gave.
-        kind: kind of their media.
+    path: path or pattern that the user gave. kind: kind of their media.
 
     Raises:
         DataError: if a file is a compressed archive.
@@ -230,12 +228,20 @@ def find_records(
     Raises:
         DataError: if a file is damaged, there is only one class, or more than 1 % of the records cannot be used.
     """
-    survey = survey or Survey()
     asked = [columns.kind.one, columns.is_text, columns.media, columns.label]
-    key = ["media", _VERSION, asked, list(survey.key)]
-    table = records_table(cache, key, files, columns.kind, _Writer(path, files, columns, told, survey).write)
+    key = ["media", _VERSION, asked, list(survey.key) if survey is not None else []]
+
+    def write(writer: RowWriter) -> dict[str, Any]:
+        rows = _Rows(columns, survey or Survey())
+        notes = add_rows(writer, path, files, columns.kind, told, lambda file: records_in(file, columns), rows.row)
+        return {**rows.notes(), **notes}
+
+    table = records_table(cache, key, files, columns.kind, write)
     seen: list[int | str] = table.notes["labels"]
-    classes = () if columns.is_text else _in_order(seen)
+    classes: tuple[str, ...] = ()
+    if not columns.is_text:
+        is_numbered = all(isinstance(label, int) for label in seen)
+        classes = tuple(map(str, sorted(seen, key=int))) if is_numbered else tuple(sorted({*map(str, seen)}))
     if len(classes) < 2 and not columns.is_text:
         raise DataError(f"data={path}: its records have {len(classes)} class. Give records of 2 or more.")
     numbers = {name: number for number, name in enumerate(classes)}
@@ -319,47 +325,66 @@ def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> 
     return replace(records, classes=tuple(classes), labels=labels)
 
 
-def _in_order(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """Return the classes, ordered as numbers if all labels are numbers, else as names."""
-    if all(isinstance(label, int) for label in labels):
-        return tuple(str(label) for label in sorted(labels, key=int))
-    return tuple(sorted({str(label) for label in labels}))
+#: Returns the row of a record of the file of a number, or None and the reason.
+RowOf = Callable[[int, Any], tuple[dict[str, Any] | None, str]]
 
 
-class _Writer:
-    """Writer of a table: reads every record once, and adds a row for each usable one."""
+def add_rows(
+    writer: RowWriter,
+    path: str,
+    files: Sequence[Path],
+    kind: MediaKind,
+    told: Told | None,
+    records: Callable[[Path], Iterable[Any]],
+    row_of: RowOf,
+) -> dict[str, Any]:
+    """Read every record once, add a row for each usable one, and return the table's notes.
 
-    def __init__(self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None, survey: Survey):
-        self._path, self._files, self._columns, self._in_one_sentence, self._survey = path, files, columns, told, survey
-        self._size = picture_size if columns.kind is PICTURE else sound_size
+    Args:
+        writer: gets the rows.
+        path: path or pattern that the user gave.
+        files: files of records, or one folder of classes.
+        kind: kind of the media.
+        told: called with (bytes or files read, total).
+        records: returns the records of a file, with `offset`, and with `path` for a missing file.
+        row_of: makes the rows.
+
+    Raises:
+        DataError: as in `refuse_unusable`.
+    """
+    reasons: list[str] = []
+    missing: list[tuple[str, list[int]]] = []
+    num_bad = done = count = 0
+    sizes = [len(class_files(file, kind)) if file.is_dir() else file.stat().st_size for file in files]
+    for number, file in enumerate(files):
+        for record in records(file):
+            count += 1
+            row, reason = row_of(number, record)
+            if row is not None:
+                writer.add(row)
+            else:
+                num_bad += 1
+                reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
+                if record.path and len(missing) < _MOST_REASONS:
+                    missing.append((record.path, file_state(record.path)))
+            if told is not None and not count % _TOLD_EVERY:
+                told(done + max(0, record.offset), sum(sizes))
+        done += sizes[number]
+    refuse_unusable(path, kind, count, num_bad, reasons)
+    return {"reasons": reasons, "num_bad": num_bad, "missing": missing}
+
+
+class _Rows:
+    """Rows of records with classes or texts, and the labels in them."""
+
+    def __init__(self, columns: RecordColumns, survey: Survey):
+        self._survey, self._size = survey, picture_size if columns.kind is PICTURE else sound_size
         self._labels: dict[int | str, int] = {}
 
-    def write(self, writer: RowWriter) -> dict[str, Any]:
-        """Write the rows and return the table's notes."""
-        reasons: list[str] = []
-        missing: list[tuple[str, list[int]]] = []
-        num_bad = done = count = 0
-        words = self._columns.kind
-        sizes = [len(class_files(file, words)) if file.is_dir() else file.stat().st_size for file in self._files]
-        for number, file in enumerate(self._files):
-            for record in records_in(file, self._columns):
-                count += 1
-                row, reason = self._row(number, record)
-                if row is not None:
-                    writer.add(row)
-                else:
-                    num_bad += 1
-                    reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
-                    if record.path and len(missing) < _MOST_REASONS:
-                        missing.append((record.path, file_state(record.path)))
-                if self._in_one_sentence is not None and not count % _TOLD_EVERY:
-                    self._in_one_sentence(done + max(0, record.offset), sum(sizes))
-            done += sizes[number]
-        refuse_unusable(self._path, words, count, num_bad, reasons)
-        return {"labels": list(self._labels), "reasons": reasons, "num_bad": num_bad, "missing": missing}
+    def notes(self) -> dict[str, Any]:
+        return {"labels": list(self._labels)}
 
-    def _row(self, file: int, record: FoundRecord) -> tuple[dict[str, Any] | None, str]:
-        """Return the row of a record, or None and the reason."""
+    def row(self, file: int, record: FoundRecord) -> tuple[dict[str, Any] | None, str]:
         if record.encoded is None or record.reason:
             return None, f"{record.name}: {record.reason}"
         try:

@@ -200,7 +200,6 @@ class MixedAhead:
         return () if self._kept is None else self._kept()
 
     def _sample(self, index: int, made: Mapping[int, NDArray[Any]]) -> MixedSample:
-        """Return a sample from its decoded items and its stored features."""
         records, items = self.items.records, tuple(self.items.of_sample(index))
         kept = {shards.is_sound: shards for shards in self._shards()}
         sizes = records.sizes(index) if kept else [(False, ())] * len(items)

@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from weft.data.media.files import (
     lines_of,
     name_bytes,
     name_text,
+    parquet_row,
+    parquet_rows,
     printable,
-    rows_of,
     tar_samples,
 )
 from weft.data.media.images import Encoded, picture_size
-from weft.data.media.media_records import MediaRecords, Told, file_state, records_table, refuse_unusable
+from weft.data.media.media_records import MediaRecords, Told, add_rows, file_state, records_table
 from weft.data.media.mixed_samples import MixedColumns, SamplePart, TextCodec, UnusableSample, sample_tokens
 from weft.data.media.records import PICTURE, SAMPLE, SOUND
 from weft.data.store.row_table import RowWriter
@@ -75,15 +76,13 @@ class FoundSample:
     parts: tuple[SamplePart, ...] = ()
     media: tuple[FoundMedia, ...] = ()
     reason: str = ""
-    missing: str = ""
+    path: str = ""
 
 
 def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
     """Yield the samples of a file, in order.
 
-    Args:
-        path: the file. Its suffix gives the format.
-        columns: columns of text and media.
+    path: the file. Its suffix gives the format. columns: columns of text and media.
 
     Raises:
         DataError: if the file is damaged or cut off.
@@ -92,13 +91,19 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
         if path.suffix == ".tar":
             yield from _tar_mixed(path, columns)
         elif path.suffix == ".parquet":
-            for number, record in _parquet_rows(path):
+            for number, record in parquet_rows(path):
                 if record is None:
                     yield FoundSample(f"{path}, row {number}", number, reason="its values cannot be read")
                     continue
                 yield _sample(path, f"row {number}", record, (ROW, number, -1), columns)
         else:
-            yield from _line_mixed(path, columns)
+            for number, offset, line in lines_of(path):
+                record = line_object(line)
+                if line is None or record is None:
+                    reason = "it is not an object of JSON" if line is not None else "the line is too long"
+                    yield FoundSample(f"{path}, line {number}", offset, reason=reason)
+                else:
+                    yield _sample(path, f"line {number}", record, (LINE, offset, len(line)), columns)
     except OSError as error:
         raise DataError(
             f"{path}: it cannot be read ({error.strerror or error}). Repair it, or leave it out."
@@ -125,7 +130,7 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
     record = line_object(Encoded(name, str(path), offset, length).read_all()) if kind == LINE else \
-        _parquet_row(path, offset)  # fmt: skip
+        parquet_row(path, offset)  # fmt: skip
     try:
         parts = columns.parts(record or {})
     except UnusableSample:
@@ -135,19 +140,6 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
     if held is None:
         raise DataError(f"{path}, {name}: it holds no media any more. Start a new run for changed data.")
     return Encoded(f"{path}, {name}", held=held)
-
-
-def _line_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
-    for number, offset, line in lines_of(path):
-        yield _line_sample(path, number, line, offset, columns)
-
-
-def _line_sample(path: Path, number: int, line: bytes | None, offset: int, columns: MixedColumns) -> FoundSample:
-    record = line_object(line)
-    if line is None or record is None:
-        reason = "it is not an object of JSON" if line is not None else "the line is too long"
-        return FoundSample(f"{path}, line {number}", offset, reason=reason)
-    return _sample(path, f"line {number}", record, (LINE, offset, len(line)), columns)
 
 
 def _sample(
@@ -180,7 +172,7 @@ def _sample(
         except DataError as error:
             return FoundSample(where, place[1], reason=str(error))
         if not found.is_file():
-            return FoundSample(where, place[1], reason=f"there is no file {file[:200]!r} beside it", missing=str(found))
+            return FoundSample(where, place[1], reason=f"there is no file {file[:200]!r} beside it", path=str(found))
         media.append(FoundMedia(is_sound, file, FILE, 0, -1, number, Encoded.of_file(found), str(found)))
     return FoundSample(where, place[1], tuple(parts), tuple(media))
 
@@ -225,51 +217,6 @@ def _tar_text(suffix: str, text: str, columns: MixedColumns) -> dict[str, Any]:
         return {}
     return {name: value for name, value in found.items() if name not in ("images", "audios")} \
         if isinstance(found, dict) else {}  # fmt: skip
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as parquet:
-            for batch in parquet.iter_batches(batch_size=64, use_threads=False):
-                for record in rows_of(batch):
-                    yield number, record
-                    number += 1
-    except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
-        first = str(error).partition("\n")[0]
-        raise DataError(f"{path}: it is damaged or truncated ({first}). Copy it again, or leave it out.") from error
-
-
-def _parquet_row(path: Path, number: int) -> dict[str, Any] | None:
-    import pyarrow as pa
-
-    try:
-        starts = _group_starts(str(path))
-        group = max(index for index, start in enumerate(starts) if start <= number)
-        return rows_of(_group(str(path), group).slice(number - starts[group], 1))[0]
-    except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
-        first = str(error).partition("\n")[0]
-        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
-
-
-@lru_cache(maxsize=256)
-def _group_starts(path: str) -> list[int]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as parquet:
-        sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
-    return [sum(sizes[:index]) for index in range(len(sizes))]
-
-
-@lru_cache(maxsize=4)
-def _group(path: str, group: int) -> Any:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as parquet:
-        return parquet.read_row_group(group, use_threads=False)
 
 
 # Samples of text, pictures and audio by index. A table of tokens, locations and sizes is made once from headers and
@@ -332,9 +279,7 @@ class MixedRecords(MediaRecords):
     def origin(self, index: int, number: int) -> list[Any]:
         """Return JSON values that change when a picture or a recording changes: its file, and its location there.
 
-        Args:
-            index: index of the sample.
-            number: position among its media.
+        number: position among its media.
         """
         row = self._row(index)
         _, kind, file, *place = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
@@ -386,65 +331,41 @@ def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Pat
     columns = survey.columns
     asked = RecordColumns(f"{columns.picture}\n{columns.audio}", columns.text, SAMPLE, is_text=True)
     key = ["mixed", _VERSION, [columns.text, columns.picture, columns.audio, survey.codec.digest, *survey.key]]
-    table = records_table(cache, key, files, SAMPLE, _Writer(path, files, survey, told).write)
+
+    def write(writer: RowWriter) -> dict[str, Any]:
+        row_of = partial(_row, survey)
+        return add_rows(writer, path, files, SAMPLE, told, lambda file: mixed_in(file, columns), row_of)
+
+    table = records_table(cache, key, files, SAMPLE, write)
     return MixedRecords(
         path, str(table.folder), table.digest, (), (), tuple(str(file.absolute()) for file in files), asked,
         tuple(table.notes["reasons"]), _table=[table],
     )  # fmt: skip
 
 
-class _Writer:
-    """Writer of a table: reads every record once, and adds a row for each usable one."""
-
-    def __init__(self, path: str, files: Sequence[Path], survey: MixedSurvey, told: Told | None):
-        self._path, self._files, self._survey, self._in_one_sentence = path, files, survey, told
-
-    def write(self, writer: RowWriter) -> dict[str, Any]:
-        reasons: list[str] = []
-        missing: list[tuple[str, list[int]]] = []
-        num_bad = done = count = 0
-        sizes = [file.stat().st_size for file in self._files]
-        for number, file in enumerate(self._files):
-            for sample in mixed_in(file, self._survey.columns):
-                count += 1
-                row, reason = self._row(number, sample)
-                if row is not None:
-                    writer.add(row)
-                else:
-                    num_bad += 1
-                    reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
-                    if sample.missing and len(missing) < _MOST_REASONS:
-                        missing.append((sample.missing, file_state(sample.missing)))
-                if self._in_one_sentence is not None and not count % _TOLD_EVERY:
-                    self._in_one_sentence(done + sample.offset, sum(sizes))
-            done += sizes[number]
-        refuse_unusable(self._path, SAMPLE, count, num_bad, reasons)
-        return {"reasons": reasons, "num_bad": num_bad, "missing": missing}
-
-    def _row(self, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
-        """Return the row of a sample, or None and the reason."""
-        if sample.reason:
-            return None, f"{sample.name}: {sample.reason}"
-        places: list[int] = []
-        sizes: list[tuple[bool, tuple[int, ...]]] = []
-        try:
-            for one in sample.media:
-                size = (sound_size if one.is_sound else picture_size)(one.encoded)
-                sizes.append((one.is_sound, size))
-                places += [one.is_sound, one.kind, file, one.offset, one.length, one.number, *(*size, 0)[:3]]
-        except DataError as error:
-            return None, str(error)
-        made = sample_tokens(sample.parts, self._survey.codec)
-        if reason := self._survey.refuse(made.tokens, sizes):
-            return None, f"{sample.name}: {reason}"
-        names = "\n".join(one.name for one in sample.media)
-        return {
-            "places": np.array(places, np.int64),
-            "name": name_bytes(sample.name),
-            "names": name_bytes(names),
-            "tokens": made.tokens,
-            "learnt": made.learnt,
-        }, ""
+def _row(survey: MixedSurvey, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
+    if sample.reason:
+        return None, f"{sample.name}: {sample.reason}"
+    places: list[int] = []
+    sizes: list[tuple[bool, tuple[int, ...]]] = []
+    try:
+        for one in sample.media:
+            size = (sound_size if one.is_sound else picture_size)(one.encoded)
+            sizes.append((one.is_sound, size))
+            places += [one.is_sound, one.kind, file, one.offset, one.length, one.number, *(*size, 0)[:3]]
+    except DataError as error:
+        return None, str(error)
+    made = sample_tokens(sample.parts, survey.codec)
+    if reason := survey.refuse(made.tokens, sizes):
+        return None, f"{sample.name}: {reason}"
+    names = "\n".join(one.name for one in sample.media)
+    return {
+        "places": np.array(places, np.int64),
+        "name": name_bytes(sample.name),
+        "names": name_bytes(names),
+        "tokens": made.tokens,
+        "learnt": made.learnt,
+    }, ""
 
 
 # Features that a frozen encoder computed from pictures or recordings, stored once in safetensors shards, read by
@@ -502,11 +423,7 @@ class FeatureShards:
         return self._header(shard) is not None
 
     def write(self, shard: int, rows: Sequence[NDArray[Any]]) -> None:
-        """Write the encoder features of a shard's items.
-
-        Args:
-            shard: number of the shard.
-            rows: features of each item, (R, D).
+        """Write the encoder features of a shard's items. rows: features of each item, (R, D).
 
         Raises:
             DataError: if the folder cannot be written to.

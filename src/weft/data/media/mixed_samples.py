@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.files import is_valid_text
 from weft.data.media.records import PICTURE, SOUND
+from weft.data.text.records import is_valid_text
 
 #: Usual media columns of records, except those whose name does not give the kind of media.
 _VAGUE = ("file_name", "path", "bytes")
@@ -201,6 +201,10 @@ class TextCodec(Protocol):
         """Return the tokens of a text."""
         ...
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Return the text of all tokens, with markers for media and special tokens."""
+        ...
+
 
 class ByteText:
     """Codec with a token for each byte of UTF-8 and four special tokens for the ends of texts and turns."""
@@ -242,12 +246,7 @@ class SampleTokens:
 
 
 def sample_tokens(parts: Sequence[SamplePart], codec: TextCodec) -> SampleTokens:
-    """Return the tokens of a sample's parts.
-
-    Args:
-        parts: the parts in order.
-        codec: codec of their texts.
-    """
+    """Return the tokens of a sample's parts. codec: codec of their texts."""
     ids: list[int] = []
     learnt: list[int] = []
     is_chat = False

@@ -77,6 +77,15 @@ class Loader:
         """
         return Prefetch(self, start_step, end_step)
 
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples of one pass over the data, or None for several sources, which have separate epochs."""
+        return self._stream.num_sequences if self._stream.num_sources == 1 else None
+
+    def state_at(self, num_samples: int) -> dict[str, int]:
+        """Count the samples from each source before a position, by the source's name."""
+        return self._stream.state_at(num_samples)
+
 
 class EvalBatches:
     """A fixed evaluation set, spread evenly over the sources, with each sample once.

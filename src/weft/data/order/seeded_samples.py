@@ -43,9 +43,7 @@ class SeededSamples(Dataset[Any]):
 
     Attribute access is forwarded to the dataset, as a `worker_init_fn` expects.
 
-    Args:
-        dataset: the user's dataset.
-        seed: the run's seed.
+    dataset: the user's dataset.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -114,7 +112,6 @@ def collate_seeded(collate: Callable[[Any], Any], samples: Any, seed: int) -> An
 
 
 def _draws_nothing(dataset: Any) -> bool:
-    """Return True if a dataset is of a type that draws no random numbers."""
     if type(dataset) is Subset:
         return _draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:

@@ -204,7 +204,6 @@ def _at(sample: Any, name: Any) -> Any:
 
 
 def _length(value: Any) -> int:
-    """Return the rows of a value: dim 0 of a tensor or array, entries of a list."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0
@@ -391,8 +390,6 @@ class Rows:
 
 
 class _Source:
-    """One source's sequences: its shards, spans and order."""
-
     def __init__(self, stored: StoredSource, number: int, packing: str | None, seq_len: int):
         self.packing = packing or stored.packing
         self.reader = SplitReader(stored.folder, stored.counts)
@@ -432,6 +429,7 @@ class SampleStream:
         self.seed, self.seq_len, self.borders, self.shuffle = seed, seq_len, borders, shuffle
         self._sources = [_Source(stored, number, packing, seq_len) for number, stored in enumerate(sources)]
         self._names = [f"{number}:{stored.name}" for number, stored in enumerate(sources)]
+        self.num_sources = len(sources)
         self._ends = np.cumsum([source.num_sequences for source in self._sources])
         self.num_sequences = int(self._ends[-1]) if self._sources else 0
         self.pad_id = sources[0].pad_id if sources else 0
@@ -483,7 +481,10 @@ class SampleStream:
         """
         number, epoch, sequence = self._locate(index)
         source = self._sources[number]
-        shift = self._shift(source, epoch)
+        shift = 0
+        if self.shuffle and source.packing == "concat":
+            most = min(self.seq_len, source.reader.num_tokens)
+            shift = derive_key("shift", self.seed, source.number, epoch) % most
         start, size = source.spans.span(sequence, shift)
         reader = source.reader
         tokens = reader.tokens(start, size + 1)
@@ -522,11 +523,6 @@ class SampleStream:
         for number, edge in enumerate(edges, start=1):
             positions[edge:] = np.arange(seq_len - edge)
             documents[edge:] = number
-
-    def _shift(self, source: _Source, epoch: int) -> int:
-        if not self.shuffle or source.packing != "concat":
-            return 0
-        return derive_key("shift", self.seed, source.number, epoch) % min(self.seq_len, source.reader.num_tokens)
 
 
 def _sample_share(stored: StoredSource, source: _Source) -> float:

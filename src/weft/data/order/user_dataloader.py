@@ -36,7 +36,6 @@ class BatchIndices(Protocol):
 
     def check(self, epoch: int, dp_size: int) -> None:
         """Raise DataError if a batch of the epoch has fewer samples than `dp_size`."""
-        ...
 
 
 def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
@@ -183,7 +182,6 @@ def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
 
 
 def _all_of(sampler: Any) -> Iterator[Any]:
-    """Yield the sampler and the samplers inside of it."""
     found = [sampler]
     while found:
         one = found.pop()
@@ -367,7 +365,10 @@ class _Slices(Sampler[list[Any]]):
         batches = self._reading = self._batches.of(self.epoch)
         for number in range(self.next_batch, len(batches)):
             own = self._own(batches[number])
-            yield self._sample_keys(number, len(batches[number]), own) if self._gives_places else own
+            if self._gives_places:
+                positions = [*chain(*self.numbers_of(len(batches[number])))] or [0]
+                own = [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
+            yield own
 
     def __len__(self) -> int:
         return self.num_batches - self.next_batch
@@ -375,10 +376,6 @@ class _Slices(Sampler[list[Any]]):
     def numbers_of(self, global_batch: int) -> list[range]:
         """Return the numbers of this rank's samples in a global batch, by microbatch."""
         return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
-
-    def _sample_keys(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:
-        positions = [*chain(*self.numbers_of(global_batch))] or [0]
-        return [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
 
     def _own(self, batch: Any) -> list[Any]:
         own = self.numbers_of(len(batch))

@@ -165,7 +165,6 @@ def check_trainable(data: PreparedData, section: DataSection, seq_len: int) -> P
 
 
 def _problems(data: PreparedData, section: DataSection, seq_len: int) -> Iterator[str]:
-    """Yield one sentence for each problem, with the remedy."""
     masked = [(number, source) for number, source in enumerate(data.train) if source.counts.has_mask]
     if not masked:
         return
@@ -299,7 +298,12 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
         requested_sources(data.train, "data.train", holdout),
         requested_sources(data.eval, "data.eval", 0.0),
     )
-    _check_weights(train)
+    without = [wanted.files for wanted in train if wanted.section.weight is None]
+    if without and len(without) < len(train):
+        raise DataError(
+            f"{without[0].field}.weight: {without[0].path} has no weight while another source has. "
+            "Give every source of data.train a weight, or none."
+        )
     notes: list[str] = []
     if holdout > 0:
         train, notes = resolve_holdout(train)
@@ -345,23 +349,25 @@ def _prepare(
         )
     summary += notes
     if not eval_sources:
-        summary += [] if notes else [_no_evaluation(config.data)]
-        _check_early_stop(config, summary[-1])
+        if not notes:
+            share = config.data.holdout
+            summary.append(
+                f"evaluation: none; data.holdout={share:g} takes none of the documents (a larger data.holdout or "
+                "data.eval=FILE gives some)"
+                if share
+                else "evaluation: none (data.holdout = 0 and no data.eval)"
+            )
+        if (patience := config.train.early_stop.patience) is not None:
+            raise DataError(
+                f"train.early_stop.patience={patience}: the run has no evaluation data ({summary[-1]}). Give "
+                "data.eval, or leave the patience out."
+            )
     return PreparedData(train_sources, eval_sources, tokenizer_dir, tokenizer.vocab_size, summary)
 
 
 def cache_folder(data: DataSection) -> Path:
     """Return the folder of tokenised data of this config."""
     return (Path(data.cache_dir).expanduser() if data.cache_dir else env.cache_dir() / "data").absolute()
-
-
-def _check_weights(train: Sequence[RequestedSource]) -> None:
-    without = [wanted.files for wanted in train if wanted.section.weight is None]
-    if without and len(without) < len(train):
-        raise DataError(
-            f"{without[0].field}.weight: {without[0].path} has no weight while another source has. "
-            "Give every source of data.train a weight, or none."
-        )
 
 
 def _prepared(wanted: RequestedSource, stored: CachedSource, split: str) -> PreparedSource:
@@ -457,21 +463,3 @@ def _nothing_left(wanted: RequestedSource, stored: CachedSource) -> str:
         f"data.holdout={wanted.limits.holdout:g}: it holds out every document of {path} for evaluation. Use a smaller "
         "data.holdout, or give data.eval."
     )
-
-
-def _no_evaluation(data: DataSection) -> str:
-    if data.holdout == 0:
-        return "evaluation: none (data.holdout = 0 and no data.eval)"
-    return (
-        f"evaluation: none; data.holdout={data.holdout:g} takes none of the documents "
-        "(a larger data.holdout or data.eval=FILE gives some)"
-    )
-
-
-def _check_early_stop(config: RunConfig, why: str) -> None:
-    patience = config.train.early_stop.patience
-    if patience is not None:
-        raise DataError(
-            f"train.early_stop.patience={patience}: the run has no evaluation data ({why}). Give data.eval, or leave "
-            "the patience out."
-        )

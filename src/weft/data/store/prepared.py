@@ -433,7 +433,9 @@ def _stored(folder: Path, wanted: RequestedSource, report: Report | None) -> tup
             progress = lambda done, total: report(f"check {wanted.files.path}", done, total)  # noqa: E731
         problems = [problem for place, counts in splits for problem in verify_split(place, counts, progress)]
         if not problems:
-            _write_checked(folder, manifest)
+            draft = folder / f".{_CHECKED}.{os.getpid()}"
+            draft.write_text(json.dumps({"time": time.time(), "files": _stats(folder, manifest)}), "utf-8")
+            os.replace(draft, folder / _CHECKED)
     return (None, problems[0]) if problems else (manifest, "")
 
 
@@ -445,12 +447,6 @@ def _was_checked(folder: Path, manifest: SourceManifest) -> bool:
         return 0 <= age < _CHECK_HOLDS_S and checked["files"] == _stats(folder, manifest)
     except (OSError, ValueError, TypeError, KeyError):
         return False
-
-
-def _write_checked(folder: Path, manifest: SourceManifest) -> None:
-    draft = folder / f".{_CHECKED}.{os.getpid()}"
-    draft.write_text(json.dumps({"time": time.time(), "files": _stats(folder, manifest)}), "utf-8")
-    os.replace(draft, folder / _CHECKED)
 
 
 def _stats(folder: Path, manifest: SourceManifest) -> list[list[Any]]:

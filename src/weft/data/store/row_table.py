@@ -55,11 +55,7 @@ class RowWriter:
         self.num_rows += 1
 
     def finish(self, notes: Mapping[str, Any]) -> None:
-        """Write the table's description.
-
-        Args:
-            notes: JSON values for the reader.
-        """
+        """Write the table's description. notes: JSON values for the reader."""
         self._exits.close()
         columns: dict[str, Any] = {}
         for name, starts in self._starts.items():

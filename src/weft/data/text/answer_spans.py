@@ -261,7 +261,6 @@ def _mark_of(place: int, kind: int) -> str:
 
 
 def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
-    """Yield the parts of an answer with thoughts in tags, each with its kind."""
     done = 0
     for match in _THOUGHTS.finditer(content) if "</th" in content or "</reasoning>" in content else ():
         low = match.start(3) if match[1] else match.start(5)
@@ -317,7 +316,6 @@ def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool
 
 
 def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
-    """Mark the names and arguments of tool calls."""
     if isinstance(value, dict):
         return {key: one if key in _UNMARKED_KEYS else _mark_calls(one, mark, marked) for key, one in value.items()}
     if isinstance(value, list):

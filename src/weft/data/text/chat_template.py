@@ -49,9 +49,7 @@ _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 class RefusedConversation(DataError):
     """The template cannot render a conversation. Others of the same data may be valid.
 
-    Args:
-        text: the full error.
-        reason: a short form, for counts of broken records.
+    text: the full error. reason: a short form, for counts of broken records.
     """
 
     def __init__(self, text: str, reason: str):
@@ -88,9 +86,7 @@ class ChatTemplate:
     def render(self, turns: Sequence[Turn], tools: str = "") -> tuple[str, list[TrainedSpan]]:
         """Return the text of a conversation, and the ranges of characters that are trained.
 
-        Args:
-            turns: the turns of the conversation.
-            tools: JSON list of the tools that the assistant may call, or "".
+        tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation, or leaves out or repeats answers.
@@ -109,15 +105,16 @@ class ChatTemplate:
                 TrainedSpan(low, high, turns[place].weight)
                 for place, low, high in answers.spans(rendered.text, self._turn_format)
             ]
-        self._count_left_out(answers, turns, schemas)
+        kinds = answers.left_out()[1] if answers is not None else set()
+        self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
+        if schemas and "tools" not in self._sandbox.variables:
+            self.left_out[_TOOLS_LEFT_OUT] += 1
         return rendered.text, [span for span in spans if span.weight]
 
     def prompt(self, turns: Sequence[Turn], tools: str = "") -> str:
         """Return the text of a conversation followed by the prompt for the assistant's next turn.
 
-        Args:
-            turns: the turns of the conversation.
-            tools: JSON list of the tools that the assistant may call, or "".
+        tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
             RefusedConversation: if the template refuses the conversation.
@@ -229,12 +226,6 @@ class ChatTemplate:
                 missing, _ = answers.left_out()
                 return None if missing else answers
         return None
-
-    def _count_left_out(self, answers: MarkedAnswers | None, turns: Sequence[Turn], tools: Any) -> None:
-        kinds = answers.left_out()[1] if answers is not None else set()
-        self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
-        if tools and "tools" not in self._sandbox.variables:
-            self.left_out[_TOOLS_LEFT_OUT] += 1
 
     @cached_property
     def _turn_format(self) -> TurnFormat:

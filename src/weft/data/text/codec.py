@@ -110,9 +110,7 @@ class ByteCodec:
 class JsonCodec:
     """Codec of a tokenizer.json, with the tokenizers library.
 
-    Args:
-        text: content of the file.
-        control_ids: tokens that plain text is never encoded to. Negative ids are ignored.
+    control_ids: tokens that plain text is never encoded to. Negative ids are ignored.
     """
 
     def __init__(self, text: str, control_ids: Iterable[int]):
@@ -237,7 +235,6 @@ class JsonCodec:
 
     @cached_property
     def _names(self) -> re.Pattern[str] | None:
-        """Pattern of the names of all special tokens, or None."""
         names = sorted(filter(None, self.special_names()), key=len, reverse=True)
         first = "".join(sorted({re.escape(name[0]) for name in names}))  # there may be thousands of names
         return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, names))})") if names else None
@@ -274,9 +271,11 @@ class JsonCodec:
         return sorted({token for token, entry in added.items() if entry.special} | set(self._control))
 
     def token_bytes(self, vocab_size: int) -> np.ndarray:
+        from tokenizers.pre_tokenizers import ByteLevel
+
         added = self._library.get_added_tokens_decoder()
         is_byte_level = "ByteLevel" in json.dumps(json.loads(self._library.to_str()).get("decoder"))
-        alphabet = _byte_level_alphabet() if is_byte_level else None
+        alphabet = frozenset(ByteLevel.alphabet()) if is_byte_level else None
         sizes = np.zeros(vocab_size, np.int64)
         for name, token in self._library.get_vocab(with_added_tokens=True).items():
             if token in added:
@@ -292,12 +291,7 @@ class JsonCodec:
 
 
 def full_ids(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the ids of texts of any length, int64.
-
-    Args:
-        codec: the codec.
-        texts: independent texts.
-    """
+    """Return the ids of texts of any length, int64."""
     found: dict[int, np.ndarray] = {}
     for group in _groups(texts):
         found |= zip(group, codec.ids([texts[index] for index in group]), strict=True)
@@ -305,12 +299,7 @@ def full_ids(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[np.ndar
 
 
 def full_tokens(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[Tokens]:
-    """Return the tokens of texts of any length, with offsets.
-
-    Args:
-        codec: the codec.
-        texts: independent texts.
-    """
+    """Return the tokens of texts of any length, with offsets."""
     found: dict[int, Tokens] = {}
     for group in _groups(texts):
         encoded = codec.tokens([texts[index] for index in group])
@@ -356,9 +345,3 @@ def _byte_tokens(text: str) -> Tokens:
     starts = np.repeat(np.arange(len(codes), dtype=np.int64), widths)
     ids = np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
     return Tokens(ids, np.stack([starts, starts + 1], axis=1))
-
-
-def _byte_level_alphabet() -> frozenset[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return frozenset(ByteLevel.alphabet())

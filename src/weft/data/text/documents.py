@@ -176,8 +176,6 @@ def read_verdict(record: Record, schema: Schema) -> Document:
 
 
 class _Plain(NamedTuple):
-    """A plain-text answer with its prompt."""
-
     prompt: str
     text: str
 
@@ -221,7 +219,6 @@ def _turns(messages: Any, schema: Schema, filled: Filled) -> tuple[Turn, ...]:
 
 
 def _full(prompt: str | tuple[Turn, ...] | None, answer: str | tuple[Turn, ...]) -> _Full:
-    """Join prompt and answer, which may be of different kinds."""
     if isinstance(answer, str):
         if prompt is None or isinstance(prompt, str):
             return _Plain(prompt or "", answer)

@@ -27,9 +27,7 @@ _MAX_ROWS = 50
 def sniff_delimiter(head: bytes, usual: str) -> str:
     """Return the delimiter that divides the header into several columns and the most rows into the same number.
 
-    Args:
-        head: the first bytes of the file.
-        usual: the default, which is preferred among equals.
+    head: the first bytes of the file. usual: the default, which is preferred among equals.
     """
     lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
@@ -110,9 +108,7 @@ class _Text:
 def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
     """Yield the elements of the array in `stream`. An element that cannot be read is yielded as a BadArray.
 
-    Args:
-        stream: the file.
-        max_chars: maximum length of one element.
+    max_chars: maximum length of one element.
 
     Raises:
         BadArray: if the array is cut off, or reading cannot continue after an element.
@@ -336,7 +332,6 @@ class RecordReader:
             yield _json_record(name, number, line)
 
     def _skip_line(self, stream: BinaryIO, number: int) -> None:
-        """Skip the rest of a line."""
         skipped = 0
         while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
             skipped += len(rest)
@@ -414,7 +409,7 @@ class RecordReader:
         name = self._file.name
         if len(row) != len(header):
             return Broken.of(name, number, "wrong number of columns", row)
-        if any(not field.isascii() and _has_surrogate(field) for field in row):
+        if any(not field.isascii() and not is_valid_text(field) for field in row):
             return Broken.of(name, number, "invalid UTF-8", ",".join(row).encode("utf-8", "surrogateescape"))
         if sum(map(len, row)) > self._max_record_bytes:
             return Broken.of(name, number, "too long", ",".join(field[:_EXCERPT_CHARS] for field in row))
@@ -453,7 +448,6 @@ class _BadRow:
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any] | _BadRow]:
-    """Yield the rows of an arrow batch."""
     try:
         rows: list[dict[str, Any] | _BadRow] = batch.to_pylist()
     except (ValueError, OverflowError, TypeError, KeyError, ImportError):
@@ -501,12 +495,13 @@ def wide_encoding(file: SourceFile) -> str:
     return "UTF-16" if len(head) >= 8 and max(zeros) > 0.9 and min(zeros) < 0.1 else ""
 
 
-def _has_surrogate(text: str) -> bool:
+def is_valid_text(text: str) -> bool:
+    """Return False for text with half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
     try:
-        text.encode("utf-8")
+        text.encode()
     except UnicodeEncodeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:

@@ -149,7 +149,10 @@ def detect_schema(
     field = files.field
     _refuse_unreadable(files)
     if wanted != "auto" and (wanted in _PREFERENCE_PARTS) != preferences:
-        raise DataError(_of_the_other_kind(field, wanted))
+        reason = "it is for preference training. Set task.name=prefer, or use another schema."
+        if preferences:
+            reason = "task.name=prefer learns from preferences. Use schema=preference or feedback."
+        raise DataError(f"{field}.schema={wanted}: {reason}")
     parts_of = _PREFERENCE_PARTS if preferences else _PARTS
     _check_column_keys(field, wanted, columns, parts_of)
     if files.format == "text":
@@ -223,12 +226,6 @@ def _refuse_preferences(files: FileSet, names: Sequence[str]) -> None:
         )
 
 
-def _of_the_other_kind(field: str, wanted: str) -> str:
-    if wanted in _PREFERENCE_PARTS:
-        return f"{field}.schema={wanted}: it is for preference training. Set task.name=prefer, or use another schema."
-    return f"{field}.schema={wanted}: task.name=prefer learns from preferences. Use schema=preference or feedback."
-
-
 def _check_column_keys(
     field: str, wanted: str, columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ...]]
 ) -> None:
@@ -248,7 +245,6 @@ def _check_column_keys(
 
 
 def _first_records(files: FileSet, max_record_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """Return the first readable records, and the delimiter of their file."""
     for file in files.files:
         reader = RecordReader(file, max_record_bytes=max_record_bytes)
         records = [item.value for item in islice(reader, _LOOK_AT) if isinstance(item, Record)]

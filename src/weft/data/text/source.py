@@ -6,7 +6,7 @@ import glob
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,8 @@ def find_files(path: str, field: str) -> FileSet:
     """
     if path == STDLIB_SOURCE:
         root = Path(sysconfig.get_path("stdlib"))
-        return _file_set(field, path, _stdlib_files(root), root)
+        found = [file for file in _walk(root, _STDLIB_LEFT_OUT.__contains__) if file.suffix == ".py"]
+        return _file_set(field, path, found, root)
     if path.startswith("builtin:"):
         raise DataError(f"{field}.path={path}: no such built-in source.{did_you_mean(path, [STDLIB_SOURCE])} {_USE}")
     if "://" in path:
@@ -86,7 +87,7 @@ def find_files(path: str, field: str) -> FileSet:
             )
         return _file_set(field, path, [place], place.parent)
     if place.is_dir():
-        return _file_set(field, path, _folder_files(place), place)
+        return _file_set(field, path, _walk(place, lambda name: name.startswith(".")), place)
     if glob.has_magic(path):
         found = [Path(name) for name in glob.glob(str(place), recursive=True)]
         return _file_set(field, path, [name for name in found if name.is_file()], Path())
@@ -94,7 +95,6 @@ def find_files(path: str, field: str) -> FileSet:
 
 
 def _download_command(address: str) -> str:
-    """Return the shell command that downloads the data of an address."""
     scheme, _, rest = address.partition("://")
     name = rest.removeprefix("datasets/").split("/")
     if scheme == "hf" and len(name) > 1:
@@ -122,19 +122,11 @@ def _format_of(path: Path) -> tuple[str, str] | None:
     return data_format, compression
 
 
-def _folder_files(folder: Path) -> list[Path]:
+def _walk(folder: Path, leaves_out: Callable[[str], bool]) -> list[Path]:
     found: list[Path] = []
     for here, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found.extend(Path(here, name) for name in names if not name.startswith("."))
-    return found
-
-
-def _stdlib_files(root: Path) -> list[Path]:
-    found: list[Path] = []
-    for here, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _STDLIB_LEFT_OUT]
-        found.extend(Path(here, name) for name in names if name.endswith(".py"))
+        folders[:] = sorted(name for name in folders if not leaves_out(name))
+        found.extend(Path(here, name) for name in names if not leaves_out(name))
     return found
 
 

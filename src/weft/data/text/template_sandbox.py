@@ -100,9 +100,6 @@ def _current() -> _Budget:
 class Sandbox:
     """One compiled template.
 
-    Args:
-        source: text of the template.
-
     Raises:
         jinja2.TemplateError, RecursionError, ValueError, OverflowError: if it cannot be compiled.
     """
@@ -271,7 +268,6 @@ def _check_contents(value: Any) -> None:
 
 
 def _each(value: Any) -> Any:
-    """Return the iterable of a loop, after a check of its length."""
     budget = _current()
     if not hasattr(value, "__len__"):
         if not isinstance(value, Iterable):

@@ -28,9 +28,7 @@ _MAX_WINDOW_CHARS = 2**24
 class Tokens:
     """Ids of a text, and the range of characters of each token.
 
-    Args:
-        ids: int64 [n].
-        source: source of the offsets: an encoding of the tokenizers library, int64 [n, 2], or None.
+    ids: int64 [n]. source: source of the offsets: an encoding of the tokenizers library, int64 [n, 2], or None.
     """
 
     __slots__ = ("_source", "ids")

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from weft.data.text.chat_template import RefusedConversation
+from weft.data.text.codec import MarkedText
 from weft.data.text.documents import ALL_DRAWS, Document, read_document
-from weft.data.text.encode import Encoded, encode_documents
 from weft.data.text.records import Broken, RecordReader
 from weft.data.text.schema import Schema
 from weft.data.text.source import FileSet
@@ -249,7 +249,12 @@ def tokenise_source(
     with ExitStack() as opened:
         quarantine = opened.enter_context((folder / QUARANTINE).open("w", encoding="utf-8"))
         stream = DocumentStream(
-            files, schema, limits, tokenizer.vocab_size, lambda broken: _write_broken(quarantine, broken), progress
+            files,
+            schema,
+            limits,
+            tokenizer.vocab_size,
+            lambda broken: print(json.dumps(asdict(broken)), file=quarantine),
+            progress,
         )
         router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes, opened, stream.refuse)
         if tokenizer.template is not None:
@@ -317,7 +322,9 @@ class _Router:
             self._append(split, ids, trained)
             self._open, self._next = split, (document.file, document.part + 1)
             if document.last:
-                self._end(split, end_trained=_end_trained(document), liking=document.liking)
+                # Texts train their end, and ids if their last token is trained. A chat ends with its last turn.
+                trains_end = document.turns is None and (document.trained is None or bool(document.trained[-1]))
+                self._end(split, end_trained=trains_end, liking=document.liking)
 
     def _encoded(
         self, documents: list[Document]
@@ -376,16 +383,6 @@ def _is_chunk(document: Document) -> bool:
     return document.text is not None and document.prompt is None and (document.part > 0 or not document.last)
 
 
-def _end_trained(document: Document) -> bool:
-    """Return True if the end token is trained.
-
-    It is trained for texts, and for ids whose last token is trained. A chat ends with its last turn.
-    """
-    if document.turns is not None:
-        return False
-    return document.trained is None or bool(document.trained[-1])
-
-
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     num_chars = 0
@@ -403,10 +400,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, num_chars = [], 0
     if batch:
         yield batch
-
-
-def _write_broken(file: Any, broken: Broken) -> None:
-    file.write(json.dumps(asdict(broken), ensure_ascii=True) + "\n")
 
 
 def too_many_broken(
@@ -434,3 +427,80 @@ def too_many_broken(
         f"the first is {first['file']}:{first['number']}. "
         f"Repair them ({'all' if is_all else 'these'} are in {listed}), or set a larger data.max_bad_fraction."
     )
+
+
+# Encode documents to token ids: texts, answers after a prompt, and conversations, with a mask of trained tokens.
+
+#: Ids and weights of a document, or the reason why the chat template does not render it.
+Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
+    """Return (ids, weights) of documents, with the tokens that begin a document and without its end token.
+
+    Weights are bool or float32, or None if all are 1. For a conversation that the chat template refuses, the result is
+    its RefusedConversation.
+
+    Raises:
+        DataError: if messages call tools and there is no chat template, or if the template cannot be used at all.
+    """
+    kinds = [_kind(document) for document in documents]
+    by_kind = {kind: [one for one, own in zip(documents, kinds, strict=True) if own == kind] for kind in set(kinds)}
+    results: dict[str, Iterator[Encoded]] = {
+        "ids": iter([(one.ids, one.trained) for one in by_kind.get("ids", ()) if one.ids is not None]),
+        "text": _texts(by_kind.get("text", ()), tokenizer),
+        "answer": _answers(by_kind.get("answer", ()), tokenizer),
+        "turns": _conversations(by_kind.get("turns", ()), tokenizer),
+    }
+    return [next(results[kind]) for kind in kinds]
+
+
+def _kind(document: Document) -> str:
+    if document.ids is not None:
+        return "ids"
+    if document.turns is not None:
+        return "turns"
+    return "text" if document.prompt is None else "answer"
+
+
+def _texts(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, None]]:
+    for ids in tokenizer.encode_batch([document.text or "" for document in documents]):
+        yield np.concatenate([tokenizer.begin_ids, ids]), None
+
+
+def _answers(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for ids, trained in tokenizer.encode_answers([(one.prompt or "", one.text or "") for one in documents]):
+        yield _begun(tokenizer, ids, trained)
+
+
+def _conversations(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    marked = [_marked(document, tokenizer) for document in documents]
+    encoded = iter(tokenizer.encode_marked([one for one in marked if isinstance(one, MarkedText)]))
+    for one in marked:
+        if isinstance(one, RefusedConversation):
+            yield one
+            continue
+        ids, weights = next(encoded)
+        # A chat template writes the begin tokens.
+        yield (ids, weights) if tokenizer.template is not None else _begun(tokenizer, ids, weights)
+
+
+def _marked(document: Document, tokenizer: Tokenizer) -> MarkedText | RefusedConversation:
+    assert document.turns is not None
+    calls = document.tools or any("tool_call" in turn.more for turn in document.turns)
+    if calls and tokenizer.template is None:
+        raise DataError(
+            f"{document.source}: its messages call tools, which needs a chat template, and the tokenizer has none. "
+            "Give model.path, or tokenizer.kind=file with tokenizer.template=true, of a model that calls tools."
+        )
+    try:
+        return tokenizer.marked_turns(document.turns, document.tools)
+    except RefusedConversation as refusal:
+        return refusal
+    except DataError as error:
+        raise DataError(f"{document.source}: {error}") from error
+
+
+def _begun(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    begin = tokenizer.begin_ids
+    return np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), weights.dtype), weights])

@@ -128,10 +128,7 @@ class Tokenizer:
         return TextEncoder(self._codec)
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
-        """Return the text of `ids`, with special tokens only if `specials`.
-
-        Invalid UTF-8 becomes U+FFFD.
-        """
+        """Return the text of `ids`, with special tokens only if `specials`. Invalid UTF-8 becomes U+FFFD."""
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
 
@@ -238,7 +235,6 @@ class Tokenizer:
 
 
 def _plain_ranges(parts: Sequence[tuple[str, bool]]) -> list[tuple[int, int]]:
-    """Return the character ranges of the parts in which special tokens are ordinary text."""
     ranges, position = list[tuple[int, int]](), 0
     for part, is_plain in parts:
         if is_plain:

@@ -33,9 +33,7 @@ _T = TypeVar("_T")
 def bounded(call: Callable[[], _T], num_chars: int) -> _T:
     """Return the result of a call of the tokenizers library.
 
-    Args:
-        call: a function that releases the GIL while it works.
-        num_chars: length of its input, which determines the limits.
+    call: a function that releases the GIL while it works. num_chars: length of its input, which determines the limits.
 
     Raises:
         DataError: if the call exceeds its limits, or the library fails.
@@ -116,7 +114,6 @@ def _unusable(what: str) -> DataError:
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process, or 0 if the system does not report it."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):

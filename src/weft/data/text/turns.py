@@ -73,11 +73,6 @@ def parameters_of(tools: list[dict[str, Any]]) -> dict[str, frozenset[str]]:
     return found
 
 
-def clean_calls(calls: Any, filled: Filled) -> Any:
-    """Return tool calls without the nulls that a table added."""
-    return [_clean_call(call, filled) for call in calls] if isinstance(calls, list) else calls
-
-
 def _clean_call(call: Any, filled: Filled) -> Any:
     if not isinstance(call, dict):
         return call
@@ -213,7 +208,8 @@ def _turn(message: Any, role_key: str, content_key: str, filled: Filled) -> Turn
         raise Unusable("a message lacks its role or content")
     more = {key: message[key] for key in _BESIDE if key not in (role_key, content_key) and _says(message.get(key))}
     if "tool_calls" in more:
-        more["tool_calls"] = clean_calls(list_of_messages(more["tool_calls"]), filled)
+        calls = list_of_messages(more["tool_calls"])
+        more["tool_calls"] = [_clean_call(call, filled) for call in calls] if isinstance(calls, list) else calls
     if content_key not in message and "tool_calls" not in more:
         raise Unusable("a message lacks its role or content")
     role = ROLES.get(str(message[role_key]).strip().lower())

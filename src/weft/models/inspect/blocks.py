@@ -146,7 +146,6 @@ def _is_numbered(site: Site) -> bool:
 
 
 def _is_sibling(site: Site) -> bool:
-    """Return True if a composite module has a sibling of its class."""
     alike = sum(type(original(child)) is type(site.module) for child in site.parent.children())
     return alike > 1 and _is_composite(site.module)
 

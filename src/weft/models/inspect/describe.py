@@ -43,9 +43,7 @@ def describe(module: nn.Module) -> ModelSpec:
             raise ModelError(f"parameter {path}: {rule}")
     spec = getattr(module, "spec", None)
     return ModelSpec(
-        name=type(module).__name__,
-        layers=tuple(_layers(module)),
-        shape=spec if isinstance(spec, DecoderSpec) else None,
+        name=type(module).__name__, layers=tuple(_layers(module)), shape=spec if isinstance(spec, DecoderSpec) else None
     )
 
 
@@ -281,18 +279,12 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One traced run: its parts by number, and the measured values of each."""
-
     parts: dict[int, PartOfRun]
     measured: dict[int, Measured]
 
 
 def trace_model(
-    model: nn.Module,
-    outline: Outline,
-    call: Callable[[nn.Module, int, int], Any],
-    *,
-    seq_step: int = 0,
+    model: nn.Module, outline: Outline, call: Callable[[nn.Module, int, int], Any], *, seq_step: int = 0
 ) -> TracedModel:
     """Describe a model on the meta device.
 
@@ -339,7 +331,6 @@ def _width(fit: _Fit, runs: Sequence[_Run], reads_sequence: bool) -> int:
 
 
 def _weights(model: nn.Module) -> set[int]:
-    """Return the storages of parameters and buffers."""
     return {storage_key(each.untyped_storage()) for each in (*model.parameters(), *model.buffers())}
 
 
@@ -348,7 +339,6 @@ def _weight_of(module: nn.Module | None) -> torch.Tensor | None:
 
 
 def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[], Any]) -> _Run:
-    """Run one forward and backward."""
     modules = dict(named_modules(model))
     styles = {
         storage_key(param.untyped_storage()): style

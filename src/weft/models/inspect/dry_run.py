@@ -123,7 +123,6 @@ def _call_once(
 
 
 def _same_draws() -> AbstractContextManager[Any]:
-    """Restore the CPU generator's state afterwards."""
     untyped: Any = torch.random
     return untyped.fork_rng(devices=[])
 
@@ -145,7 +144,6 @@ def _unchanged(model: nn.Module) -> Generator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[dict[Any, Any] | list[Any], Any]]:
-    """Return the contents of the lists and dicts of a module, including its buffers."""
     return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, dict | list)]
 
 
@@ -266,7 +264,8 @@ class Inputs:
         self.given = example is not None
         made = example_of(model) if example is None else example(0, 2) if callable(example) else example
         if callable(example):  # a batch_fn: use the model inputs of its batch
-            made = _model_inputs(made)
+            first = made[0] if is_placed(made) else made
+            made = {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
         self.example = tree_map(_to_meta, made)
         tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if not tensors:
@@ -312,16 +311,6 @@ class Inputs:
         return step
 
 
-def _model_inputs(made: Any) -> Any:
-    """Return the part of a batch that a training step passes to the model."""
-    first = made[0] if is_placed(made) else made
-    return {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
 #: Sizes of images that are tried if the model refuses the usual example.
 _SIDES = (224, 32, 28, 16, 8)
 
@@ -362,7 +351,8 @@ class CallOrder:
                 if child is not None and has_params(child)
             ]
             is_opened = site.module not in self._first and any(part in self._first for part in site.module.modules())
-            found += self.called(inside) if is_opened and not self._has_own(site.module) else [site]
+            has_own = any(True for _ in site.module.named_parameters(recurse=False))
+            found += self.called(inside) if is_opened and not has_own else [site]
         return found
 
     def sorted(self, sites: list[Site]) -> list[Site]:
@@ -382,10 +372,6 @@ class CallOrder:
             elif module is site.module:
                 found.setdefault(sum(unit.module in seen for unit in units))
         return list(found)
-
-    @staticmethod
-    def _has_own(module: nn.Module) -> bool:
-        return any(True for _ in module.named_parameters(recurse=False))
 
 
 def call_order(model: nn.Module) -> CallOrder | None:
@@ -420,7 +406,6 @@ def _of_other_sizes(example: Any) -> list[Any]:
 
 
 def _only(example: Any) -> torch.Tensor | None:
-    """Return the tensor of an example with one tensor."""
     found: list[Any] = list(example) if is_placed(example) else []
     return found[0] if len(found) == 1 else None
 
@@ -435,6 +420,10 @@ def _with_more(model: nn.Module, example: Any) -> list[Any]:
     more = [torch.zeros(len(given), dtype=dtype) for dtype in (torch.int64, torch.float32)]
     others = itertools.product(more, repeat=required - 1)
     return [(*first, *rest) for rest in others for first in (example, *_of_other_sizes(example))]
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 class _Watch(TorchFunctionMode):

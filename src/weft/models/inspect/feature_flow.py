@@ -143,7 +143,8 @@ class FeatureFlow(TorchFunctionMode):
             self._pass_on(func, args, kwargs, marked, outputs)
         elif marked and not outputs and not self.trusted and name not in _ASKED:
             for leaf in marked:
-                self._end_of(leaf, f"its features are read in Python by `{name}`")
+                if (mark := self.of(leaf)) is not None:
+                    self.end(mark, f"its features are read in Python by `{name}`")
         if not self.trusted:
             self._check_sizes(name, args, kwargs, result, first)
         return result
@@ -156,10 +157,6 @@ class FeatureFlow(TorchFunctionMode):
         for leaf in tree_leaves(used):
             if id(leaf) in self.weights and not (name == "embedding" and id(leaf) == self.lookup):
                 self.read.setdefault(id(leaf), name)
-
-    def _end_of(self, value: Any, reason: str) -> None:
-        if (mark := self.of(value)) is not None:
-            self.end(mark, reason)
 
     def _counted(self, name: str, args: Any, kwargs: Any, result: Any, mark: Mark) -> Any:
         """Return a size that ends the mark if code computes with it."""

@@ -130,11 +130,7 @@ def _within(path: str, around: set[str]) -> bool:
 # Find the layout of a model: the project's own families, Hugging Face's own plans, else by tracing.
 
 #: How the styles of a `base_model_tp_plan` of transformers are called here.
-_HF_STYLES = {
-    "colwise": "colwise",
-    "rowwise": "rowwise",
-    "replicated_with_grad_allreduce": "partial",
-}
+_HF_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "partial"}
 
 
 def find_layout(model: nn.Module, example: Any = None) -> Layout:
@@ -217,7 +213,6 @@ def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
 
 
 def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]) -> Layout:
-    """Add the embedding of the ids and the head."""
     names = {id(module): path for path, module in named_modules(model)}
     head = find_lm_head(model)
     embed = input_embeddings(model)

@@ -25,13 +25,7 @@ from weft.models.inspect.private_torch import forward_hooks
 from weft.private_torch import named_modules
 
 #: Config values by which models change their logits after the head.
-_SCALES = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "output_multiplier_scale",
-    "lm_head_multiplier",
-)
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier")
 
 #: Files that hold the vocabulary of a tokenizer.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
@@ -189,9 +183,7 @@ def decoder_start(model: Any) -> int | Literal["last"] | None:
 def load_tokenizer(folder: Path, **options: Any) -> Any:
     """Return the fast tokenizer of a folder. It downloads nothing and runs no code of the folder.
 
-    Args:
-        folder: folder of the model.
-        options: options of the tokenizer's class.
+    options: options of the tokenizer's class.
 
     Raises:
         DataError: if the folder has no tokenizer that transformers can read.

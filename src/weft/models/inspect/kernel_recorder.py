@@ -150,9 +150,15 @@ class KernelRecorder(TorchDispatchMode):
         node = node_in_backward()
         packet = func.overloadpacket
         if packet in _FREE or func.is_view:
-            self._propagate(args, kwargs, outputs)
+            # Views and uninitialized memory are sharded if an input is.
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(self.key(each) in self.cut for each in inputs):
+                self.cut |= {self.key(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
             return outputs
-        part = self.part if node is None else self._part_of(node)
+        part = self.part
+        if node is not None:  # the part of forward that made the autograd node
+            place = bisect.bisect_right(self._starts, number_of(node)) - 1
+            part = self._parts[place] if place >= 0 else None
         row = Row(str(packet), "pass", -99 if part is None else part, node is not None)
         self._fill(row, packet, args, kwargs, outputs)
         if part is not None:
@@ -174,7 +180,6 @@ class KernelRecorder(TorchDispatchMode):
         self.rows.append(row)
 
     def _fill(self, row: Row, packet: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Set the row's reads, writes, product sizes and sharding."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         row.writes = {self.key(each): _num_bytes(each) for each in made}
@@ -209,17 +214,6 @@ class KernelRecorder(TorchDispatchMode):
         if inside:
             self.cut |= row.writes.keys()
 
-    def _propagate(self, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Mark the outputs as sharded if an input is. Used for views and uninitialized memory."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(self.key(each) in self.cut for each in inputs):
-            self.cut |= {self.key(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
-
-    def _part_of(self, node: Any) -> int | None:
-        """Return the part of forward that made an autograd node."""
-        place = bisect.bisect_right(self._starts, number_of(node)) - 1
-        return self._parts[place] if place >= 0 else None
-
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.part is not None:
             key = self.key(tensor)
@@ -234,10 +228,7 @@ class KernelRecorder(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Replaces calls of fused attention by the recorded function.
-
-    On the meta device torch would decompose them.
-    """
+    """Replaces calls of fused attention by the recorded function. On the meta device torch would decompose them."""
 
     def __init__(self, original: Any, attend: Any):
         super().__init__()

@@ -46,15 +46,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Return True if the module is a product with a matrix plus a bias, and nothing else. An adapter is ignored."""
-    own = _own_forward(type(module))
+    # The layer's forward from before adapter classes were added.
+    classes = [vars(one) for one in type(module).__mro__]
+    own: Any = next(one["forward"] for one in classes if "forward" in one and "is_adapter" not in one)
     return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
-
-
-def _own_forward(kind: type[nn.Module]) -> Any:
-    """Return the layer's forward from before adapter classes (`is_adapter`) were added."""
-    return next(
-        vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one) and "is_adapter" not in vars(one)
-    )
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
@@ -134,7 +129,6 @@ def num_experts(path: str, experts: nn.Module) -> int:
 
 
 def _asked(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the module that a transformers getter returns, or None."""
     get = getattr(model, name, None)
     try:
         found = get() if callable(get) else None

@@ -77,19 +77,16 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
     example: see `trace_layout`. Raises LayoutError if the forward fails on the meta device.
     """
     example = example_of(model) if example is None else example
-    return _Trace(model).run(example).partial_readers()
+    return dict(_Trace(model).run(example).inside)
 
 
 class _Trace:
-    """One traced forward."""
-
     def __init__(self, model: nn.Module, across_norms: bool = False):
         self.model, self.across_norms = model, across_norms
         self.paths = {id(module): path for path, module in named_modules(model)}
         self._begin(None)
 
     def _begin(self, inputs: Any) -> FeatureFlow:
-        """Reset the trace for a new forward."""
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
@@ -262,15 +259,14 @@ class _Trace:
         mark = self.flow.of(first)
         self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
 
-    def partial_readers(self) -> dict[str, frozenset[str]]:
-        """Return modules with parameters that read separate features of linear layers, and those layers."""
-        return dict(self.inside)
-
     def styles(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return style and reason of each module that is sharded or works on sharded features, in module order."""
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
-        read = self._read_outside()
+        # Columns of parameters that are read outside of their layers stay together.
+        read = {place for number in self.flow.read for place in self.weights[number]}
+        for path, name in read:
+            self.flow.broken.setdefault(path, f"its {name} is read outside of the layer")
         self._vocabulary(styles, reasons, read)
         families = self._families()
         blocks = tuple(f"{block}." for block in repeated_blocks(self.model))
@@ -361,13 +357,6 @@ class _Trace:
                 )
                 if is_free and next(module.parameters(recurse=False), None) is not None:
                     styles[path], reasons[path] = "replicate", "works on no features that are divided"
-
-    def _read_outside(self) -> set[tuple[str, str]]:
-        """Return (layer, name) of parameters that are read outside of their layers, whose columns stay together."""
-        read = {place for number in self.flow.read for place in self.weights[number]}
-        for path, name in read:
-            self.flow.broken.setdefault(path, f"its {name} is read outside of the layer")
-        return read
 
     def _families(self) -> dict[str, frozenset[str]]:
         """Return families of layers whose features combine element by element.

@@ -89,7 +89,6 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
-    """Return a copy of the module with another weight. The module is not changed."""
     other = copy.copy(module)
     other.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
     other.__dict__ |= {"_forward_pre_hooks": {}, "_forward_hooks": {}}

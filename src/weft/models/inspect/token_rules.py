@@ -100,13 +100,11 @@ class TokenStep:
             rule = self._along
         else:
             rule = getattr(self, f"_op_{name.strip('_')}", None)
-        if rule is None and name not in _POINTWISE and not self._is_pointwise():
+        tags = self.func.tags
+        is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        if rule is None and name not in _POINTWISE and not is_pointwise:
             raise TokensMixed
         return list((rule or self._pointwise)())
-
-    def _is_pointwise(self) -> bool:
-        tags = self.func.tags
-        return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
     def _get(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
@@ -279,7 +277,6 @@ class TokenStep:
         yield from self._give(mark, mark.dim + (dim <= mark.dim))
 
     def _product(self, left: torch.Tensor, right: torch.Tensor) -> TokenDim:
-        """Return the position of the tokens in a matrix product or a batch of products."""
         one, other = self.of(left), self.of(right)
         rank = left.dim()
         if one is not None and one.dim < rank - 2:  # a batch of products, one per token

@@ -245,7 +245,6 @@ def pretrained_from_full(
 def _in_format(
     whole: Mapping[str, torch.Tensor], originals: Mapping[str, Original], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Return tensors in the given dtype. Names that share a tensor still share it, as transformers expects."""
     found: dict[str, torch.Tensor] = {}
     for name, one in originals.items():
         if one.first != name:

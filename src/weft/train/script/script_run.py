@@ -272,7 +272,6 @@ class Run(ScriptState):
 def _parallelize(
     model: nn.Module, mesh: Mesh, balance_rate: float, outer_lr: float, outer_momentum: float, **options: Any
 ) -> None:
-    """Apply the mesh's plan to a script's model. See `Run.parallelize`."""
     refuse_float64(model, mesh.plan)
     if balance_rate:
         balance_routers(model, balance_rate)
@@ -352,7 +351,6 @@ def _duration(name: str, value: str | float) -> float:
 
 
 def _check_options(optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise PlanError for an option that is not in the optimizer's signature."""
     known = options_of(optimizer)
     if known is None:
         return

@@ -9,13 +9,13 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
-from weft.errors import WeftWarning
+from weft.errors import ConfigError, Problem, WeftWarning
 from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
 from weft.train.data_share import Batches, MapDataset, Share
 from weft.units import format_count
@@ -38,9 +38,7 @@ def described(sample: Any, name: str = "") -> list[str]:
 
     Long arrays are shown with a digest, so that two samples can be compared.
 
-    Args:
-        sample: nested in tuples, lists, mappings and dataclasses.
-        name: prefix of the lines.
+    sample: nested in tuples, lists, mappings and dataclasses. name: prefix of the lines.
     """
     parts = list(_parts(sample))
     if parts:
@@ -169,10 +167,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return (sum of the losses, number of summed losses).
-
-        Weft divides once, over all ranks and microbatches.
-        """
+        """Return (sum of the losses, number of summed losses). Weft divides once, over all ranks and microbatches."""
         raise NotImplementedError(f"{type(self).__name__}.loss: it returns (sum, number)")
 
     # --- batches ---
@@ -409,3 +404,49 @@ class Task:
     def try_line(self, folder: RunFolder) -> str:
         """Return the command that tries the trained model, or ""."""
         return ""
+
+
+# Tasks whose model is an object of its own.
+
+
+class TaskModel(Protocol):
+    """The model of a task. Its methods are those of `Task` with these names; `line` is `model_line`."""
+
+    def build(self) -> nn.Module: ...
+    def shapes(self) -> nn.Module: ...
+    def initial(self, plan: Plan) -> nn.Module: ...
+    def weights(self, model: nn.Module) -> StateSource | None: ...
+    def name(self) -> str: ...
+    def line(self) -> str: ...
+
+
+class ModelTask(Task):
+    """A task whose model is an object: `network`."""
+
+    @property
+    def network(self) -> TaskModel:
+        """The model that the config describes."""
+        raise NotImplementedError
+
+    def build(self) -> nn.Module:
+        return self.network.build()
+
+    def shapes(self) -> nn.Module:
+        return self.network.shapes()
+
+    def initial_model(self, plan: Plan) -> nn.Module:
+        return self.network.initial(plan)
+
+    def initial_weights(self, model: nn.Module) -> StateSource | None:
+        return self.network.weights(model)
+
+    def name(self) -> str:
+        return self.network.name()
+
+    def model_line(self) -> str:
+        return self.network.line()
+
+
+def setting_error(key: str, value: object, rule: str) -> ConfigError:
+    """Return the error of one setting: `key=value: rule`."""
+    return ConfigError([Problem(key, f"{key}={value}: {rule}")])

@@ -25,7 +25,7 @@ from weft.train.losses import GlobalBatchLoss
 from weft.train.tasks.base import Metric
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 from weft.train.tasks.description import Forwards
-from weft.train.tasks.mixed import MixedTask, frozen_encoders
+from weft.train.tasks.mixed import MixedTask, frozen_encoders, num_frames, num_pictures
 
 #: Number of generated tokens between two checks if every text has ended.
 LOOK_EVERY = 8
@@ -87,9 +87,9 @@ class CaptionTask(MixedTask):
     # --- batches ---
 
     def collate(self, samples: list[MixedSample]) -> dict[str, Tensor]:
-        media = self.media_tensors(samples)
-        rows = [(self.grid // 2) ** 2, sound_tokens(self.num_frames(media))]
-        first = [0, rows[0] * self.num_pictures(media)]
+        media = self.processor.collate(samples)
+        rows = [(self.grid // 2) ** 2, sound_tokens(num_frames(media))]
+        first = [0, rows[0] * num_pictures(media)]
         laid = [self._laid(sample, rows, first, media) for sample in samples]
         length = -(-max(len(ids) for ids, _, _ in laid) // _MULTIPLE) * _MULTIPLE
         found = {
@@ -115,7 +115,7 @@ class CaptionTask(MixedTask):
             kind = int(token != PICTURE_MARK)
             count = rows[0]
             if kind:
-                number = (first[1] - rows[0] * self.num_pictures(media)) // rows[1]
+                number = (first[1] - rows[0] * num_pictures(media)) // rows[1]
                 count = int(sound_tokens(media["frames"][number]))
             ids += [self.codec.pad] * count
             index += range(first[kind], first[kind] + count)
@@ -263,6 +263,7 @@ class ContrastTask(MixedTask):
     temperature: float = 0.07
 
     unit = "pairs"
+    num_media = 1
     metrics = tuple(
         Metric(f"recall_at_{most}", "", f"share of the pictures or recordings whose text is among the nearest {most}")
         for most in _WITHIN
@@ -277,18 +278,13 @@ class ContrastTask(MixedTask):
     def facts(self, world_size: int) -> Facts:
         return Facts(world_size=world_size, global_batch=self.config.train.global_batch, limits={"pp": _NO_PP})
 
-    def refused(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
-        if len(media) != 1:
-            return f"it has {len(media)} pictures and recordings, and contrast compares one with a text"
-        return super().refused(tokens, media)
-
     def collate(self, samples: list[MixedSample]) -> dict[str, Tensor]:
-        media = self.media_tensors(samples)
+        media = self.processor.collate(samples)
         texts = [[token for token in sample.tokens.tolist() if token >= 0] for sample in samples]
         ids = torch.full((len(texts), max(map(len, texts))), self.codec.pad)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = torch.tensor(text)
-        seen, heard, index = 0, self.num_pictures(media), list[int]()
+        seen, heard, index = 0, num_pictures(media), list[int]()
         for sample in samples:
             is_sound = SOUND_MARK in sample.tokens
             index.append(heard if is_sound else seen)

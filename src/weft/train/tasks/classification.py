@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from weft.config.traced_model import Limit
 from weft.train.tasks.base import Metric
+from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.folder_task import IGNORED, FolderTask, padded
 from weft.train.tasks.table_data import Rows, TableRecord, label_fields, label_id, label_text, settled_labels
 
@@ -67,7 +69,7 @@ class TextClassTask(FolderTask):
         if self.regression:
             return {}
         seen = {label_text(one, one.value(self.label, "label"), self.label) for one in records}
-        return settled_labels(self.labels, seen, self.own_labels(), new_head=self.new_head)
+        return settled_labels(self.labels, seen, self.network.labels(), new_head=self.new_head)
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
         texts = [one.text(self.text, "text") for one in records]
@@ -90,16 +92,12 @@ class TextClassTask(FolderTask):
         return {**label_fields(self._names), "problem_type": "single_label_classification"} if self._names else {}
 
     def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-        import torch
-
         batch = self.padded_inputs(samples, self.pad_id)
         labels = np.concatenate([one["label"] for one in samples])
         kind = torch.float32 if self.regression else torch.int64
         return {**batch, "labels": torch.from_numpy(labels).to(kind)}
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        from torch.nn import functional as F
-
         labels, logits = batch["labels"], _wide(output)
         if not self.regression:
             return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
@@ -122,7 +120,6 @@ class TextClassTask(FolderTask):
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits in a dtype for summing losses."""
     return logits if logits.itemsize == 8 else logits.float()
 
 
@@ -174,7 +171,7 @@ class TokenClassTask(FolderTask):
         seen: set[str] = set()
         for one in records:
             seen.update(label_text(one, tag, self.tags) for tag in _listed(one, self.tags, "tags"))
-        return settled_labels(self.labels, seen, self.own_labels(), new_head=self.new_head)
+        return settled_labels(self.labels, seen, self.network.labels(), new_head=self.new_head)
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
         words = [_listed(one, self.words, "words") for one in records]
@@ -204,8 +201,6 @@ class TokenClassTask(FolderTask):
         return {**batch, "labels": labels}
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        from weft.train.tasks.decoder_loss import token_cross_entropy
-
         return token_cross_entropy(output, batch)
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:

@@ -1,7 +1,6 @@
-"""The decoder on text, which `weft train` trains if a config names no task.
+"""The text decoder, which `weft train` trains if a config names no task: its model, its data and its loss.
 
-Code for tokens, tokenizers, documents and prompts is in this module and the other decoder modules of this package.
-torch is imported only when a model is built: preparing a run does not need it.
+torch is imported only when a model is built: preparing a run of one of Weft's decoders does not need it.
 """
 
 from __future__ import annotations
@@ -9,23 +8,25 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import ModelSpec, resolve_decoder
 from weft.config.rules.config_rules import least_vocab
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
+from weft.config.traced_model import Limit
 from weft.data.order.stream import SampleStream
-from weft.data.store.prepare import prepare_data
+from weft.data.store.data_prompt import first_prompt
+from weft.data.store.prepare import check_trainable, prepare_data
 from weft.data.store.prepared import PreparedData
 from weft.data.text.tokenizer import Tokenizer
-from weft.errors import ConfigError, DataError, Problem
+from weft.errors import DataError
 from weft.train.data_share import Batches, Share
-from weft.train.tasks.base import Metric, Report, Task
-from weft.train.weights.decoder_files import data_of, decoder_of, keep_files, refuse_other_data
+from weft.train.tasks.base import Metric, ModelTask, Report
+from weft.train.weights.decoder_files import data_of, decoder_of, keep_files, refuse_other_data, tokenizer_of
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -33,15 +34,20 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weft.config.plan import Plan
+    from weft.parallel.state.flat_slices import StateSource
     from weft.planner.search.model_source import PlannedModel
     from weft.train.folder import RunFolder
+    from weft.train.tasks.folder_model import CausalModel
 
 #: Longer prompts are not printed: `weft generate` then takes the prompt from the data again.
 _MAX_HINT = 80
 
 
-class DecoderTask(Task):
-    """Next-token prediction with one of Weft's decoders on tokenised documents."""
+class DecoderTask(ModelTask):
+    """Next-token prediction on tokenised documents and chats.
+
+    The model is one of Weft's decoders, or with model.path the causal language model of a Hugging Face folder.
+    """
 
     unit = "tokens"
     sample_unit = "sequences"
@@ -55,17 +61,44 @@ class DecoderTask(Task):
 
     #: True if the task trains on preference data.
     learns_preferences = False
+    #: Plan fields that the task limits.
+    plan_limits: ClassVar[Mapping[str, Limit]] = {}
 
-    _data: PreparedData | None = None
-    _folder: RunFolder | None = None
+    @cached_property
+    def network(self) -> OwnDecoder | CausalModel:
+        """The model that the config describes."""
+        if not self.config.model.path:
+            return OwnDecoder(self.config, self.text)
+        from weft.train.tasks.folder_model import CausalModel
+
+        return CausalModel(self.config, needs_weights=self.rereads_weights)
+
+    @property
+    def rereads_weights(self) -> bool:
+        """True if a resumed run also reads the weights that it started from."""
+        return False
+
+    @cached_property
+    def text(self) -> TokenData:
+        """The data that the config describes."""
+        return TokenData(self.config, preferences=self.learns_preferences)
+
+    @property
+    def data(self) -> PreparedData:
+        """The tokenised data, after `prepare` or `open`."""
+        return self.text.data
 
     # --- preparing ---
 
     def facts(self, world_size: int) -> Facts:
         train = self.config.train
         return Facts(
-            model=self.spec, world_size=world_size, global_batch=train.global_batch, seq_len=train.seq_len
-        )  # fmt: skip
+            model=self.network.spec,
+            world_size=world_size,
+            global_batch=train.global_batch,
+            seq_len=train.seq_len,
+            limits=self.plan_limits or None,
+        )
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
         # The weights of sources determine the order of samples. Their paths do not, if the content is the same.
@@ -76,28 +109,16 @@ class DecoderTask(Task):
         return [(f"data.train.{number}.weight", *pair) for number, pair in pairs if pair[0] != pair[1]]
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Tokenise the data.
+        """Check a folder's weights, and tokenise the data.
 
         Raises:
+            CheckpointError: for weights that do not fit the config, or cannot be read.
+            ConfigError: for sequences longer than the model supports, and for token ids outside of its vocabulary.
             DataError: if the tokens differ from those that the folder's run was started with.
         """
-        from weft.data.store.prepare import check_trainable
-
-        data = check_trainable(self.tokens(report), self.config.data, self.config.train.seq_len)
-        if (folder.path / "data.json").exists():
-            refuse_other_data(folder, data)
-        self._data = data
-
-    def _expect_separate(self, model: nn.Module) -> None:
-        """Refuse packed documents in a transformers model whose attention would not separate them."""
-        from weft.parallel.layers.documents import why_documents_mix
-
-        data = self.config.data
-        if not data.borders or data.packing == "pad" or self.learns_preferences:
-            return
-        if why := why_documents_mix(model):
-            remedy = "Use data.packing=pad for one document a row, or data.borders=false if they may"
-            raise ConfigError([Problem("data.borders", f"data.borders=true: {why}. {remedy}.")])
+        self.network.prepare(folder, packs=not self.learns_preferences)
+        self.text.prepare(folder, self.tokens(report))
+        self.network.check_vocabulary(self.data.vocab_size)
 
     def tokens(self, report: Report | None) -> PreparedData:
         """Tokenise the data that is not tokenised yet, and open the rest.
@@ -105,92 +126,33 @@ class DecoderTask(Task):
         Raises:
             DataError: for all problems with the data.
         """
-        return prepare_data(self._data_config(), report, preferences=self.learns_preferences)
-
-    def _data_config(self) -> RunConfig:
-        """The config that prepares the data."""
-        return self.config
+        return self.text.tokenise(report, self.network.tokenizer_folder)
 
     def samples_per_epoch(self) -> int:
-        return self._stream(self.data.train, shuffle=True).num_sequences
+        return self.text.stream("train").num_sequences
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        return keep_files(folder, self.spec, self.data, notes)
+        return self.network.keep(folder, self.data, notes)
 
     def open(self, folder: RunFolder) -> None:
-        self._folder, self._data = folder, data_of(folder)
-
-    @property
-    def data(self) -> PreparedData:
-        """The tokenised data, after `prepare` or `open`."""
-        assert self._data is not None
-        return self._data
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """Shape of the model: the folder's, or the shape that config and tokenizer determine so far."""
-        if self._folder is not None:
-            return decoder_of(self._folder)
-        vocab_size = self._data.vocab_size if self._data is not None else least_vocab(self.config)
-        return resolve_decoder(self.config.model, vocab_size)
+        self.network.open(folder)
+        self.text.open(folder)
 
     # --- batches ---
 
     def batches(self, share: Share) -> Batches:
-        return _StreamBatches(self._stream(self.data.train, shuffle=True), share, len(self.config.data.train))
+        return self.text.batches(share)
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """Return the evaluation set, divided like the training batches: the same memory, the same for any plan."""
-        from weft.data.order.loader import EvalBatches
-
-        stream = self._stream(self.data.eval, shuffle=False)
-        if not stream.num_sequences:
-            return None
-        return EvalBatches(
-            stream,
-            num_samples=self.config.eval.batches * share.global_batch,
-            num_rows=share.rows,
-            dp_rank=share.rank,
-            dp_size=share.size,
-        )
+        return self.text.eval_batches(share)
 
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.config.train.seq_len
 
-    def _stream(self, sources: Any, shuffle: bool) -> SampleStream:
-        config = self.config
-        return SampleStream(
-            sources,
-            seed=config.seed,
-            seq_len=config.train.seq_len,
-            packing=config.data.packing,
-            borders=config.data.borders,
-            shuffle=shuffle,
-        )
-
-    # --- model and step ---
-
-    def build(self) -> nn.Module:
-        from weft.models.registry import build_decoder
-
-        return build_decoder(self.spec, seed=self.config.seed)
-
-    def shapes(self) -> nn.Module:
-        from weft.models.registry import build_decoder
-
-        return build_decoder(self.spec, device="meta")
-
-    def initial_model(self, plan: Plan) -> nn.Module:
-        from weft.models.registry import build_decoder
-
-        # No rank of a pipeline has the full model: it is divided on the meta device, and each rank creates its stages'
-        # weights.
-        return build_decoder(self.spec, device="meta" if plan.pp > 1 else None, seed=self.config.seed)
+    # --- step ---
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        from weft.train.tasks.decoder_loss import model_forward
-
-        return model_forward(model, batch)
+        return self.network.forward(model, batch)
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         from weft.train.tasks.decoder_loss import token_cross_entropy
@@ -200,50 +162,19 @@ class DecoderTask(Task):
     loss.takes_head_loss = True
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
-        from weft.train.tasks.decoder_loss import IGNORE
-
-        labels = batch["labels"]
-        # No index by a mask: the host would wait for the number of its elements.
-        found = self._bytes_on(labels.device)[labels.clamp(min=0)].where(labels != IGNORE, 0)
-        weights = batch.get("weights")
-        return {"bytes": found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)}
+        return {"bytes": self.text.bytes_of(batch["labels"], batch.get("weights"))}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         num_bytes = sums.get("bytes", 0.0)
         return {"bits_per_byte": sums["loss"] / (math.log(2) * num_bytes) if num_bytes else None}
 
     def flops_per_count(self) -> float | None:
-        return decoder_flops_per_token(self.spec, self.config.train.seq_len)
-
-    @cached_property
-    def _token_bytes(self) -> dict[torch.device, torch.Tensor]:
-        import torch
-
-        assert self._folder is not None
-        table = torch.from_numpy(Tokenizer.load(self._folder.path / "tokenizer").token_bytes)
-        return {table.device: table}
-
-    def _bytes_on(self, device: torch.device) -> torch.Tensor:
-        """Return the bytes of text of each token id, (vocabulary,)."""
-        tables = self._token_bytes
-        if device not in tables:
-            tables[device] = next(iter(tables.values())).to(device)
-        return tables[device]
-
-    # --- planner ---
+        return self.network.flops_per_token()
 
     def describe(self) -> PlannedModel:
-        from weft.planner.search.model_source import of_decoder
-
-        return of_decoder(self.config.model.name, self.spec, self.config)
+        return replace(self.network.describe(), config=self.config)
 
     # --- text for users ---
-
-    def name(self) -> str:
-        return self.config.model.name
-
-    def model_line(self) -> str:
-        return f"{self.name()}: {format_count(ModelSpec.of_decoder(self.spec).num_params)} parameters"
 
     def data_lines(self) -> Sequence[str]:
         return self.data.summary
@@ -258,13 +189,7 @@ class DecoderTask(Task):
 
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text of a sequence. Tokens that are not trained are in double brackets."""
-        from weft.data.order.loader import marked, view_sample
-
-        sample = self._stream(self.data.train, shuffle=True).sample(place)
-        view = view_sample(sample, self.data.tokenizer)
-        source = self.data.train[sample.source].name
-        counts = f"{view.num_trained} tokens trained, {view.num_masked} masked, {view.num_padding} padding"
-        return [f"{source}, epoch {sample.epoch}: {counts}", *marked(view).split("\n")]
+        return self.text.sample_lines(place)
 
     def show(self, folder: RunFolder, step: int) -> str:
         from weft.train.tasks.generation import write_sample
@@ -272,27 +197,150 @@ class DecoderTask(Task):
         return write_sample(folder, self.config.sample, step)
 
     def try_line(self, folder: RunFolder) -> str:
-        from weft.data.store.data_prompt import first_prompt
-
-        command = shlex.join(["weft", "generate", str(folder.path)])
-        try:
-            data = self._data if self._data is not None else data_of(folder)
-            words = first_prompt(data, data.tokenizer).words.strip()
-        except (DataError, OSError):  # its tokens are gone
-            return command
+        command, words = shlex.join(["weft", "generate", str(folder.path)]), self.text.first_words(folder)
         is_short = 0 < len(words) <= _MAX_HINT and words.isprintable()
         return f"{command} --prompt {shlex.quote(words)}" if is_short else command
 
 
-class _StreamBatches:
-    """The loader of a stream of token sequences. Sources that are mixed by weight have separate epochs."""
+class OwnDecoder:
+    """One of Weft's decoders, as the config describes it, with as many ids as its data has."""
 
-    def __init__(self, stream: SampleStream, share: Share, num_sources: int):
+    #: None: the config describes the tokenizer.
+    tokenizer_folder = None
+
+    def __init__(self, config: RunConfig, text: TokenData):
+        self._config, self._text = config, text
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """Shape of the model: the run folder's, or the shape that config and tokenizer determine so far."""
+        if self._text.folder is not None:
+            return decoder_of(self._text.folder)
+        data = self._text.prepared
+        return resolve_decoder(self._config.model, data.vocab_size if data is not None else least_vocab(self._config))
+
+    def prepare(self, folder: RunFolder, *, packs: bool) -> None:
+        """Check nothing: the decoder has no files, and separates packed documents."""
+
+    def check_vocabulary(self, entries: int) -> None:
+        """Check nothing: `spec` follows from the tokenizer."""
+
+    def open(self, folder: RunFolder) -> None:
+        """Do nothing: `spec` reads the folder of the data."""
+
+    def build(self) -> nn.Module:
+        from weft.models.registry import build_decoder
+
+        return build_decoder(self.spec, seed=self._config.seed)
+
+    def shapes(self) -> nn.Module:
+        from weft.models.registry import build_decoder
+
+        return build_decoder(self.spec, device="meta")
+
+    def initial(self, plan: Plan) -> nn.Module:
+        # No rank of a pipeline has the full model: it is divided on the meta device, and each rank creates its stages'
+        # weights.
+        return self.shapes() if plan.pp > 1 else self.build()
+
+    def weights(self, model: nn.Module) -> StateSource | None:
+        return None
+
+    def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
+        """Copy the tokenizer, and return the contents of the run's other files."""
+        return keep_files(folder, self.spec, data, notes)
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """Return logits, (batch, time, vocabulary)."""
+        from weft.train.tasks.decoder_loss import model_forward
+
+        return model_forward(model, batch)
+
+    def flops_per_token(self) -> float:
+        """Return the FLOPs of forward and backward per token, with the convention of `monitor.guards`."""
+        from weft.monitor.guards import flops_per_token
+
+        spec = self.spec
+        num_params = ModelSpec.of_decoder(spec).num_active_params - (0 if spec.tied else spec.vocab_size * spec.dim)
+        return flops_per_token(num_params, spec.num_layers, spec.dim, self._config.train.seq_len)
+
+    def describe(self) -> PlannedModel:
+        """Describe the decoder for the planner."""
+        from weft.planner.search.model_source import of_decoder
+
+        return of_decoder(self.name(), self.spec)
+
+    def name(self) -> str:
+        return self._config.model.name
+
+    def line(self) -> str:
+        return f"{self.name()}: {format_count(ModelSpec.of_decoder(self.spec).num_params)} parameters"
+
+
+class TokenData:
+    """Tokenised documents of a config, as batches of sequences. preferences: True if the documents are preferences."""
+
+    def __init__(self, config: RunConfig, *, preferences: bool = False):
+        self._config, self._preferences = config, preferences
+        #: The data, after it is prepared or opened.
+        self.prepared: PreparedData | None = None
+        #: The run's folder, after it is opened.
+        self.folder: RunFolder | None = None
+        self._tables: dict[Any, torch.Tensor] = {}
+
+    @property
+    def data(self) -> PreparedData:
+        """The tokenised data, after `prepare` or `open`."""
+        assert self.prepared is not None
+        return self.prepared
+
+    def tokenise(self, report: Report | None, tokenizer: str | None = None) -> PreparedData:
+        """Tokenise the data that is not tokenised yet, and open the rest.
+
+        tokenizer: Hugging Face folder of the tokenizer and its chat template, or None for the config's tokenizer.
+
+        Raises:
+            DataError: for all problems with the data.
+        """
+        config = self._config
+        if tokenizer is not None:
+            section = config.tokenizer.model_copy(update={"kind": "file", "path": tokenizer, "template": True})
+            config = config.model_copy(update={"tokenizer": section})
+        return prepare_data(config, report, preferences=self._preferences)
+
+    def prepare(self, folder: RunFolder, data: PreparedData) -> None:
+        """Use tokenised data. Refuse data that cannot be trained on, and other data than the folder's run began with.
+
+        Raises:
+            DataError: for such data.
+        """
+        data = check_trainable(data, self._config.data, self._config.train.seq_len)
+        if (folder.path / "data.json").exists():
+            refuse_other_data(folder, data)
+        self.prepared = data
+
+    def open(self, folder: RunFolder) -> None:
+        """Open the run's data."""
+        self.folder, self.prepared = folder, data_of(folder)
+
+    def stream(self, split: str) -> SampleStream:
+        """Return the sequences of "train" in the order of training, or those of "eval" in the order of the files."""
+        config = self._config
+        return SampleStream(
+            self.data.train if split == "train" else self.data.eval,
+            seed=config.seed,
+            seq_len=config.train.seq_len,
+            packing=config.data.packing,
+            borders=config.data.borders,
+            shuffle=split == "train",
+        )
+
+    def batches(self, share: Share) -> Batches:
+        """Return the training batches of one rank."""
         from weft.data.order.loader import Loader
 
-        self._stream, self._num_sources = stream, num_sources
-        self._loader = Loader(
-            stream,
+        return Loader(
+            self.stream("train"),
             global_batch=share.global_batch,
             accumulation=share.microbatches,
             dp_rank=share.rank,
@@ -300,24 +348,52 @@ class _StreamBatches:
             pin=share.pin,
         )
 
-    @property
-    def samples_per_epoch(self) -> int | None:
-        return self._stream.num_sequences if self._num_sources == 1 else None
+    def eval_batches(self, share: Share) -> Iterable[Any] | None:
+        """Return the evaluation set, divided like the training batches: the same memory, the same for any plan."""
+        from weft.data.order.loader import EvalBatches
 
-    def batches(self, step: int) -> list[Any]:
-        return self._loader.batches(step)
+        stream = self.stream("eval")
+        if not stream.num_sequences:
+            return None
+        return EvalBatches(
+            stream,
+            num_samples=self._config.eval.batches * share.global_batch,
+            num_rows=share.rows,
+            dp_rank=share.rank,
+            dp_size=share.size,
+        )
 
-    def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        return self._loader.iterate(start_step, end_step)
+    def bytes_of(self, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """Return the bytes of text of the trained labels, weighted like the loss.
 
-    def state_at(self, num_samples: int) -> Any:
-        return self._stream.state_at(num_samples)
+        labels: token ids, or -100. weights: of the same shape, or None.
+        """
+        import torch
 
+        from weft.train.tasks.decoder_loss import IGNORE
 
-def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
-    """Return the FLOPs of forward and backward per token of a decoder, with the convention of `flops_per_token`."""
-    from weft.monitor.guards import flops_per_token
+        if labels.device not in self._tables:
+            assert self.folder is not None
+            table = torch.from_numpy(Tokenizer.load(tokenizer_of(self.folder)).token_bytes)
+            self._tables[labels.device] = table.to(labels.device)
+        # No index by a mask: the host would wait for the number of its elements.
+        found = self._tables[labels.device][labels.clamp(min=0)].where(labels != IGNORE, 0)
+        return found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)
 
-    embedding = spec.vocab_size * spec.dim
-    num_params = ModelSpec.of_decoder(spec).num_active_params - (0 if spec.tied else embedding)
-    return flops_per_token(num_params, spec.num_layers, spec.dim, seq_len)
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show the text of the sequence at a position in the order of training."""
+        from weft.data.order.loader import marked, view_sample
+
+        sample = self.stream("train").sample(place)
+        view = view_sample(sample, self.data.tokenizer)
+        source = self.data.train[sample.source].name
+        counts = f"{view.num_trained} tokens trained, {view.num_masked} masked, {view.num_padding} padding"
+        return [f"{source}, epoch {sample.epoch}: {counts}", *marked(view).split("\n")]
+
+    def first_words(self, folder: RunFolder) -> str:
+        """Return the first prompt of the data, or "" if its tokens are gone."""
+        try:
+            data = self.prepared if self.prepared is not None else data_of(folder)
+            return first_prompt(data, data.tokenizer).words.strip()
+        except (DataError, OSError):
+            return ""

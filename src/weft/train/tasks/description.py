@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from weft.config.hugging_face_config import number
-from weft.config.layout import Layout
 from weft.config.plan import Plan
 from weft.config.traced_model import Limit, TracedModel
 from weft.errors import LayoutError, ModelError, WeftError
@@ -65,7 +64,6 @@ class Forwards(Protocol):
 
     def wait(self) -> None:
         """Wait for all ranks."""
-        ...
 
     @property
     def is_counted(self) -> bool:
@@ -182,10 +180,10 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
             "size, or a config of Weft"
         )
     cut, styles, why_not = _tensor_parallel(model, inputs.example)
-    head = layers.find_lm_head(model) or _vocabulary_head(model, styles)
-    outline = Outline(
-        blocks=repeated_blocks(model), styles=styles, head=head, table=_input_table(model, styles) if head else None
-    )
+    by_vocabulary = [model.get_submodule(path) for path, style in styles.items() if style == "vocab"]
+    head = layers.find_lm_head(model) or next((one for one in by_vocabulary if isinstance(one, nn.Linear)), None)
+    table = next((one for one in by_vocabulary if isinstance(one, nn.Embedding)), None)
+    outline = Outline(blocks=repeated_blocks(model), styles=styles, head=head, table=table if head else None)
     _halve(model)
     longest = hugging_face.longest_text(model)
     step = inputs.sequence_step(model, longest)
@@ -229,7 +227,6 @@ def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
 
 
 def _halve(model: nn.Module) -> None:
-    """Convert the model to the dtypes of a bf16 run, in place."""
     precision = Precision.of(Plan(precision="bf16"))
     for param, dtype in formats(model, precision).items():
         param.data = param.data.to(dtype)
@@ -247,28 +244,12 @@ def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], d
     except (LayoutError, ModelError) as error:
         return (1,), {}, str(error).partition(". ")[0].removeprefix("layout: ").rstrip(".")
     shown = ", ".join(map(str, legal))
-    return tuple(legal), _styles(model, layout), f"its layers divide evenly over {shown} ranks"
-
-
-def _styles(model: nn.Module, layout: Layout) -> dict[str, str]:
     found = {path: layout.style(path) for path, _ in model.named_modules()}
-    return {path: _STYLES[style.name] for path, style in found.items() if style is not None and style.name in _STYLES}
-
-
-def _vocabulary_head(model: nn.Module, styles: Mapping[str, str]) -> nn.Module | None:
-    modules = dict(model.named_modules())
-    cut = [modules[path] for path, style in styles.items() if style == "vocab"]
-    return next((each for each in cut if isinstance(each, nn.Linear)), None)
-
-
-def _input_table(model: nn.Module, styles: Mapping[str, str]) -> nn.Module | None:
-    modules = dict(model.named_modules())
-    return next((modules[path] for path, style in styles.items()
-                 if style == "vocab" and isinstance(modules[path], nn.Embedding)), None)  # fmt: skip
+    styles = {path: _STYLES[one.name] for path, one in found.items() if one is not None and one.name in _STYLES}
+    return tuple(legal), styles, f"its layers divide evenly over {shown} ranks"
 
 
 def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut: str) -> list[tuple[str, Limit]]:
-    """Return the fields of a plan that this model limits."""
     limits = [("tp", Limit(cut, why_cut))]
     kind = type(model).__name__
     attention = found.attention
@@ -310,9 +291,6 @@ class SampledTask(Protocol):
 
 def describe_by_samples(task: SampledTask) -> PlannedModel:
     """Trace a task's model on the meta device, on a batch of two of its samples.
-
-    Args:
-        task: the task that builds the model.
 
     Raises:
         ModelError: if a method of the task fails, or the model does not run on the meta device.

@@ -14,23 +14,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
-from weft.errors import ConfigError, Problem
-from weft.train.tasks.base import Metric, Report
+from weft.data.text.tokenizer import Tokenizer
+from weft.errors import ConfigError
+from weft.models.decoder import as_shapes
+from weft.models.inspect import hugging_face
+from weft.parallel.layers.documents import call_in_documents
+from weft.planner.space.trained_part import FrozenWork
+from weft.train.tasks.base import Metric, Report, setting_error
 from weft.train.tasks.decoder import DecoderTask
-from weft.train.tasks.description import Forwards
-from weft.train.tasks.pretrained import PretrainedTask
+from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
+from weft.train.tasks.description import Forwards, describe_folder
+from weft.train.tasks.folder_model import refuse_mixed_documents
+from weft.train.weights.published_weights import pretrained_source
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from weft.config.plan import Plan
     from weft.parallel.state.flat_slices import StateSource
     from weft.planner.search.model_source import PlannedModel
@@ -71,10 +75,69 @@ def _log_rest(log_p_NK: Tensor) -> Tensor:
 
 # Distillation: `task.name = "distill"` with a teacher's folder. The teacher is sharded like the student.
 
-_KEY = "task.options"
 _NO_PP = Limit(
     (1,), "a teacher's logits are compared with the student's, and a pipeline has them on its last stage alone"
 )
+
+
+class Teacher:
+    """The frozen causal language model of a Hugging Face folder with a tokenizer."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def shapes(self) -> Any:
+        """Return a new model on the meta device."""
+        with as_shapes(vectors=True):
+            return hugging_face.causal_model(hugging_face.load_model_config(self.folder))
+
+    def source(self, model: nn.Module) -> StateSource:
+        """Return the source of its weights."""
+        return pretrained_source(model, self.folder)[0]
+
+    def check(self, seq_len: int) -> None:
+        """Check its files. seq_len: tokens of a sequence.
+
+        Raises:
+            CheckpointError, ModelError: for a model that cannot be read.
+            ConfigError: for a shorter maximum length.
+        """
+        if not (self.folder / "config.json").is_file():
+            raise _wrong_option(
+                "teacher", self.folder, "it has no config.json. Use the folder of a Hugging Face model."
+            )
+        model = self.shapes()
+        self.source(model)
+        longest = hugging_face.longest_sequence(model)
+        if longest is not None and seq_len > longest:
+            rule = f"it reads at most {longest} tokens. Use train.seq_len={longest}."
+            raise _wrong_option("teacher", self.folder, rule)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Check that token ids have the same meaning for the student.
+
+        Raises:
+            ConfigError: for a teacher with another tokenizer.
+        """
+        rows, entries = self.shapes().get_output_embeddings().weight.shape[0], tokenizer.vocab_size
+        if rows < entries:
+            rule = f"it has {rows} logits, and the student's tokenizer {entries} entries"
+            raise _wrong_option("teacher", self.folder, f"{rule}. Give one of the same tokenizer.")
+        if (other := self._other_entry(tokenizer)) is not None:
+            rule = f"its tokenizer has {other} where the student's has another entry. Give one of the same tokenizer."
+            raise _wrong_option("teacher", self.folder, rule)
+
+    def _other_entry(self, tokenizer: Tokenizer) -> str | None:
+        """Return a vocabulary entry with another id in the teacher's tokenizer than in the student's, or None."""
+        from tokenizers import Tokenizer as Library
+
+        if not (self.folder / "tokenizer.json").is_file():
+            return None  # only the number of entries can be compared
+        ours = Library.from_str(tokenizer.library_json()).get_vocab(with_added_tokens=True)
+        theirs = Library.from_file(str(self.folder / "tokenizer.json")).get_vocab(with_added_tokens=True)
+        places = {place: name for name, place in theirs.items()}
+        found = next((place for name, place in ours.items() if places.get(place) != name), None)
+        return None if found is None else f"{places.get(found, 'nothing')!r} at {found}"
 
 
 class DistillTask(DecoderTask):
@@ -93,29 +156,20 @@ class DistillTask(DecoderTask):
     metrics = (Metric("cross_entropy", "nats", "cross-entropy of the tokens, without the teacher"),)
     sum_names = ("cross_entropy",)
     identity = (*DecoderTask.identity, "task.options")
+    plan_limits: ClassVar[dict[str, Limit]] = {"pp": _NO_PP}
 
     def __init__(self, teacher: str, temperature: float = 1.0, mix: float = 0.5, top_k: int = 0):
         if temperature <= 0:
-            raise _wrong("temperature", temperature, "it must be above 0. Use 1, or 2 for softer targets.")
+            raise _wrong_option("temperature", temperature, "it must be above 0. Use 1, or 2 for softer targets.")
         if not 0 <= mix <= 1:
-            raise _wrong("mix", mix, "it is a share from 0 to 1. Use 0.5.")
+            raise _wrong_option("mix", mix, "it is a share from 0 to 1. Use 0.5.")
         if top_k < 0:
-            raise _wrong("top_k", top_k, "it is a number of entries, or 0 for all. Use 0.")
-        self._teacher = Path(teacher).expanduser()
+            raise _wrong_option("top_k", top_k, "it is a number of entries, or 0 for all. Use 0.")
+        self._teacher = Teacher(Path(teacher).expanduser())
         self._settings = {"temperature": float(temperature), "mix": float(mix), "top_k": top_k}
         self._forwards: Forwards | None = None
 
     # --- preparing ---
-
-    def facts(self, world_size: int) -> Facts:
-        train = self.config.train
-        return Facts(
-            model=None if self.config.model.path else self.spec,
-            world_size=world_size,
-            global_batch=train.global_batch,
-            seq_len=train.seq_len,
-            limits={"pp": _NO_PP},
-        )
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
         """Check the teacher's weights and vocabulary, and tokenise the data.
@@ -124,66 +178,23 @@ class DistillTask(DecoderTask):
             CheckpointError, ModelError: for a teacher that cannot be read.
             ConfigError: for a teacher with another tokenizer, or with a shorter maximum length.
         """
-        from weft.models.inspect import hugging_face
-        from weft.train.weights.published_weights import pretrained_source
-
-        if not (self._teacher / "config.json").is_file():
-            raise _wrong("teacher", self._teacher, "it has no config.json. Use the folder of a Hugging Face model.")
-        model: Any = self._teacher_shapes()  # whose methods transformers types loosely
-        pretrained_source(model, self._teacher)
-        longest, length = hugging_face.longest_sequence(model), self.config.train.seq_len
-        if longest is not None and length > longest:
-            raise _wrong("teacher", self._teacher, f"it reads at most {longest} tokens. Use train.seq_len={longest}.")
-        self._expect_separate(model)
+        self._teacher.check(self.config.train.seq_len)
+        refuse_mixed_documents(self._teacher.shapes(), self.config)
         super().prepare(folder, report)
-        rows, entries = model.get_output_embeddings().weight.shape[0], self.data.vocab_size
-        if rows < entries:
-            rule = (
-                f"it has {rows} logits, and the student's tokenizer {entries} entries. Give one of the same tokenizer."
-            )
-            raise _wrong("teacher", self._teacher, rule)
-        if (other := self._other_entry()) is not None:
-            rule = f"its tokenizer has {other} where the student's has another entry. Give one of the same tokenizer."
-            raise _wrong("teacher", self._teacher, rule)
-
-    def _other_entry(self) -> str | None:
-        """Return a vocabulary entry with another id in the teacher's tokenizer than in the student's, or None."""
-        from tokenizers import Tokenizer as Library
-
-        if not (self._teacher / "tokenizer.json").is_file():
-            return None  # only the number of entries can be compared
-        ours = Library.from_str(self.data.tokenizer.library_json()).get_vocab(with_added_tokens=True)
-        theirs = Library.from_file(str(self._teacher / "tokenizer.json")).get_vocab(with_added_tokens=True)
-        places = {place: name for name, place in theirs.items()}
-        found = next((place for name, place in ours.items() if places.get(place) != name), None)
-        return None if found is None else f"{places.get(found, 'nothing')!r} at {found}"
+        self._teacher.check_tokenizer(self.data.tokenizer)
 
     # --- model and step ---
 
     def second_model(self, plan: Plan) -> nn.Module | None:
-        return self._teacher_shapes()
+        return self._teacher.shapes()
 
     def second_weights(self, model: nn.Module) -> StateSource | None:
-        from weft.train.weights.published_weights import pretrained_source
-
-        return pretrained_source(model, self._teacher)[0]
-
-    def _teacher_shapes(self) -> nn.Module:
-        from weft.models.decoder import as_shapes
-        from weft.models.inspect import hugging_face
-
-        with as_shapes(vectors=True):
-            return hugging_face.causal_model(hugging_face.load_model_config(self._teacher))
+        return self._teacher.source(model)
 
     def begin(self, forwards: Forwards) -> None:
         self._forwards = forwards
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        import torch
-
-        from weft.parallel.layers.documents import call_in_documents
-        from weft.train.tasks.decoder_loss import IGNORE
-
         assert self._forwards is not None
         taught = self._forwards.second(lambda teacher: call_in_documents(teacher, batch).logits)
         trained = batch["labels"] != IGNORE
@@ -201,8 +212,6 @@ class DistillTask(DecoderTask):
     loss.takes_head_loss = False
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
-        from weft.train.tasks.decoder_loss import token_cross_entropy
-
         return {"cross_entropy": token_cross_entropy(output, batch)[0]}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
@@ -210,21 +219,14 @@ class DistillTask(DecoderTask):
 
     def describe(self) -> PlannedModel:
         """Describe the student, and the teacher's forward in each step."""
-        from weft.planner.space.trained_part import FrozenWork
-        from weft.train.tasks.description import describe_folder
-
-        teacher = describe_folder(self._teacher, lambda _: self._teacher_shapes()).shape
+        teacher = describe_folder(self._teacher.folder, lambda _: self._teacher.shapes()).shape
         frozen = FrozenWork(shape=teacher, other=1, whole_logits=True)
-        return replace(super().describe(), frozen=frozen, task_limits={"pp": _NO_PP})
+        return replace(super().describe(), frozen=frozen, task_limits=self.plan_limits)
 
     def data_lines(self) -> Sequence[str]:
         said = ", ".join(f"{name} {value:g}" for name, value in self._settings.items())
-        return [*super().data_lines(), f"teacher {self._teacher}: {said}"]
+        return [*super().data_lines(), f"teacher {self._teacher.folder}: {said}"]
 
 
-class PretrainedDistillTask(DistillTask, PretrainedTask):
-    """Distillation into a Hugging Face folder's model."""
-
-
-def _wrong(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError([Problem(f"{_KEY}.{name}", f"{_KEY}.{name}={value}: {rule}")])
+def _wrong_option(name: str, value: object, rule: str) -> ConfigError:
+    return setting_error(f"task.options.{name}", value, rule)

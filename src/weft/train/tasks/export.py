@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.pretrained import JoinedTensors
@@ -60,16 +59,6 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
     return {**config_of_decoder(spec), "bos_token_id": None, "eos_token_id": end_id, "pad_token_id": pad_id}
 
 
-def layout_tensors(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
-    """Yield a decoder's tensors one by one, under transformers' names and in its shapes.
-
-    Args:
-        spec: without experts.
-        read: reads a tensor by Weft's name.
-    """
-    yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
-
-
 def _llama(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
     yield "model.embed_tokens.weight", read("embed.weight")
     for layer in range(spec.num_layers):
@@ -103,12 +92,7 @@ def _turned(blocks: list[RawArray]) -> RawArray:
 
 
 def write_tokenizer(source: Path, out: Path) -> None:
-    """Write a run's tokenizer in transformers' format.
-
-    Args:
-        source: the run's tokenizer folder.
-        out: folder of the model.
-    """
+    """Write a run's tokenizer in transformers' format. source: the run's tokenizer folder."""
     tokenizer = Tokenizer.load(source)
     text = tokenizer.library_json()
     (out / "tokenizer.json").write_text(text, "utf-8")
@@ -178,21 +162,6 @@ class MergedBase:
         return merged_weight(self._record, name.removesuffix(".weight"), stored, parts)
 
 
-def merged_base(model: nn.Module, base: Path, checkpoint: Checkpoint, *, widened: bool) -> MergedBase:
-    """Return a folder's model with an adapter merged.
-
-    Args:
-        model: the folder's model on the meta device, without the adapter.
-        base: the folder that the adapter was trained on.
-        checkpoint: the adapter's checkpoint.
-        widened: as in `MergedBase`.
-
-    Raises:
-        CheckpointError: as in `pretrained_source`.
-    """
-    return MergedBase(pretrained_source(model, base)[0], checkpoint, widened=widened)
-
-
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return the tensors of one of Weft's decoders with its adapter merged. Its base follows from the run's seed."""
     from weft.models.registry import build_decoder
@@ -258,22 +227,18 @@ def exported_tensors(
         def read(name: str) -> RawArray:
             return checkpoint.block(f"model/{name}") if whole is None else block_of(whole[name])
 
-        yield from layout_tensors(decoder_of(folder), read)
+        spec = decoder_of(folder)
+        yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
         return
-    model = shapes_of(folder)
+    task = find_task(folder.config())
+    task.open(folder)
+    model = task.shapes()
     if merged:
-        whole = merged_base(model, base_folder(folder), checkpoint, widened=widened)
+        whole = MergedBase(pretrained_source(model, base_folder(folder))[0], checkpoint, widened=widened)
         yield from as_published(model, whole.names, whole.read)
         return
     names = [name for name, entry in checkpoint.entries("model").items() if entry.same_as is None]
     yield from as_published(model, names, lambda name: tensor_of(checkpoint.block(f"model/{name}")))
-
-
-def shapes_of(folder: RunFolder) -> Any:
-    """Return the model of a run on a pretrained folder, as its task builds it, on the meta device."""
-    task = find_task(folder.config())
-    task.open(folder)
-    return task.shapes()
 
 
 def as_published(
@@ -379,7 +344,6 @@ def data_lines_of(folder: RunFolder) -> Sequence[str]:
 
 
 def _last_figures(folder: RunFolder, step: int) -> dict[str, str]:
-    """Return the newest losses in the events up to a step."""
     found: dict[str, str] = {}
     if not folder.events.is_file():
         return found

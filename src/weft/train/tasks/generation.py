@@ -35,8 +35,6 @@ from weft.train.weights.run_adapter import with_adapter
 
 
 class _Completes(Protocol):
-    """A loaded model."""
-
     tokenizer: Tokenizer
     max_positions: int
 
@@ -46,8 +44,6 @@ class _Completes(Protocol):
 
 
 class _DecoderText:
-    """One of Weft's decoders that continues token ids."""
-
     def __init__(self, model: Decoder, tokenizer: Tokenizer):
         self._model, self.tokenizer = model.eval(), tokenizer
         self.max_positions = model.spec.max_seq_len
@@ -161,16 +157,11 @@ class TextModel:
                 f"--prompt: it has {len(ids)} tokens, and the model reads at most {self.model.max_positions}. "
                 "Give a shorter prompt."
             )
-        section = replace_tokens(section, min(section.max_tokens, room))
+        section = section.model_copy(update={"max_tokens": min(section.max_tokens, room)})
         tokenizer = self.model.tokenizer
         text = tokenizer.decode(self.model.complete(ids, section, seed, frozenset(stop_ids(tokenizer))))
         ends = [place for one in stop if one and (place := text.find(one)) >= 0]
         return text[: min(ends)] if ends else text
-
-
-def replace_tokens(section: SampleSection, max_tokens: int) -> SampleSection:
-    """Return the section with another limit on tokens."""
-    return section.model_copy(update={"max_tokens": max_tokens})
 
 
 def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> TextModel:
@@ -276,9 +267,8 @@ def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: S
 
 
 def _positions(folder: RunFolder) -> int:
-    """Return the number of positions of a run's model."""
     if base_of(folder).is_dir():
-        return run_positions(folder)
+        return longest_text(hugging_face.load_model_config(base_of(folder)))
     return decoder_of(folder).max_seq_len
 
 
@@ -342,19 +332,8 @@ def longest_text(config: Any) -> int:
     return number(config.get_text_config(decoder=True), "positions") or 2**20
 
 
-def run_positions(folder: RunFolder) -> int:
-    """Return the number of positions of a run's model."""
-    config: Any = hugging_face.load_model_config(base_of(folder))
-    return longest_text(config)
-
-
 def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
-    """Load the model of a checkpoint.
-
-    Args:
-        folder: run folder.
-        path: path of the checkpoint.
-    """
+    """Load the model of a checkpoint."""
     model_config: Any = hugging_face.load_model_config(Path(base_of(folder)))
     model: Any = hugging_face.causal_model(model_config)
     config = folder.config()

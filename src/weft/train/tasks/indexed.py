@@ -75,7 +75,6 @@ class IndexedBatches:
         return _microbatches(read, self._own(step), total, self._share, self._collate)
 
     def _own(self, step: int) -> Sequence[Sequence[int]]:
-        """Return the indices in the global batch of each microbatch's samples."""
         share = self._share
         if self._costs is None:
             return _own_parts(share)
@@ -140,8 +139,6 @@ def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[
 
 
 class _EvalBatches:
-    """The first samples of an evaluation set, in full global batches, in order."""
-
     def __init__(self, samples: MapDataset, share: Share, collate: Collate, num_batches: int):
         self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches
 

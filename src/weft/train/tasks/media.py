@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.config.run_config import DataSection
 from weft.data.media.audio import AudioTransform
-from weft.data.media.audio_features import LogMel
+from weft.data.media.audio_features import Features, LogMel
 from weft.data.media.audio_source import Sounds
 from weft.data.media.class_folder import ClassFolder, find_pictures
 from weft.data.media.decode_workers import DecodedAhead, usual_workers
@@ -51,13 +53,47 @@ def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values
 
 
-# Base of tasks on pictures and sound: a run's samples are found once, stored in the run, and decoded ahead of use.
+# Tasks on pictures and sound: a run's samples are found once, stored in the run, and decoded ahead of use.
 
 Source = ClassFolder | MediaRecords
+Progress = Callable[[int, int], None] | None
+
+
+class Processor(Protocol):
+    """What a task does with its media: it finds samples, decodes them, and makes batches of them."""
+
+    def find(self, option: str, path: str, progress: Progress) -> Source:
+        """Find the samples of a path.
+
+        Args:
+            option: name of the option with the path.
+            path: path as the user typed it.
+            progress: called with (done, total).
+
+        Raises:
+            DataError: for invalid data.
+        """
+        ...
+
+    def decoded(self, source: Any, split: str) -> Any:
+        """Return the processed samples of a split, which worker processes can decode."""
+        ...
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Make a batch of some samples."""
+        ...
+
+    def described(self, source: Any, index: int) -> str:
+        """Return the path of a sample and its target."""
+        ...
+
+    def preview(self, source: Any, split: str, epoch: int, index: int) -> GridSample:
+        """Return the model's input and the target of a sample, without a title."""
+        ...
 
 
 class MediaTask(Task):
-    """Trains on media in a folder of classes or in records. A subclass defines how they are found and processed.
+    """Trains on media in a folder of classes or in records. A subclass defines the processor, the model and the loss.
 
     data, eval: paths of the samples. holdout: share of the samples that is held out if `eval` is not set.
     """
@@ -72,37 +108,29 @@ class MediaTask(Task):
 
     _media: Mapping[str, Source] | None = None
 
-    # --- defined by each task ---
+    @property
+    def processor(self) -> Processor:
+        """The processor of the task's media."""
+        raise NotImplementedError
 
-    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> Source:
-        """Find the samples of a path.
+    def check_ranges(self, **ranges: tuple[float, float]) -> None:
+        """Check that `holdout` is between 0 and 1, and that options are in their ranges.
 
         Args:
-            option: name of the option with the path.
-            path: path as the user typed it.
-            told: progress callback, called with (done, total).
-        """
-        raise NotImplementedError
-
-    def made(self, source: Any, split: str) -> Any:
-        """Return the processed samples of a split, which worker processes can decode."""
-        raise NotImplementedError
-
-    def finalize(self) -> None:
-        """Record facts about the samples. Called before the model or a batch is built."""
-
-    # --- the samples ---
-
-    def check_share(self) -> None:
-        """Check that `holdout` is between 0 and 1.
+            ranges: smallest and largest value by the option's name.
 
         Raises:
-            DataError: if it is not.
+            DataError: if one is not.
         """
         if not 0.0 < self.holdout < 1.0:
             raise DataError(
                 f"holdout={self.holdout}: it is a share of the {self.sample_unit}. Use a number between 0 and 1."
             )
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                raise DataError(f"{name}={getattr(self, name)}: it is {least:g} to {most:g}. Use a number between.")
+
+    # --- the samples ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
         """Find the samples, or load the samples that the run began with.
@@ -115,7 +143,7 @@ class MediaTask(Task):
         if not kept.exists():
             self._find(report)
             return
-        self._take(_read(kept))
+        self._media = _read(kept)
         train = self.media("train")
         if Path(self.data).absolute() != Path(train.root).absolute():
             raise CheckpointError(
@@ -140,7 +168,7 @@ class MediaTask(Task):
         return {self.media_file: "".join(f"{self.media(split).format()}\n" for split in ("train", "eval"))}
 
     def open(self, folder: RunFolder) -> None:
-        self._take(_read(folder.path / self.media_file))
+        self._media = _read(folder.path / self.media_file)
 
     def media(self, split: str, report: Report | None = None) -> Any:
         """Return the samples of "train" or "eval". The first call finds them."""
@@ -150,18 +178,12 @@ class MediaTask(Task):
         return self._media[split]
 
     def _find(self, report: Report | None) -> None:
-        whole = self.source("data", self.data, _in_one_sentence(report, self.data))
-        if self.eval:
-            self._take({"train": whole, "eval": self._decoded_source(whole, report)})
-            return
-        self._take(dict(zip(("train", "eval"), whole.split(self.holdout), strict=True)))
+        whole = self.processor.find("data", self.data, _progress_of(report, self.data))
+        split = (whole, self._find_eval(whole, report)) if self.eval else whole.split(self.holdout)
+        self._media = dict(zip(("train", "eval"), split, strict=True))
 
-    def _take(self, found: Mapping[str, Source]) -> None:
-        self._media = found
-        self.finalize()
-
-    def _decoded_source(self, whole: Source, report: Report | None) -> Source:
-        held = self.source("eval", self.eval, _in_one_sentence(report, self.eval))
+    def _find_eval(self, whole: Source, report: Report | None) -> Source:
+        held = self.processor.find("eval", self.eval, _progress_of(report, self.eval))
         if isinstance(held, MediaRecords):
             return with_classes(held, whole.classes, "task.options.eval")
         if held.classes != whole.classes:
@@ -173,12 +195,16 @@ class MediaTask(Task):
         return held
 
     def samples(self, split: str) -> DecodedAhead:
-        return DecodedAhead(self.made(self.media(split), split), self._workers())
+        return DecodedAhead(self.processor.decoded(self.media(split), split), self.num_workers())
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self.processor.collate(samples)
 
     def samples_per_epoch(self) -> int:
         return len(self.media("train"))
 
-    def _workers(self) -> int:
+    def num_workers(self) -> int:
+        """Return the number of processes that decode."""
         place = rank_env()
         asked = self.config.data.workers
         return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked
@@ -192,24 +218,16 @@ class MediaTask(Task):
         samples = self.media(split)
         return sample_index(len(samples), self.config.seed, place) if split == "train" else (0, place % len(samples))
 
-    def described(self, index: int, split: str = "train") -> str:
-        """Return the path of a sample and its target."""
-        source = self.media(split)
-        return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
-
     def grid_entry(self, place: int, split: str) -> GridSample:
-        """Return the grid entry of the sample at a position: the model's input and the target."""
-        raise NotImplementedError
-
-    def grid_title(self, place: int, split: str) -> str:
-        """Return the grid title of the sample at a position: its number and its path."""
-        epoch, index = self.shown(place, split)
-        return f"sample {place}, epoch {epoch}: {self.media(split).file(index)}"
+        """Return the grid entry of the sample at a position: its number and path, the model's input and the target."""
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        title = f"sample {place}, epoch {epoch}: {source.file(index)}"
+        return replace(self.processor.preview(source, split, epoch, index), title=title)
 
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the number and target of a sample, and the tensors made of it."""
         where, *made = super().sample_lines(place)
-        return [where, self.described(self.shown(place)[1]), *made]
+        return [where, self.processor.described(self.media("train"), self.shown(place)[1]), *made]
 
     def data_lines(self) -> Sequence[str]:
         train, held = self.media("train"), self.media("eval")
@@ -220,8 +238,40 @@ class MediaTask(Task):
         return [*lines, *(f"left out: {reason}" for reason in train.unreadable[:3])]
 
 
-def _in_one_sentence(report: Report | None, what: str) -> Callable[[int, int], None] | None:
+def _progress_of(report: Report | None, what: str) -> Progress:
     return None if report is None else lambda done, total: report(f"looking at {what}", done, total)
+
+
+def find_class_records(option: str, path: str, columns: RecordColumns, data: DataSection, progress: Progress) -> Any:
+    """Find media with classes in record files, or return None if the path has none.
+
+    Raises:
+        DataError: for invalid data, and for columns of a path without records.
+    """
+    files = record_files(path, columns.kind)
+    if files:
+        return find_records(path, files, columns, cache_folder(data), progress)
+    for name, value in ((columns.kind.option, columns.media), ("label", columns.label)):
+        if value:
+            raise DataError(
+                f"task.options.{name}={value}: it names a column of records, and {option}={path} has no .tar, .jsonl "
+                "or .parquet file. Leave it out."
+            )
+    return None
+
+
+def described_class(source: Any, index: int) -> str:
+    """Return the path of a sample and its class."""
+    return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
+
+
+def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Return the summed cross-entropy of classes, and their number.
+
+    logits: (B, C), summed in fp32 (fp64 for fp64). labels: int64 (B,).
+    """
+    wide = logits if logits.itemsize == 8 else logits.float()
+    return F.cross_entropy(wide, labels, reduction="sum"), len(labels)
 
 
 def _same(begun: MediaRecords, now: MediaRecords) -> bool:
@@ -273,54 +323,12 @@ class ImageClassTask(MediaTask):
     sum_names = ("right", "among_five")
 
     def __post_init__(self) -> None:
-        self.check_share()
-        if self.side < 8:
-            raise DataError(f"side={self.side}: pictures need at least 8 pixels to a side. Use 8 or more.")
-        if not 0.0 <= self.colour < 1.0:
-            raise DataError(f"colour={self.colour}: it is a share of the brightness. Use 0 or more, and less than 1.")
-        if not 0.0 <= self.noise <= 255.0:
-            raise DataError(f"noise={self.noise}: it is added to values of 0 to 255. Use a number between them.")
+        self.check_ranges(side=(8, 2**16), colour=(0.0, 0.99), noise=(0.0, 255.0))
 
-    # --- the pictures ---
-
-    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> ClassFolder | MediaRecords:
-        """Find the pictures of a path: records if it names record files, otherwise folders of classes.
-
-        Args:
-            option: name of the option with the path.
-            path: path as the user typed it.
-            told: progress callback, called with (done, total).
-
-        Raises:
-            DataError: for invalid data.
-        """
-        files = record_files(path)
-        if files:
-            cache = cache_folder(self.config.data)
-            return find_records(path, files, RecordColumns(self.picture, self.label), cache, told)
-        if self.picture or self.label:
-            name = "picture" if self.picture else "label"
-            raise DataError(
-                f"task.options.{name}={getattr(self, name)}: it names a column of records, and {option}={path} has no "
-                ".tar, .jsonl or .parquet file. Leave it out."
-            )
-        return find_pictures(Path(path), told)
-
-    def made(self, source: ClassFolder | MediaRecords, split: str) -> Pictures:
-        look = Look(self.side)
-        if split == "train":
-            look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
-        return Pictures(source, look, self.config.seed)
-
-    def grid_entry(self, place: int, split: str) -> GridSample:
-        source, (epoch, index) = self.media(split), self.shown(place, split)
-        said = [(f"class {source.classes[source.label(index)]!r}", 1.0)]
-        pixels = self.made(source, split).decoded(epoch, index)
-        return GridSample(self.grid_title(place, split), picture=pixels, text=said)
-
-    def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
-        values = normalised(np.stack([pixels for pixels, _ in samples]))
-        return torch.from_numpy(values), torch.tensor([label for _, label in samples])
+    @cached_property
+    def processor(self) -> PictureProcessor:
+        look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
+        return PictureProcessor(look, RecordColumns(self.picture, self.label), self.config.data, self.config.seed)
 
     # --- the model ---
 
@@ -331,7 +339,7 @@ class ImageClassTask(MediaTask):
         return model
 
     def loss(self, output: Tensor, batch: Any) -> tuple[Tensor, int]:
-        return F.cross_entropy(output.float(), batch[1], reduction="sum"), len(batch[1])
+        return class_loss(output, batch[1])
 
     def sums(self, output: Tensor, batch: Any) -> Mapping[str, Tensor | float]:
         places = output.topk(min(5, output.shape[1])).indices == batch[1][:, None]
@@ -340,10 +348,36 @@ class ImageClassTask(MediaTask):
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         return {"accuracy": sums["right"] / sums["count"], "top5": sums["among_five"] / sums["count"]}
 
-    # --- text for users ---
-
     def name(self) -> str:
         return self.model
+
+
+@dataclass(frozen=True)
+class PictureProcessor:
+    """Pictures with classes. look: their transform in training. columns: columns of records."""
+
+    look: Look
+    columns: RecordColumns
+    data: DataSection
+    seed: int
+
+    def find(self, option: str, path: str, progress: Progress) -> Source:
+        found = find_class_records(option, path, self.columns, self.data, progress)
+        return find_pictures(Path(path), progress) if found is None else found
+
+    def decoded(self, source: Source, split: str) -> Pictures:
+        return Pictures(source, self.look if split == "train" else Look(self.look.side), self.seed)
+
+    def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
+        values = normalised(np.stack([pixels for pixels, _ in samples]))
+        return torch.from_numpy(values), torch.tensor([label for _, label in samples])
+
+    def described(self, source: Source, index: int) -> str:
+        return described_class(source, index)
+
+    def preview(self, source: Source, split: str, epoch: int, index: int) -> GridSample:
+        text = [(f"class {source.classes[source.label(index)]!r}", 1.0)]
+        return GridSample("", picture=self.decoded(source, split).decoded(epoch, index), text=text)
 
 
 def _load(model: nn.Module, path: Path) -> None:
@@ -414,66 +448,17 @@ class AudioClassTask(MediaTask):
     fills_seq_len = False
 
     def __post_init__(self) -> None:
-        self.check_share()
-        for name, least, most, rule in (
-            ("rate", 4000, 96_000, "recordings are resampled to 4000 to 96000 samples a second"),
-            ("mels", 8, 128, "a model reads 8 to 128 bands of pitch"),
-            ("seconds", 0.1, 600.0, "0.1 to 600 seconds of a recording can be used"),
-            ("gain", 0.0, 60.0, "it is a change of 0 to 60 dB"),
-            ("noise", 0.0, 10.0, "it is a share of a recording's own level, 0 to 10"),
-            ("masks", 0, 16, "0 to 16 ranges can be masked"),
-            ("dropout", 0.0, 0.99, "it is a share, 0 or more and less than 1"),
-            ("pad_multiple", 1, 4096, "frames are rounded up to a multiple of 1 to 4096"),
-        ):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise DataError(f"{name}={value}: {rule}. Use a number between.")
+        self.check_ranges(
+            rate=(4000, 96_000), mels=(8, 128), seconds=(0.1, 600.0), gain=(0.0, 60.0), noise=(0.0, 10.0),
+            masks=(0, 16), dropout=(0.0, 0.99), pad_multiple=(1, 4096),
+        )  # fmt: skip
 
-    # --- the recordings ---
-
-    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
-        """Find the recordings of a path: records if it names record files, otherwise a folder of classes.
-
-        Args:
-            option: name of the option with the path.
-            path: path as the user typed it.
-            told: progress callback, called with (done, total).
-
-        Raises:
-            DataError: for invalid data.
-        """
-        files = record_files(path, SOUND)
-        for name in ("audio", "label"):
-            if getattr(self, name) and not files:
-                raise DataError(
-                    f"task.options.{name}={getattr(self, name)}: it names a column of records, and {option}={path} has "
-                    "no .tar, .jsonl or .parquet file. Leave it out."
-                )
+    @cached_property
+    def processor(self) -> ClassSounds:
+        hearing = AudioTransform(self.rate, self.seconds, self.augment, self.gain, self.noise, self.masks)
         columns = RecordColumns(self.audio, self.label, SOUND)
-        return find_records(path, files or [Path(path)], columns, cache_folder(self.config.data), told)
-
-    def made(self, source: MediaRecords, split: str) -> Sounds:
-        hearing = AudioTransform(self.rate, self.seconds)
-        if split == "train":
-            hearing = AudioTransform(self.rate, self.seconds, self.augment, self.gain, self.noise, self.masks)
-        scale = self.rate / 16_000  # windows of 25 ms, 10 ms apart
-        features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
-        return Sounds(source, hearing, features, self.config.seed)
-
-    def grid_entry(self, place: int, split: str) -> GridSample:
-        source, (epoch, index) = self.media(split), self.shown(place, split)
-        said, sounds = [(f"class {source.classes[source.label(index)]!r}", 1.0)], self.made(source, split)
-        wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
-        return GridSample(self.grid_title(place, split), wave=wave, rate=self.rate, bands=bands, text=said)
-
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        frames = [made.shape[1] for made, _ in samples]
-        length = -(-max(frames) // self.pad_multiple) * self.pad_multiple
-        features = np.zeros((len(samples), self.mels, length), np.float32)
-        for row, (made, _) in zip(features, samples, strict=True):
-            row[:, : made.shape[1]] = made
-        labels = torch.tensor([label for _, label in samples])
-        return {"features": torch.from_numpy(features), "frames": torch.tensor(frames), "labels": labels}
+        features = LogMel.at_rate(self.rate, self.mels)
+        return ClassSounds(hearing, features, columns, self.config.data, self.config.seed, self.pad_multiple)
 
     # --- cost of samples ---
 
@@ -496,8 +481,7 @@ class AudioClassTask(MediaTask):
         return build_speech_model(self.model, len(self.media("train").classes), self.mels, dropout=self.dropout)
 
     def loss(self, output: Tensor, batch: Any) -> tuple[Tensor, int]:
-        logits = output if output.itemsize == 8 else output.float()
-        return F.cross_entropy(logits, batch["labels"], reduction="sum"), len(batch["labels"])
+        return class_loss(output, batch["labels"])
 
     def sums(self, output: Tensor, batch: Any) -> Mapping[str, Tensor | float]:
         return {"right": (output.argmax(1) == batch["labels"]).sum()}
@@ -507,3 +491,59 @@ class AudioClassTask(MediaTask):
 
     def name(self) -> str:
         return self.model
+
+
+@dataclass(frozen=True)
+class SoundProcessor:
+    """Recordings as features. hearing: their transform in training. columns: columns of records."""
+
+    hearing: AudioTransform
+    features: Features
+    columns: RecordColumns
+    data: DataSection
+    seed: int
+
+    def decoded(self, source: MediaRecords, split: str) -> Sounds:
+        plain = AudioTransform(self.hearing.rate, self.hearing.seconds)
+        return Sounds(source, self.hearing if split == "train" else plain, self.features, self.seed)
+
+    def text(self, source: MediaRecords, index: int) -> list[tuple[str, float]]:
+        """Return the parts of a sample's target with their weights."""
+        return [(f"class {source.classes[source.label(index)]!r}", 1.0)]
+
+    def preview(self, source: MediaRecords, split: str, epoch: int, index: int) -> GridSample:
+        sounds = self.decoded(source, split)
+        wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
+        return GridSample("", wave=wave, rate=sounds.hearing.rate, bands=bands, text=self.text(source, index))
+
+
+@dataclass(frozen=True)
+class ClassSounds(SoundProcessor):
+    """Recordings with classes. multiple: the frames of a batch are rounded up to a multiple of it."""
+
+    multiple: int
+
+    def find(self, option: str, path: str, progress: Progress) -> MediaRecords:
+        found = find_class_records(option, path, self.columns, self.data, progress)
+        if found is not None:
+            return found
+        return find_records(path, [Path(path)], self.columns, cache_folder(self.data), progress)
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        features, frames = stacked_bands([bands for bands, _ in samples], self.multiple)
+        return {"features": features, "frames": frames, "labels": torch.tensor([label for _, label in samples])}
+
+    def described(self, source: MediaRecords, index: int) -> str:
+        return described_class(source, index)
+
+
+def stacked_bands(bands: Sequence[NDArray[np.float32]], multiple: int) -> tuple[Tensor, Tensor]:
+    """Return features padded with zeros, (N, M, F), and the frames of each, (N,).
+
+    bands: (M, frames) each. multiple: the frames F are rounded up to a multiple of it.
+    """
+    frames = [one.shape[1] for one in bands]
+    found = np.zeros((len(bands), len(bands[0]), -(-max(frames) // multiple) * multiple), np.float32)
+    for row, one in zip(found, bands, strict=True):
+        row[:, : one.shape[1]] = one
+    return torch.from_numpy(found), torch.tensor(frames)

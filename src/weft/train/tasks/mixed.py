@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, pairwise
 from typing import Any, ClassVar
 
@@ -17,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.config.plan import Plan
-from weft.config.run_config import RunConfig
+from weft.config.run_config import DataSection, RunConfig
 from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import LogMel
 from weft.data.media.images import Look
-from weft.data.media.media_records import MediaRecords, record_files
+from weft.data.media.media_records import record_files
 from weft.data.media.mixed_items import MixedAhead, MixedItems, MixedSample
 from weft.data.media.mixed_records import FeatureShards, MixedRecords, MixedSurvey, find_mixed
 from weft.data.media.mixed_samples import SOUND_MARK, ByteText, MixedColumns
@@ -38,26 +38,100 @@ from weft.planner.search.model_source import PlannedModel
 from weft.train.folder import RunFolder, free_name
 from weft.train.tasks.base import Report
 from weft.train.tasks.description import Forwards, describe_by_samples
-from weft.train.tasks.media import MediaTask, normalised
+from weft.train.tasks.media import MediaTask, Progress, normalised, stacked_bands
 
-#: Items per encoder call, and the multiple that frames are rounded up to.
+#: Items per encoder call, and the multiple that the frames of recordings are rounded up to.
 _AT_ONCE, _FRAMES = 16, 16
 _FILE = "encoders.json"
 #: Encoders by name, and True for the encoders of sound.
 _ENCODERS = {"vision": False, "sound": True}
 
+Splits = Mapping[str, tuple[MixedItems, MixedAhead]]
 
-@dataclass(frozen=True)
-class Encoding:
-    """The media whose features are cached. splits: items and all samples of each, by the split's name.
 
-    encoders: the frozen encoders by name, unsharded.
-    """
+class FeatureCache:
+    """Cached outputs of a task's frozen encoders. It is empty until `fill`."""
 
-    config: RunConfig
-    folder: RunFolder
-    splits: Mapping[str, tuple[MixedItems, MixedAhead]]
-    encoders: Mapping[str, nn.Module]
+    def __init__(self) -> None:
+        #: The features of each encoder, by the split's name.
+        self.shards: Mapping[str, Sequence[FeatureShards]] = {}
+        self._compute = torch.float32
+
+    def fill(
+        self, config: RunConfig, folder: RunFolder, splits: Splits, encoders: Mapping[str, nn.Module], ranks: Forwards
+    ) -> None:
+        """Compute the features that are not stored yet. All ranks call it.
+
+        Args:
+            config: the run's config.
+            folder: the run's folder.
+            splits: items and all samples of each split, by its name.
+            encoders: the frozen encoders by name, unsharded.
+            ranks: the run's model before the first step.
+
+        Raises:
+            PlanError: for a dtype that one process cannot compute in.
+            DataError: if a resumed run has other weights of an encoder, or the folder is not writable.
+        """
+        if ranks.plan.precision == "fp8":
+            raise PlanError("precision=fp8: data.cache_features stores encoder outputs in bf16. Use precision=bf16.")
+        self._compute = Precision.of(ranks.plan).compute
+        digests = {name: _weights_digest(one) for name, one in encoders.items()}
+        _refuse_other(folder, digests, ranks)
+        found: dict[str, list[FeatureShards]] = {split: [] for split in splits}
+        for name, encoder in encoders.items():
+            encoder.to(ranks.device, self._compute).eval()
+            for split, (items, samples) in splits.items():
+                is_sound, path = _ENCODERS[name], cache_folder(config.data) / "features"
+                transforms, side, num_mels = items.to_json(), items.look.side, items.bands_shape[0]
+                seen = [transforms["hearing"], transforms["features"]] if is_sound else transforms["look"]
+                key = [name, digests[name], str(self._compute), seen]
+                empty = np.zeros((num_mels, _FRAMES), np.float32) if is_sound else np.zeros((3, side, side), np.uint8)
+                blank = _to_stored(self._encoded(encoder, [empty], ranks.device)[0])
+                shards = FeatureShards(path, key, items.records, is_sound=is_sound, blank=np.zeros_like(blank))
+                for shard in _own_shards(shards, ranks):
+                    if not shards.has(shard):
+                        rows = self._of_items(encoder, samples, shards.items_of(shard), ranks.device)
+                        shards.write(shard, list(rows))
+                samples.close()
+                found[split].append(shards)
+            encoder.cpu()
+        ranks.wait()
+        self.shards = found
+
+    def of(self, split: str) -> Sequence[FeatureShards]:
+        """Return the features of a split."""
+        return self.shards.get(split, ())
+
+    def blank(self, *, is_sound: bool) -> np.ndarray | None:
+        """Return the features of a blank medium, or None if features of its kind are not cached."""
+        found = (shards.blank for own in self.shards.values() for shards in own if shards.is_sound == is_sound)
+        return next(found, None)
+
+    def tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
+        """Return the features of items as one tensor, (N, R, D), padded with zeros. rows: (R, D) each."""
+        values = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), rows[0].dtype)
+        for own, one in zip(values, rows, strict=True):
+            own[: len(one)] = one
+        found = torch.from_numpy(values)
+        return found.view(self._compute) if found.dtype != self._compute else found
+
+    def _of_items(
+        self, encoder: nn.Module, samples: MixedAhead, items: Sequence[int], device: torch.device
+    ) -> Iterator[np.ndarray]:
+        groups = [items[first : first + _AT_ONCE] for first in range(0, len(items), _AT_ONCE)]
+        for group, coming in zip(groups, [*groups[1:], []], strict=True):
+            media = samples.media([(0, item) for item in group], [(0, item) for item in coming])
+            yield from map(_to_stored, self._encoded(encoder, media, device))
+
+    @torch.no_grad()
+    def _encoded(self, encoder: nn.Module, media: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+        """Return the encoder's output, (R, D) each, for pictures (3, side, side) or mel bands (M, F)."""
+        if media[0].dtype == np.uint8:
+            return list(encoder(torch.from_numpy(normalised(np.stack(media))).to(device, self._compute)))
+        features, frames = stacked_bands(media, _FRAMES)
+        states = encoder(features.to(device, self._compute), frames.to(device))
+        return [one[:count] for one, count in zip(states, encoder_tokens(frames).tolist(), strict=True)]
 
 
 def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[str]:
@@ -94,61 +168,6 @@ def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[s
     return found
 
 
-def ready_features(asked: Encoding, forwards: Forwards) -> dict[str, list[FeatureShards]]:
-    """Compute the features that are not cached yet, and return the features of each split. All ranks call it.
-
-    Args:
-        asked: the media to encode.
-        forwards: the run's model before the first step.
-
-    Raises:
-        PlanError: for a dtype that one process cannot compute in.
-        DataError: if a resumed run has other weights of an encoder, or the folder is not writable.
-    """
-    plan: Plan = forwards.plan
-    if plan.precision == "fp8":
-        raise PlanError("precision=fp8: data.cache_features stores encoder outputs in bf16. Use precision=bf16.")
-    compute = Precision.of(plan).compute
-    digests = {name: _weights_digest(one) for name, one in asked.encoders.items()}
-    _refuse_other(asked.folder, digests, forwards)
-    found: dict[str, list[FeatureShards]] = {split: [] for split in asked.splits}
-    folder = cache_folder(asked.config.data) / "features"
-    for name, encoder in asked.encoders.items():
-        encoder.to(forwards.device, compute).eval()
-        for split, (items, samples) in asked.splits.items():
-            told = items.to_json()
-            seen = [told["hearing"], told["features"]] if _ENCODERS[name] else told["look"]
-            key = [name, digests[name], str(compute), seen]
-            blank = _to_stored(
-                _encoded(encoder, [_blank(items, is_sound=_ENCODERS[name])], forwards.device, compute)[0]
-            )
-            shards = FeatureShards(folder, key, items.records, is_sound=_ENCODERS[name], blank=np.zeros_like(blank))
-            for shard in _own_shards(shards, forwards):
-                if not shards.has(shard):
-                    rows = _of_items(encoder, samples, shards.items_of(shard), forwards.device, compute)
-                    shards.write(shard, list(rows))
-            samples.close()
-            found[split].append(shards)
-        encoder.cpu()
-    forwards.wait()
-    return found
-
-
-def features_tensor(rows: Sequence[np.ndarray], compute: torch.dtype) -> Tensor:
-    """Return the rows of items as one tensor, (N, R, D), padded with zeros.
-
-    Args:
-        rows: features of each item, (R, D).
-        compute: the dtype that they were computed in.
-    """
-    most = max(map(len, rows))
-    values = np.zeros((len(rows), most, rows[0].shape[1]), rows[0].dtype)
-    for own, one in zip(values, rows, strict=True):
-        own[: len(one)] = one
-    found = torch.from_numpy(values)
-    return found.view(compute) if found.dtype != compute else found
-
-
 def _own_shards(shards: FeatureShards, forwards: Forwards) -> Iterator[int]:
     """Yield this rank's shards.
 
@@ -161,37 +180,6 @@ def _own_shards(shards: FeatureShards, forwards: Forwards) -> Iterator[int]:
     first = node * len(own) // nodes
     yield from own[first:]
     yield from own[:first]
-
-
-def _of_items(
-    encoder: nn.Module, samples: MixedAhead, items: Sequence[int], device: torch.device, compute: torch.dtype
-) -> Iterator[np.ndarray]:
-    groups = [items[first : first + _AT_ONCE] for first in range(0, len(items), _AT_ONCE)]
-    for group, coming in zip(groups, [*groups[1:], []], strict=True):
-        media = samples.media([(0, item) for item in group], [(0, item) for item in coming])
-        yield from map(_to_stored, _encoded(encoder, media, device, compute))
-
-
-@torch.no_grad()
-def _encoded(
-    encoder: nn.Module, media: Sequence[np.ndarray], device: torch.device, compute: torch.dtype
-) -> list[Tensor]:
-    """Return the encoder's output, (R, D) each, for pictures (3, side, side) or mel bands (M, F)."""
-    if media[0].dtype == np.uint8:
-        pixels = torch.from_numpy(normalised(np.stack(media))).to(device, compute)
-        return list(encoder(pixels))
-    frames = torch.tensor([one.shape[1] for one in media])
-    length = -(-int(frames.max()) // _FRAMES) * _FRAMES
-    features = np.zeros((len(media), len(media[0]), length), np.float32)
-    for row, one in zip(features, media, strict=True):
-        row[:, : one.shape[1]] = one
-    states = encoder(torch.from_numpy(features).to(device, compute), frames.to(device))
-    return [one[:count] for one, count in zip(states, encoder_tokens(frames).tolist(), strict=True)]
-
-
-def _blank(items: MixedItems, *, is_sound: bool) -> np.ndarray:
-    side = items.look.side
-    return np.zeros((items.bands_shape[0], _FRAMES), np.float32) if is_sound else np.zeros((3, side, side), np.uint8)
 
 
 def _to_stored(rows: Tensor) -> np.ndarray:
@@ -236,8 +224,6 @@ def _refused(why: str) -> ConfigError:
 
 # Base of tasks on samples of pictures, sound and text: records, their processing, and their batches.
 
-#: Frames of a batch's recordings are rounded up to a multiple of this.
-_MIXED_FRAMES = 16
 #: Samples from which two typical ones are chosen.
 _TYPICAL = 64
 
@@ -270,75 +256,40 @@ class MixedTask(MediaTask):
     media_file = "samples.json"
     codec = ByteText()
     sections = (*MediaTask.sections, "data.cache_features")
+    #: Number of media of each sample, or None for any number.
+    num_media: ClassVar[int | None] = None
 
     _run_folder: RunFolder | None = field(default=None, init=False, repr=False)
-    _kept: Mapping[str, Sequence[FeatureShards]] = field(default_factory=dict, init=False, repr=False)
-    _compute: torch.dtype = field(default=torch.float32, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.check_share()
-        for name, least, most in (
-            ("side", 8, 4096), ("grid", 2, 64), ("colour", 0.0, 0.99), ("rate", 4000, 96_000), ("mels", 8, 128),
-            ("seconds", 0.1, 600.0), ("gain", 0.0, 60.0), ("noise", 0.0, 10.0), ("masks", 0, 16),
-            ("text_len", 4, 2**16), ("dropout", 0.0, 0.99),
-        ):  # fmt: skip
-            if not least <= getattr(self, name) <= most:
-                raise DataError(f"{name}={getattr(self, name)}: it is {least:g} to {most:g}. Use a number between.")
+        self.check_ranges(
+            side=(8, 4096), grid=(2, 64), colour=(0.0, 0.99), rate=(4000, 96_000), mels=(8, 128),
+            seconds=(0.1, 600.0), gain=(0.0, 60.0), noise=(0.0, 10.0), masks=(0, 16), text_len=(4, 2**16),
+            dropout=(0.0, 0.99),
+        )  # fmt: skip
         if self.side % self.grid:
             raise DataError(f"side={self.side}: grid={self.grid} patches to a side must divide it. Use 32 and 8.")
         hears(self.model)
 
     # --- the samples ---
 
-    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
-        """Find the samples of a path.
-
-        Args:
-            option: name of the option with the path.
-            path: path as the user typed it.
-            told: progress callback, called with (done, total).
-
-        Raises:
-            DataError: for invalid data.
-        """
-        files = record_files(path, SAMPLE)
-        if not files:
-            raise DataError(
-                f"task.options.{option}={path}: there is no .tar, .jsonl or .parquet file. Give files of records, each "
-                "with a text and its pictures or recordings."
-            )
-        columns = MixedColumns(self.text, self.picture, self.audio)
-        key = (type(self).__name__, hears(self.model), self.text_len, self.seconds)
-        survey = MixedSurvey(columns, self.codec, self.refused, key)
-        return find_mixed(path, files, survey, cache_folder(self.config.data), told)
-
-    def refused(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
-        """Return the reason to leave a sample out, or "".
-
-        Args:
-            tokens: token ids of its text, with marks for media.
-            media: (True for a sound, size) of each medium.
-        """
-        if len(tokens) - len(media) > self.text_len:
-            return f"its text has {len(tokens) - len(media)} tokens, more than task.options.text_len={self.text_len}"
-        for is_sound, size in media:
-            if is_sound and not hears(self.model):
-                return f"it has a recording, and {self.model} has no sound input; model=omni-tiny has"
-            if is_sound and size[0] > self.seconds * size[1]:
-                return f"a recording lasts {size[0] / size[1]:.1f} s, longer than task.options.seconds={self.seconds:g}"
-        return ""
-
-    def made(self, source: Any, split: str) -> MixedItems:
-        look, hearing = Look(self.side), AudioTransform(self.rate, self.seconds)
-        if split == "train":
-            look = Look(self.side, self.augment, self.augment, self.colour)
-            hearing = AudioTransform(self.rate, self.seconds, False, self.gain, self.noise, self.masks)
-        scale = self.rate / 16_000  # windows of 25 ms, 10 ms apart
-        features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
-        return MixedItems(source, look, hearing, features, self.config.seed)
+    @cached_property
+    def processor(self) -> MixedProcessor:
+        limits = MixedLimits(self.model, self.text_len, self.seconds, self.num_media)
+        survey = MixedSurvey(
+            MixedColumns(self.text, self.picture, self.audio), self.codec, limits.refuse,
+            (type(self).__name__, hears(self.model), self.text_len, self.seconds),
+        )  # fmt: skip
+        look = Look(self.side, self.augment, self.augment, self.colour)
+        hearing = AudioTransform(self.rate, self.seconds, False, self.gain, self.noise, self.masks)
+        features = LogMel.at_rate(self.rate, self.mels)
+        return MixedProcessor(look, hearing, features, survey, self.config.data, self.config.seed, hears(self.model))
 
     def samples(self, split: str) -> Any:
-        return MixedAhead(self.made(self.media(split), split), self._workers(), lambda: self._kept.get(split, ()))
+        processor = self.processor
+        return MixedAhead(
+            processor.decoded(self.media(split), split), self.num_workers(), lambda: processor.cache.of(split)
+        )
 
     # --- cached features ---
 
@@ -362,90 +313,121 @@ class MixedTask(MediaTask):
         if not self.config.data.cache_features:
             return
         assert self._run_folder is not None
-        names = frozen_encoders(self.shapes(), self.config, self)
-        model = self.initial_model(forwards.plan)
-        splits = {}
-        for split in ("train", "eval"):
-            items = self.made(self.media(split), split)
-            splits[split] = items, MixedAhead(items, self._workers())
+        names, model = frozen_encoders(self.shapes(), self.config, self), self.initial_model(forwards.plan)
+        items = {split: self.processor.decoded(self.media(split), split) for split in ("train", "eval")}
+        splits = {split: (own, MixedAhead(own, self.num_workers())) for split, own in items.items()}
         encoders: dict[str, Any] = {name: getattr(model, name) for name in names}
-        self._kept = ready_features(Encoding(self.config, self._run_folder, splits, encoders), forwards)
-        self._compute = Precision.of(forwards.plan).compute
+        self.processor.cache.fill(self.config, self._run_folder, splits, encoders, forwards)
 
     def inputs(self) -> ModelInputs:
         """Return the sizes of the model's inputs."""
         return ModelInputs(self.codec.num_ids, self.text_len, self.side, self.grid, self.mels, self.dropout)
 
-    # --- batches ---
-
-    def media_tensors(self, samples: Sequence[MixedSample]) -> dict[str, Tensor]:
-        """Return the pictures and recordings of samples in their order, or a blank one if there are none.
-
-        With the blank one, every rank calls every encoder in every microbatch, and no rank waits for another.
-
-        Args:
-            samples: samples of a microbatch.
-        """
-        kinds = [list(zip(_are_sounds(one), one.media, strict=True)) for one in samples]
-        pictures = [made for own in kinds for is_sound, made in own if not is_sound]
-        sounds = [made for own in kinds for is_sound, made in own if is_sound]
-        kept = {shards.is_sound: shards for own in self._kept.values() for shards in own}
-        found: dict[str, Tensor] = {}
-        if False in kept:
-            found["vision_states"] = features_tensor(pictures or [kept[False].blank], self._compute)
-        else:
-            blank = np.zeros((3, self.side, self.side), np.uint8)
-            found["pixels"] = torch.from_numpy(normalised(np.stack(pictures or [blank])))
-        if not hears(self.model):
-            return found
-        if True in kept:
-            rows = sounds or [kept[True].blank]
-            states = features_tensor(rows, self._compute)
-            odd = -states.shape[1] % encoder_tokens(_MIXED_FRAMES)
-            found["sound_states"] = torch.nn.functional.pad(states, (0, 0, 0, odd))
-            return {**found, "frames": torch.tensor([_frames(len(one)) for one in rows])}
-        sounds = sounds or [np.zeros((self.mels, _MIXED_FRAMES), np.float32)]
-        frames = [made.shape[1] for made in sounds]
-        length = -(-max(frames) // _MIXED_FRAMES) * _MIXED_FRAMES
-        features = np.zeros((len(sounds), self.mels, length), np.float32)
-        for row, made in zip(features, sounds, strict=True):
-            row[:, : made.shape[1]] = made
-        return {**found, "features": torch.from_numpy(features), "frames": torch.tensor(frames)}
-
-    @staticmethod
-    def num_pictures(media: Mapping[str, Tensor]) -> int:
-        """Return the number of pictures that `media_tensors` returned, including a blank one."""
-        return len(media["pixels"] if "pixels" in media else media["vision_states"])
-
-    @staticmethod
-    def num_frames(media: Mapping[str, Tensor]) -> int:
-        """Return the padded frames of recordings in `media_tensors`, or 0 for a model without a sound encoder."""
-        if "sound_states" in media:
-            return _frames(media["sound_states"].shape[1])
-        return media["features"].shape[-1] if "features" in media else 0
-
-    # --- for the planner ---
+    # --- for the planner and users ---
 
     def describe(self) -> PlannedModel:
         """Describe the model by the two samples whose text, pictures and sound together are nearest to the average."""
         return describe_by_samples(_Typical(self))
 
-    # --- text for users ---
-
     def name(self) -> str:
         return self.model
 
-    def described(self, index: int, split: str = "train") -> str:
-        source = self.media(split)
-        return f"{source.file(index)}: {self.codec.decode_all(source.tokens(index).tolist())!r}"
 
-    def grid_entry(self, place: int, split: str) -> GridSample:
-        source, (epoch, index) = self.media(split), self.shown(place, split)
-        sample = self.made(source, split)
+@dataclass(frozen=True)
+class MixedLimits:
+    """Limits of a sample. num_media: number of pictures and recordings, or None for any number."""
+
+    model: str
+    text_len: int
+    seconds: float
+    num_media: int | None
+
+    def refuse(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
+        """Return the reason to leave a sample out, or "".
+
+        tokens: token ids of its text, with marks for media. media: (True for a sound, size) of each medium.
+        """
+        if self.num_media is not None and len(media) != self.num_media:
+            return f"it has {len(media)} pictures and recordings, and contrast compares one with a text"
+        if len(tokens) - len(media) > self.text_len:
+            return f"its text has {len(tokens) - len(media)} tokens, more than task.options.text_len={self.text_len}"
+        for is_sound, size in media:
+            if is_sound and not hears(self.model):
+                return f"it has a recording, and {self.model} has no sound input; model=omni-tiny has"
+            if is_sound and size[0] > self.seconds * size[1]:
+                return f"a recording lasts {size[0] / size[1]:.1f} s, longer than task.options.seconds={self.seconds:g}"
+        return ""
+
+
+@dataclass(frozen=True)
+class MixedProcessor:
+    """Text with pictures and recordings. look, hearing: their transforms in training. survey: how records are read.
+
+    hears: True if the model has a sound input. cache: features of frozen encoders, which replace media.
+    """
+
+    look: Look
+    hearing: AudioTransform
+    features: LogMel
+    survey: MixedSurvey
+    data: DataSection
+    seed: int
+    hears: bool
+    cache: FeatureCache = field(default_factory=FeatureCache)
+
+    def find(self, option: str, path: str, progress: Progress) -> MixedRecords:
+        files = record_files(path, SAMPLE)
+        if not files:
+            raise DataError(
+                f"task.options.{option}={path}: there is no .tar, .jsonl or .parquet file. Give files of records, each "
+                "with a text and its pictures or recordings."
+            )
+        return find_mixed(path, files, self.survey, cache_folder(self.data), progress)
+
+    def decoded(self, source: MixedRecords, split: str) -> MixedItems:
+        look, hearing = self.look, self.hearing
+        if split != "train":
+            look, hearing = Look(look.side), AudioTransform(hearing.rate, hearing.seconds)
+        return MixedItems(source, look, hearing, self.features, self.seed)
+
+    def collate(self, samples: Sequence[MixedSample]) -> dict[str, Tensor]:
+        """Return the pictures and recordings of samples in their order, or a blank one if there are none.
+
+        With the blank one, every rank calls every encoder in every microbatch, and no rank waits for another.
+        """
+        media = [
+            (bool(mark == SOUND_MARK), made)
+            for one in samples
+            for mark, made in zip((mark for mark in one.tokens if mark < 0), one.media, strict=True)
+        ]
+        pictures, sounds = ([made for is_sound, made in media if is_sound == kind] for kind in (False, True))
+        found: dict[str, Tensor] = {}
+        if (blank := self.cache.blank(is_sound=False)) is not None:
+            found["vision_states"] = self.cache.tensor(pictures or [blank])
+        else:
+            blank = np.zeros((3, self.look.side, self.look.side), np.uint8)
+            found["pixels"] = torch.from_numpy(normalised(np.stack(pictures or [blank])))
+        if not self.hears:
+            return found
+        if (blank := self.cache.blank(is_sound=True)) is not None:
+            rows = sounds or [blank]
+            states = self.cache.tensor(rows)
+            odd = -states.shape[1] % encoder_tokens(_FRAMES)
+            found["sound_states"] = torch.nn.functional.pad(states, (0, 0, 0, odd))
+            return {**found, "frames": torch.tensor([_frames(len(one)) for one in rows])}
+        sounds = sounds or [np.zeros((self.features.mels, _FRAMES), np.float32)]
+        features, frames = stacked_bands(sounds, _FRAMES)
+        return {**found, "features": features, "frames": frames}
+
+    def described(self, source: MixedRecords, index: int) -> str:
+        return f"{source.file(index)}: {self.survey.codec.decode_all(source.tokens(index).tolist())!r}"
+
+    def preview(self, source: MixedRecords, split: str, epoch: int, index: int) -> GridSample:
+        sample = self.decoded(source, split)
         tokens, learnt = source.tokens(index).tolist(), source.learnt(index).tolist()
         cuts = [0, *(at for at in range(1, len(tokens)) if learnt[at] != learnt[at - 1]), len(tokens)]
-        said = [(self.codec.decode_all(tokens[a:b]), float(learnt[a])) for a, b in pairwise(cuts) if a < b]
-        entry = GridSample(self.grid_title(place, split), text=said)
+        said = [(self.survey.codec.decode_all(tokens[a:b]), float(learnt[a])) for a, b in pairwise(cuts) if a < b]
+        entry = GridSample("", text=said)
         for item, (is_sound, _) in zip(sample.of_sample(index), source.sizes(index), strict=True):
             if is_sound and entry.bands is None:
                 entry = replace(entry, bands=sample.medium(epoch, item))
@@ -454,9 +436,20 @@ class MixedTask(MediaTask):
         return entry
 
 
+def num_pictures(media: Mapping[str, Tensor]) -> int:
+    """Return the number of pictures of a batch of `MixedProcessor`, including a blank one."""
+    return len(media["pixels"] if "pixels" in media else media["vision_states"])
+
+
+def num_frames(media: Mapping[str, Tensor]) -> int:
+    """Return the padded frames of recordings of a batch, or 0 for a model without a sound encoder."""
+    if "sound_states" in media:
+        return _frames(media["sound_states"].shape[1])
+    return media["features"].shape[-1] if "features" in media else 0
+
+
 def _frames(tokens: int) -> int:
-    """Return the number of frames of `tokens` tokens of the sound encoder."""
-    return tokens * (_MIXED_FRAMES // encoder_tokens(_MIXED_FRAMES))
+    return tokens * (_FRAMES // encoder_tokens(_FRAMES))
 
 
 class _Typical:
@@ -484,11 +477,6 @@ class _Typical:
 
 
 def _counts(records: MixedRecords, index: int) -> tuple[int, int, int]:
-    """Return the numbers of tokens, pictures and recordings of a sample."""
     sizes = records.sizes(index)
     sounds = sum(is_sound for is_sound, _ in sizes)
     return len(records.tokens(index)), len(sizes) - sounds, sounds
-
-
-def _are_sounds(sample: MixedSample) -> list[bool]:
-    return [bool(one == SOUND_MARK) for one in sample.tokens if one < 0]

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.checkpoint.load import list_checkpoints
-from weft.data.store.prepared import PreparedSource
+from weft.data.order.loader import marked, view_answer
+from weft.data.store.prepared import PreparedData, PreparedSource
 from weft.data.token_files import SplitReader
 from weft.errors import DataError
 from weft.parallel.layers.index_check import check_labels
@@ -39,6 +40,7 @@ from weft.parallel.tensor.language_head import HeadLogProbs
 from weft.train.folder import RunFolder, free_name
 from weft.train.tasks.decoder_loss import IGNORE
 from weft.train.tasks.description import Forwards
+from weft.train.tasks.indexed import sample_in_order
 
 #: Default beta of each objective, as in its paper or in common use.
 DEFAULT_BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
@@ -119,6 +121,59 @@ def _log_odds(log_p: Tensor) -> Tensor:
     largest = -torch.finfo(log_p.dtype).eps
     log_p = log_p.clamp(max=largest)
     return log_p - torch.log(-torch.expm1(log_p))
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """An objective with its parameters. name: dpo, ipo, kto, orpo or simpo."""
+
+    name: str
+    weighing: Weighing
+
+    @classmethod
+    def of(cls, name: str, beta: float, *others: float) -> Objective:
+        """Return an objective. beta: 0 for its paper's value. others: the other fields of `Weighing`."""
+        return cls(name, Weighing(*map(float, (beta or DEFAULT_BETAS[name], *others))))
+
+    @property
+    def is_kto(self) -> bool:
+        """True if a sample is an answer with a verdict, not a pair."""
+        return self.name == "kto"
+
+    @property
+    def compares(self) -> bool:
+        """True if the objective compares with a reference."""
+        return self.name in WITH_REFERENCE
+
+    def answers(self, policy: Tensor, batch: Mapping[str, Any]) -> list[Answers]:
+        """Return the chosen and the rejected answers, or for kto the answers.
+
+        policy: log-probabilities of the batch's rows, (R,). batch: with `reference` if the objective compares with one.
+        """
+        reference = batch["reference"].to(policy) if self.compares else torch.zeros_like(policy)
+        tokens = batch["tokens"].to(policy).clamp(min=1)
+        if self.is_kto:
+            return [Answers(policy, reference, tokens)]
+        return [Answers(policy[place::2], reference[place::2], tokens[place::2]) for place in (0, 1)]
+
+    def losses(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> Tensor:
+        """Return the loss of each pair, or for kto of each answer, (P,). batch: for kto with `wanted` and `z`."""
+        if self.is_kto:
+            return kto_losses(answers[0], batch["wanted"], batch["z"].to(answers[0].policy), self.weighing)
+        return PAIR_LOSSES[self.name](answers[0], answers[1], self.weighing)
+
+    def sums(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return sums of rewards: of better and worse answers, of right comparisons, and their numbers."""
+        rewards = [self.weighing.beta * (one.gain if self.compares else one.mean) for one in answers]
+        if self.is_kto:
+            (reward,), wanted = rewards, batch["wanted"]
+            right = ((reward > self.weighing.beta * batch["z"].to(reward)) == wanted).sum()
+            better, worse, num = reward.where(wanted, 0.0).sum(), reward.where(~wanted, 0.0).sum(), wanted.sum()
+            return {"right": right, "better": better, "worse": worse, "num_better": num, "num_worse": (~wanted).sum()}
+        better, worse = rewards
+        number = (better == better).sum()
+        return {"right": (better > worse).sum(), "better": better.sum(), "worse": worse.sum(),
+                "num_better": number, "num_worse": number}  # fmt: skip
 
 
 # Stored preferences as samples: a pair of rows, or a row with a verdict; and batches of them.
@@ -232,8 +287,6 @@ class VerdictSamples:
 
 
 class _Repeated(Sequence[Any]):
-    """Samples read several times."""
-
     def __init__(self, samples: PairSamples | VerdictSamples, size: int):
         self._samples, self._size = samples, size
 
@@ -244,14 +297,44 @@ class _Repeated(Sequence[Any]):
         return self._samples[index % len(self._samples)]
 
 
-def fill_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
-    """Return a small set repeated until it fills full batches, each sample the same number of times.
+class Preferences:
+    """Stored preferences of a config as samples and batches.
 
     Args:
-        samples: at least one.
-        batch: samples of a global batch.
+        data: tokenised preferences.
+        seq_len: maximum tokens of a row.
+        is_kto: True for answers with verdicts.
     """
-    return _Repeated(samples, math.lcm(len(samples), batch))
+
+    def __init__(self, data: PreparedData, seq_len: int, *, is_kto: bool):
+        kind = VerdictSamples if is_kto else PairSamples
+        self.train, self.eval = (kind(StoredAnswers(one, seq_len)) for one in (data.train, data.eval))
+        self._data, self._seq_len = data, seq_len
+        #: Identifies the data of a stored reference.
+        self.key = f"{data.digest}/{seq_len}/{is_kto}"
+
+    def samples(self, split: str, batch: int) -> Sequence[Any] | PairSamples | VerdictSamples:
+        """Return the samples of a split. A small evaluation set is repeated to fill batches of `batch` samples."""
+        if split == "train":
+            return self.train
+        if not 0 < len(self.eval) < batch:
+            return self.eval
+        return _Repeated(self.eval, math.lcm(len(self.eval), batch))
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """Make a batch: see `collate_answers`."""
+        return collate_answers(samples, self._data.train[0].pad_id, self._seq_len)
+
+    def lines(self, seed: int, place: int) -> list[str]:
+        """Return the text of the answers at a position in the order of training, with the prompt in double brackets."""
+        where, sample = sample_in_order(self.train, seed, place)
+        lines = [where]
+        for ids, labels in sample["rows"]:
+            weights = [0.0, *(labels >= 0).astype(float).tolist()]
+            # The last label is a token that no input contains.
+            whole = [*ids.tolist(), *labels[-1:][labels[-1:] >= 0].tolist()]
+            lines += marked(view_answer(whole, weights[: len(whole)], self._data.tokenizer)).split("\n")
+        return lines
 
 
 def _known(reference: np.ndarray | None, index: int) -> dict[str, Any]:

@@ -19,20 +19,20 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 #: Settings that have separate checks.
 _OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
-#: Named tasks: the class, and the class for a pretrained folder.
+#: Classes of named tasks.
 _CLASSES = {
-    "caption": ("weft.train.tasks.captioning:CaptionTask",) * 2,
-    "classify_audio": ("weft.train.tasks.media:AudioClassTask",) * 2,
-    "classify_images": ("weft.train.tasks.media:ImageClassTask",) * 2,
-    "classify_text": ("weft.train.tasks.classification:TextClassTask",) * 2,
-    "classify_tokens": ("weft.train.tasks.classification:TokenClassTask",) * 2,
-    "contrast": ("weft.train.tasks.captioning:ContrastTask",) * 2,
-    "embed": ("weft.train.tasks.text_tasks:EmbedTask",) * 2,
-    "masked_lm": ("weft.train.tasks.text_tasks:MaskedTask",) * 2,
-    "seq2seq": ("weft.train.tasks.text_tasks:Seq2SeqTask",) * 2,
-    "transcribe": ("weft.train.tasks.captioning:CaptionTask", "weft.train.tasks.transcription:TranscribeTask"),
-    "distill": ("weft.train.tasks.distill:DistillTask", "weft.train.tasks.distill:PretrainedDistillTask"),
-    "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
+    "caption": "weft.train.tasks.captioning:CaptionTask",
+    "classify_audio": "weft.train.tasks.media:AudioClassTask",
+    "classify_images": "weft.train.tasks.media:ImageClassTask",
+    "classify_text": "weft.train.tasks.classification:TextClassTask",
+    "classify_tokens": "weft.train.tasks.classification:TokenClassTask",
+    "contrast": "weft.train.tasks.captioning:ContrastTask",
+    "embed": "weft.train.tasks.text_tasks:EmbedTask",
+    "masked_lm": "weft.train.tasks.text_tasks:MaskedTask",
+    "seq2seq": "weft.train.tasks.text_tasks:Seq2SeqTask",
+    "transcribe": "weft.train.tasks.captioning:CaptionTask",
+    "distill": "weft.train.tasks.distill:DistillTask",
+    "prefer": "weft.train.tasks.preference:PreferTask",
 }
 
 
@@ -42,18 +42,16 @@ def find_task(config: RunConfig) -> Task:
     Raises:
         ConfigError: if its class cannot be imported, or refuses its options.
     """
-    if config.task.name is None and config.model.path:
-        from weft.train.tasks.pretrained import PretrainedTask
-
-        task: Task = PretrainedTask()
-    elif config.task.name is None:
+    if config.task.name is None:
         from weft.train.tasks.decoder import DecoderTask
 
-        task = DecoderTask()
+        task: Task = DecoderTask()
     else:
         name = classified(config) if config.task.name == "classify" else config.task.name
-        plain, tuned = _CLASSES.get(name, (name, name))
-        kind = _found(config.task.name, tuned if config.model.path else plain)
+        where = _CLASSES.get(name, name)
+        if name == "transcribe" and config.model.path:
+            where = "weft.train.tasks.transcription:TranscribeTask"
+        kind = _found(config.task.name, where)
         task = _made(kind, config.task.name, config.task.options)
         _refuse_unread(task, config)
     _check_batching(task, config)
@@ -129,7 +127,6 @@ def _found(name: str, where: str) -> type[Task]:
 
 
 def _left_out(kind: type[Task]) -> list[str]:
-    """Return required methods that the task does not define. `samples` is only needed by the default `batches`."""
     needed = ["build", "loss"] if kind.batches is not Task.batches else ["build", "samples", "loss"]
     return [name for name in needed if getattr(kind, name) is getattr(Task, name)]
 
@@ -173,7 +170,6 @@ def _other_kind(default: Any, value: Any) -> str:
 
 
 def _refuse_unread(task: Task, config: RunConfig) -> None:
-    """Raise ConfigError for decoder settings that the task does not read."""
     before, now = RunConfig().model_dump(by_alias=True), config.model_dump(by_alias=True)
     name = config.task.name
     problems = [

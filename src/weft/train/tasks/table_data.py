@@ -48,11 +48,7 @@ class TableRecord:
         raise DataError(f"{self.file}, record {self.number}: {rule}")
 
     def value(self, column: str, option: str) -> Any:
-        """Return the value of a column.
-
-        Args:
-            column: its name.
-            option: the task option that names it.
+        """Return the value of a column. option: the task option that names it.
 
         Raises:
             DataError: if the record does not have the column.
@@ -67,11 +63,7 @@ class TableRecord:
         return self.values[column]
 
     def text(self, column: str, option: str) -> str:
-        """Return the text of a column.
-
-        Args:
-            column: its name.
-            option: the task option that names it.
+        """Return the text of a column. option: the task option that names it.
 
         Raises:
             DataError: if the column is missing, empty or not a text.
@@ -283,7 +275,6 @@ def _named_columns(path: Path) -> dict[str, Sequence[str]]:
 
 
 def _named(value: Any, names: Sequence[str]) -> Any:
-    """Return class names for numbers of classes."""
     if isinstance(value, list):
         return [_named(one, names) for one in value]
     is_class = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
@@ -374,7 +365,6 @@ def settled_labels(
 
 
 def _matched(names: Iterable[str], known: list[str]) -> dict[str, int] | None:
-    """Return the index of each name in `known`, or None if a name is missing."""
     numbers = {_normal(name): index for index, name in enumerate(known)}
     exact = {name: index for index, name in enumerate(known)}
     if len(numbers) < len(known):  # some names differ only in case

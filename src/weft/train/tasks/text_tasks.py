@@ -10,22 +10,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from weft.config.traced_model import Limit
 from weft.data.order.stream import derive_key
 from weft.data.store.row_table import RowTable
-from weft.errors import ConfigError, Problem
-from weft.train.tasks.base import Metric, Task
-from weft.train.tasks.decoder_loss import perplexity
-from weft.train.tasks.folder_task import IGNORED, FilledUp, FolderTask, padded, padded_length
+from weft.data.text.tokenizer_limits import bounded
+from weft.models.inspect import hugging_face
+from weft.train.losses import GlobalBatchLoss
+from weft.train.tasks.base import Metric, Task, setting_error
+from weft.train.tasks.decoder_loss import perplexity, token_cross_entropy
+from weft.train.tasks.folder_task import IGNORED, FilledUp, FolderTask, called, padded, padded_length, tokenised
 from weft.train.tasks.table_data import Rows, TableRecord
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from weft.planner.search.model_source import PlannedModel
-    from weft.train.losses import GlobalBatchLoss
 
 #: Of the selected tokens: draws below the first number become the mask token, draws up to the second a random token.
 _MASKED, _REPLACED = 0.8, 0.9
@@ -55,34 +56,30 @@ class MaskedTask(FolderTask):
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
             rule = "a share above 0 and below 1 is masked. Use 0.15."
-            raise ConfigError([Problem("task.options.share", f"task.options.share={self.share:g}: {rule}")])
+            raise setting_error("task.options.share", f"{self.share:g}", rule)
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        tokenizer: Any = self.tokenizer()
+        tokenizer: Any = self.network.tokenizer()
         if tokenizer.mask_token_id is None:
             rule = "its tokenizer has no mask token. Give the folder of a masked language model."
-            raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
+            raise setting_error("model.path", self.config.model.path, rule)
         return {"mask_id": tokenizer.mask_token_id, "num_entries": len(tokenizer)}
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
-        tokenizer: Any = self.tokenizer()
+        tokenizer: Any = self.network.tokenizer()
         texts = [one.text(self.text, "text") for one in records]
         length = self.config.train.seq_len
-        cut = self.tokenised(tokenizer, texts, max_length=length, return_overflowing_tokens=True)
+        cut = tokenised(tokenizer, texts, max_length=length, return_overflowing_tokens=True)
         for one in cut.encodings:
             is_text = 1 - np.array(one.special_tokens_mask, np.uint8)
             if is_text.any():
-                yield {
-                    "input_ids": np.array(one.ids, np.int32),
-                    "is_text": is_text,
-                    "is_cut": np.zeros(1, np.uint8),
-                }
+                yield {"input_ids": np.array(one.ids, np.int32), "is_text": is_text, "is_cut": np.zeros(1, np.uint8)}
 
     def samples(self, split: str) -> Sequence[Any] | None:
         table = self.tables.train if split == "train" else self.tables.eval
         if table is None:
             return None
-        masked = _MaskedRows(table, self._found, self.share, self.config.seed, split)
+        masked = _MaskedRows(table, self.tables.found, self.share, self.config.seed, split)
         return masked if split == "train" else FilledUp(masked, self.config.train.global_batch, self.blank)
 
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,8 +94,6 @@ class MaskedTask(FolderTask):
         return max(1, round(self.share * self.config.train.global_batch * self.config.train.seq_len))
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        from weft.train.tasks.decoder_loss import token_cross_entropy
-
         return token_cross_entropy(output, batch)
 
     loss.takes_head_loss = True
@@ -169,29 +164,22 @@ class Seq2SeqTask(FolderTask):
 
     def __post_init__(self) -> None:
         if self.target_len < 2:
-            rule = "a target has at least 2 tokens. Use 128."
-            raise ConfigError(
-                [Problem("task.options.target_len", f"task.options.target_len={self.target_len}: {rule}")]
-            )
+            raise setting_error("task.options.target_len", self.target_len, "a target has at least 2 tokens. Use 128.")
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        from weft.models.inspect import hugging_face
-
-        start, config = hugging_face.decoder_start(self.shapes()), self._own_config()
+        start, config = hugging_face.decoder_start(self.shapes()), self.network.read_config()
         if start == "last":  # from the target (mBART), in which tokenizers put the language
             return {"start_id": None}
         for name in ("decoder_start_token_id", "bos_token_id"):
             start = getattr(config, name, None) if start is None else start
         if start is None:
             rule = "its config has no decoder_start_token_id. Add it to config.json."
-            raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
+            raise setting_error("model.path", self.config.model.path, rule)
         return {"start_id": start}
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
-        from weft.data.text.tokenizer_limits import bounded
-
         sources = [self.prefix + one.text(self.source, "source") for one in records]
-        tokenizer: Any = self.tokenizer()
+        tokenizer: Any = self.network.tokenizer()
         targets = [one.text(self.target, "target") for one in records]
         wanted: Any = bounded(
             lambda: tokenizer(text_target=targets, truncation=True, max_length=self.target_len), sum(map(len, targets))
@@ -210,7 +198,7 @@ class Seq2SeqTask(FolderTask):
         batch = self.padded_inputs(samples, self.pad_id)
         targets = [one["labels"] for one in samples]
         length = padded_length(max(map(len, targets)), self.pad_multiple, self.target_len)
-        start = self._found["start_id"]
+        start = self.tables.found["start_id"]
         read = [np.concatenate(([one[-1] if start is None else start], one[:-1])) for one in targets]
         counted = [
             one * 0 + IGNORED if "is_blank" in sample else one for one, sample in zip(targets, samples, strict=True)
@@ -225,11 +213,9 @@ class Seq2SeqTask(FolderTask):
         return self.config.train.global_batch * self.target_len
 
     def forward(self, model: Any, batch: Any) -> Any:
-        return self.called(model, batch, use_cache=False).logits
+        return called(model, batch, use_cache=False).logits
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        from weft.train.tasks.decoder_loss import token_cross_entropy
-
         return token_cross_entropy(output, batch)
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
@@ -284,25 +270,19 @@ class EmbedTask(FolderTask):
     def __post_init__(self) -> None:
         if self.pooling not in get_args(Pooling):
             rule = f"not one of {', '.join(get_args(Pooling))}. Use mean."
-            raise ConfigError([Problem("task.options.pooling", f"task.options.pooling={self.pooling}: {rule}")])
+            raise setting_error("task.options.pooling", self.pooling, rule)
         if self.temperature <= 0:
             rule = "a temperature is above 0. Use 0.05."
-            key = "task.options.temperature"
-            raise ConfigError([Problem(key, f"{key}={self.temperature:g}: {rule}")])
+            raise setting_error("task.options.temperature", f"{self.temperature:g}", rule)
 
     def limits(self) -> dict[str, Limit]:
         return {**super().limits(), "pp": _NO_PP}
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        from weft.models.inspect import hugging_face
-
-        config: Any = hugging_face.load_model_config(self._base)
+        config: Any = self.network.read_config()
         if getattr(config, "is_encoder_decoder", False):
-            rule = (
-                "it is an encoder with a decoder, and embed needs an encoder or a decoder. Use the folder of an "
-                "encoder."
-            )
-            raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
+            rule = "it is an encoder with a decoder, and embed needs an encoder or a decoder. Use an encoder's folder."
+            raise setting_error("model.path", self.config.model.path, rule)
         return {}
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
@@ -322,8 +302,6 @@ class EmbedTask(FolderTask):
 
     def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
         """Stack the texts of the pairs, pair by pair."""
-        import torch
-
         rows = [one.row for one in samples]
         options = [name.partition(".")[2] for name in rows[0] if name.startswith("input_ids.")]
         names = {name.partition(".")[0] for name in rows[0] if "." in name}
@@ -352,10 +330,8 @@ class EmbedTask(FolderTask):
 
     def forward(self, model: Any, batch: Any) -> Any:
         """Return the vectors of queries, positives and negatives, and which pairs count."""
-        from torch.nn import functional as F
-
         inputs = {name: value for name, value in batch.items() if name != "is_counted"}
-        states, mask = self.called(model, inputs).last_hidden_state, batch["attention_mask"]
+        states, mask = called(model, inputs).last_hidden_state, batch["attention_mask"]
         if self.pooling == "cls":
             pooled = states[:, 0]
         elif self.pooling == "last":
@@ -372,15 +348,10 @@ class EmbedTask(FolderTask):
 
     @property
     def loss(self) -> GlobalBatchLoss:  # pyright: ignore[reportIncompatibleMethodOverride] - a loss of the whole batch is an object
-        from weft.train.losses import GlobalBatchLoss
-
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the InfoNCE loss of some queries: their positive among all texts and all negatives of the batch."""
-        import torch
-        from torch.nn import functional as F
-
         texts, counted = torch.cat(every[1:-1]), every[-1].repeat(len(every) - 2)
         products = own[0] @ texts.T / self.temperature
         products = products.masked_fill(counted == 0, -torch.inf)
@@ -390,8 +361,6 @@ class EmbedTask(FolderTask):
 
     def _score(self, own: Any, every: Any, places: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Count the queries for which at most 0 or 9 texts of the set are nearer than their own."""
-        import torch
-
         products = (own[0] @ every[1].T).masked_fill(every[-1] == 0, -torch.inf)
         mine = products.gather(1, places[:, None])
         nearer, is_own = (products > mine).sum(1), own[-1] != 0
@@ -410,8 +379,6 @@ class _Pair:
 
 
 class _Pairs(Sequence[_Pair]):
-    """Rows as pairs."""
-
     def __init__(self, rows: Sequence[Mapping[str, np.ndarray]]):
         self._rows = rows
 

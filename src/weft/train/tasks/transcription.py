@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,24 +14,26 @@ from torch import Tensor
 from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
 from weft.data.media.audio import AudioTransform
-from weft.data.media.audio_features import folder_features
-from weft.data.media.audio_source import Sounds
+from weft.data.media.audio_features import Features, folder_features
 from weft.data.media.files import RecordColumns
 from weft.data.media.media_records import MediaRecords, Survey, find_records, record_files
 from weft.data.media.records import SOUND
 from weft.data.store.prepare import cache_folder
-from weft.errors import ConfigError, DataError, Problem
-from weft.monitor.plots import GridSample
+from weft.errors import DataError
+from weft.models.inspect import hugging_face
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.train.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder
-from weft.train.tasks.base import Metric, Report
+from weft.train.tasks.base import Metric, ModelTask, Report, setting_error
 from weft.train.tasks.captioning import LOOK_EVERY, any_goes_on, edit_distance
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.description import Forwards
-from weft.train.tasks.folder_task import IGNORED, FolderTask, padded, padded_length
-from weft.train.tasks.media import MediaTask
-from weft.train.weights.decoder_files import base_of
+from weft.train.tasks.folder_model import HeadedModel
+from weft.train.tasks.folder_task import IGNORED, called, folder_limits, padded, padded_length
+from weft.train.tasks.media import MediaTask, Progress, SoundProcessor
+
+if TYPE_CHECKING:
+    from weft.planner.search.model_source import PlannedModel
 
 #: Reason that no plan divides the tokens of a text between layers.
 _NO_SP = Limit(
@@ -40,7 +42,7 @@ _NO_SP = Limit(
 
 
 @dataclass(eq=False)
-class TranscribeTask(MediaTask, FolderTask):
+class TranscribeTask(MediaTask, ModelTask):
     """Trains a Hugging Face model that reads mel bands and writes text.
 
     data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, whose columns `audio` and `text`
@@ -65,7 +67,6 @@ class TranscribeTask(MediaTask, FolderTask):
     text: str = ""
 
     unit, sample_unit = "tokens", "recordings"
-    head, head_words = "SpeechSeq2Seq", "speech recognition model"
     media_file = "recordings.json"
     sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost")
     identity = ("model",)
@@ -80,13 +81,10 @@ class TranscribeTask(MediaTask, FolderTask):
     fills_seq_len = False
 
     def __post_init__(self) -> None:
-        self.check_share()
-        for name, least, most in (
-            ("gain", 0.0, 60.0), ("noise", 0.0, 10.0), ("masks", 0, 16), ("target_len", 2, 2**16),
-            ("generate", 0, 2**16), ("pad_multiple", 1, 4096),
-        ):  # fmt: skip
-            if not least <= getattr(self, name) <= most:
-                raise DataError(f"{name}={getattr(self, name)}: it is {least:g} to {most:g}. Use a number between.")
+        self.check_ranges(
+            gain=(0.0, 60.0), noise=(0.0, 10.0), masks=(0, 16), target_len=(2, 2**16), generate=(0, 2**16),
+            pad_multiple=(1, 4096),
+        )  # fmt: skip
 
     # --- the recordings and their texts ---
 
@@ -98,128 +96,29 @@ class TranscribeTask(MediaTask, FolderTask):
             ConfigError: for a model that does not read mel bands, or supports fewer tokens.
             DataError: for invalid data, and for other data than the run was started with.
         """
-        self._check_model()
+        check_speech_model(self.network, self.target_len)
         super().prepare(folder, report)
-        if self._needs_folder or not base_of(folder).is_dir():
-            self._notes = self._weight_notes()
+        self.network.check_weights(folder)
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        self.keep_base(folder)
+        self.network.keep(folder)
         return super().keep(folder, notes)
 
     def open(self, folder: RunFolder) -> None:
-        self._folder = folder
+        self.network.open(folder)
         super().open(folder)
 
-    def _check_model(self) -> None:
-        from weft.models.inspect import hugging_face
-
-        path = self.config.model.path
-        if not path:
-            raise _wrong("model.path", "", "this task trains a model of a folder. Use the folder of a Whisper")
-        features, _ = self._extractor_and_window
-        shapes: Any = self.shapes()
-        wanted = hugging_face.input_shapes(shapes, 1).get("input_features")
-        if wanted is None or not getattr(shapes.config, "is_encoder_decoder", False):
-            raise _wrong("model.path", path, f"a {type(shapes).__name__} does not write text of input_features. Give "
-                         "the folder of a Whisper")  # fmt: skip
-        found = features.shape(round(self._extractor_and_window[1] * features.rate))
-        if features.name != "input_features" or tuple(wanted) != tuple(found):
-            raise _wrong("model.path", path, f"its feature extractor gives {_times(found)} numbers, and its model "
-                                             f"reads {_times(wanted)}. Use files of one model")  # fmt: skip
-        most = getattr(shapes.config, "max_target_positions", None)
-        if most is not None and self.target_len > most:
-            raise _wrong("task.options.target_len", self.target_len, f"the model writes at most {most} tokens. Use "
-                         f"{most} or less")  # fmt: skip
-
     @cached_property
-    def _extractor_and_window(self) -> tuple[Any, float]:
-        """The feature extractor, and the seconds of audio that the model reads."""
-        features, seconds = folder_features(self._base)
-        return features, 30.0 if seconds is None else float(seconds)
-
-    @cached_property
-    def _words(self) -> _Words:
-        options = {"language": self.language, "task": "transcribe"} if self.language else {}
-        return _Words(self.tokenizer(**options), self._start_id())
-
-    def _start_id(self) -> int:
-        from weft.models.inspect import hugging_face
-
-        config: Any = hugging_face.load_model_config(self._base)
-        found = [getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id")]
-        start = next((one for one in found if one is not None), None)
-        if start is None:
-            raise _wrong("model.path", self.config.model.path, "its config has no decoder_start_token_id. Add it to "
-                         "config.json")  # fmt: skip
-        return int(start)
-
-    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
-        """Find the recordings of a path and the tokens of their texts.
-
-        Args:
-            option: name of the option with the path.
-            path: path as the user typed it.
-            told: progress callback, called with (done, total).
-
-        Raises:
-            DataError: for invalid data.
-        """
-        files = record_files(path, SOUND)
-        if not files:
-            raise DataError(
-                f"{option}={path}: it names no .tar, .jsonl or .parquet file, which a text for each recording would "
-                "stand in. Give such a file."
-            )
-        features, seconds = self._extractor_and_window
-
-        def refuse(size: tuple[int, ...]) -> str:
-            lasts = size[0] / size[1]
-            return "" if lasts <= seconds else (f"it lasts {lasts:.1f} s, and the model hears {seconds:g} s. Split it.")
-
-        def tokens(text: str) -> Sequence[int] | str:
-            found = self._words.tokens(text)
-            most = self.target_len
-            return found if len(found) <= most else f"its text has {len(found)} tokens, more than target_len={most}"
-
-        key = (self._row_key(), features.to_json(), seconds)
+    def processor(self) -> SpokenTexts:
+        config, (features, seconds) = self.config, folder_sound(self.network)
+        options = {key: value for key, value in config.task.options.items() if key not in _FREE_OPTIONS}
+        hearing = AudioTransform(features.rate, seconds, False, self.gain, self.noise, self.masks)
         columns = RecordColumns(self.audio, self.text, SOUND, is_text=True)
-        survey = Survey(key, refuse, tokens)
-        return find_records(path, files, columns, cache_folder(self.config.data), told, survey)
-
-    free_options = ("data", "eval", "holdout", "gain", "noise", "masks", "generate", "pad_multiple", "audio", "text")
-
-    def made(self, source: MediaRecords, split: str) -> Sounds:
-        features, seconds = self._extractor_and_window
-        hearing = AudioTransform(features.rate, seconds)
-        if split == "train":
-            hearing = AudioTransform(features.rate, seconds, False, self.gain, self.noise, self.masks)
-        return Sounds(source, hearing, features, self.config.seed)
-
-    def described(self, index: int, split: str = "train") -> str:
-        source = self.media(split)
-        return f"{source.file(index)}, text {source.text(index)!r}"
-
-    def grid_entry(self, place: int, split: str) -> GridSample:
-        source, (epoch, index) = self.media(split), self.shown(place, split)
-        sounds = self.made(source, split)
-        wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
-        said = [
-            (self._words.decode_all([self._words.start]), 0.0),
-            (self._words.decode_all(source.tokens(index).tolist()), 1.0),
-        ]
-        title = self.grid_title(place, split)
-        return GridSample(title, wave=wave, rate=sounds.hearing.rate, bands=bands, text=said)
-
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        texts = [np.asarray(tokens) for _, tokens in samples]
-        length = padded_length(max(map(len, texts)), self.pad_multiple, self.target_len)
-        read = [np.concatenate(([self._words.start], one[:-1])) for one in texts]
-        return {
-            "input_features": torch.from_numpy(np.stack([made for made, _ in samples])),
-            "decoder_input_ids": padded(read, self._words.pad, length),
-            "labels": padded(texts, IGNORED, length),
-        }
+        key = [config.task.name, options, config.train.seq_len, self.network.tokenizer_digest()]
+        words = SpokenWords(self.network, self.language)
+        return SpokenTexts(
+            hearing, features, columns, config.data, config.seed, words, self.target_len, self.pad_multiple, tuple(key)
+        )
 
     def facts(self, world_size: int) -> Facts:
         return Facts(
@@ -228,10 +127,8 @@ class TranscribeTask(MediaTask, FolderTask):
         )  # fmt: skip
 
     def limits(self) -> dict[str, Limit]:
-        return {**super().limits(), **({"sp": _NO_SP} if self.generate else {})}
-
-    def text_len(self) -> int:
-        return self.target_len
+        """Return the plan fields that this task limits, in addition to its model's limits."""
+        return {**folder_limits(self.config), **({"sp": _NO_SP} if self.generate else {})}
 
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.target_len
@@ -254,52 +151,28 @@ class TranscribeTask(MediaTask, FolderTask):
 
     @cached_property
     def _costs(self) -> tuple[TokenCosts, float]:
-        """Costs of text tokens, and the cost of the encoder."""
-        model: Any = self.shapes()
-        config, encoder = model.config, model.get_encoder()
-        heard = int(config.max_source_positions)
-        text = TokenCosts.of(model, config.decoder_layers, config.d_model)
-        sound = TokenCosts.of(encoder, config.encoder_layers, config.d_model)
-        # Each text token also attends to all encoder frames.
-        weights = text.weights - sound.weights + text.per_pair * heard
-        return TokenCosts(weights, text.per_pair), float(sound.work(heard))
+        return speech_costs(self.shapes())
 
     # --- the model ---
+
+    @cached_property
+    def network(self) -> HeadedModel:
+        """The folder's model."""
+        return HeadedModel(self.config, ("SpeechSeq2Seq", "speech recognition model"))
+
+    def describe(self) -> PlannedModel:
+        found = self.network.describe(self.target_len, self.limits())
+        return replace(found, config=self.config, sample_unit=self.sample_unit)
 
     def begin(self, forwards: Forwards) -> None:
         self._forwards = forwards
 
     def forward(self, model: Any, batch: Any) -> Any:
         """Return logits. In an evaluation with `generate`, also return the tokens that the model generates."""
-        logits = self.called(model, batch, use_cache=False).logits
+        logits = called(model, batch, use_cache=False).logits
         if model.training or not self.generate or pipeline_of(model) is not None:
             return logits
-        return logits, self.written(model, batch["input_features"])
-
-    @torch.no_grad()
-    def written(self, model: Any, features_BMT: Tensor) -> Tensor:
-        """Return greedily generated tokens for features, (B, at most `generate`).
-
-        All ranks call the model the same number of times. If the weights are sharded, each call is a collective.
-        """
-        from weft.models.inspect import hugging_face
-
-        words, rows, cache = self._words, len(features_BMT), hugging_face.cache_name(model)
-        given = torch.tensor([words.start, *words.prefix], device=features_BMT.device).expand(rows, -1)
-        has_ended = torch.zeros(rows, dtype=torch.bool, device=given.device)
-        found: list[Tensor] = []
-        options: dict[str, Any] = {"input_features": features_BMT}
-        for place in range(self.generate):
-            output = model(**options, decoder_input_ids=given, use_cache=True)
-            said = output.logits[:, -1].argmax(-1).masked_fill(has_ended, words.end)
-            found.append(said)
-            has_ended = has_ended | (said == words.end)
-            if place % LOOK_EVERY == LOOK_EVERY - 1 and not any_goes_on(self._forwards, has_ended):
-                break
-            given = said[:, None]
-            encoded = (output.encoder_last_hidden_state,)
-            options = {"encoder_outputs": encoded, cache: getattr(output, cache)}
-        return torch.stack(found, 1)
+        return logits, written(model, batch["input_features"], self.processor.words, self.generate, self._forwards)
 
     def loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         return token_cross_entropy(output[0] if isinstance(output, tuple) else output, batch)
@@ -308,8 +181,8 @@ class TranscribeTask(MediaTask, FolderTask):
         logits, written = output if isinstance(output, tuple) else (output, None)
         labels, edits, letters = batch["labels"], 0, 0
         for row, said in enumerate(() if written is None else written.tolist()):
-            true = self._words.text(labels[row][labels[row] != IGNORED].tolist())
-            edits, letters = edits + edit_distance(self._words.text(said), true), letters + len(true)
+            wrong, length = self.processor.words.edits(said, labels[row])
+            edits, letters = edits + wrong, letters + length
         return {"right": (logits.argmax(-1) == labels).sum(), "edits": float(edits), "letters": float(letters)}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
@@ -318,23 +191,90 @@ class TranscribeTask(MediaTask, FolderTask):
         return {"token_accuracy": share, "character_error_rate": rate}
 
 
-class _Words:
-    """A tokenizer adapted to the decoder's texts: prefix, text, end."""
+#: Options that do not change the tokens of texts.
+_FREE_OPTIONS = ("data", "eval", "holdout", "gain", "noise", "masks", "generate", "pad_multiple", "audio", "text")
 
-    def __init__(self, tokenizer: Any, start: int):
-        self._tokenizer, self.start = tokenizer, start
-        empty = list(tokenizer("").input_ids)
-        ends = [one for one in (tokenizer.eos_token_id, *empty[-1:]) if one is not None]
+
+@dataclass(frozen=True)
+class SpokenTexts(SoundProcessor):
+    """Recordings with texts. columns: columns of records.
+
+    words: tokens of texts. most: maximum tokens of a text. multiple: tokens of a batch are rounded up to a multiple of
+    it. key: JSON values that decide the tokens.
+    """
+
+    words: SpokenWords
+    most: int
+    multiple: int
+    key: tuple[Any, ...]
+
+    def find(self, option: str, path: str, progress: Progress) -> MediaRecords:
+        """Find the recordings of a path and the tokens of their texts."""
+        files = record_files(path, SOUND)
+        if not files:
+            raise DataError(
+                f"{option}={path}: it names no .tar, .jsonl or .parquet file, which a text for each recording would "
+                "stand in. Give such a file."
+            )
+        seconds = self.hearing.seconds
+
+        def refuse(size: tuple[int, ...]) -> str:
+            lasts = size[0] / size[1]
+            return "" if lasts <= seconds else f"it lasts {lasts:.1f} s, and the model hears {seconds:g} s. Split it."
+
+        def tokens(text: str) -> Sequence[int] | str:
+            found, most = self.words.tokens(text), self.most
+            return found if len(found) <= most else f"its text has {len(found)} tokens, more than target_len={most}"
+
+        survey = Survey((list(self.key), self.features.to_json(), seconds), refuse, tokens)
+        return find_records(path, files, self.columns, cache_folder(self.data), progress, survey)
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        texts = [np.asarray(tokens) for _, tokens in samples]
+        length = padded_length(max(map(len, texts)), self.multiple, self.most)
+        read = [np.concatenate(([self.words.start], one[:-1])) for one in texts]
+        return {
+            "input_features": torch.from_numpy(np.stack([bands for bands, _ in samples])),
+            "decoder_input_ids": padded(read, self.words.pad, length),
+            "labels": padded(texts, IGNORED, length),
+        }
+
+    def described(self, source: MediaRecords, index: int) -> str:
+        return f"{source.file(index)}, text {source.text(index)!r}"
+
+    def text(self, source: MediaRecords, index: int) -> list[tuple[str, float]]:
+        parts = ([self.words.start], 0.0), (source.tokens(index).tolist(), 1.0)
+        return [(self.words.decode_all(ids), weight) for ids, weight in parts]
+
+
+class SpokenWords:
+    """A tokenizer adapted to the decoder's texts: prefix, text, end.
+
+    network: the folder's model. language: for tokenizers that mark it, or "".
+
+    Raises:
+        ConfigError, DataError: for a folder without a start token or an end token.
+    """
+
+    def __init__(self, network: HeadedModel, language: str):
+        options = {"language": language, "task": "transcribe"} if language else {}
+        config, self._tokenizer = network.read_config(), network.tokenizer(**options)
+        starts = [getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id")]
+        start = next((one for one in starts if one is not None), None)
+        if start is None:
+            rule = "its config has no decoder_start_token_id. Add it to config.json."
+            raise setting_error("model.path", network.config.model.path, rule)
+        self.start = int(start)
+        empty = list(self._tokenizer("").input_ids)
+        ends = [one for one in (self._tokenizer.eos_token_id, *empty[-1:]) if one is not None]
         if not ends:
             raise DataError("model.path: its tokenizer has no eos_token, which ends a text. Add it to its files.")
         self.end = int(ends[0])
-        pads = (tokenizer.pad_token_id, self.end)
-        self.pad = int(next(one for one in pads if one is not None))
+        self.pad = self.end if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
         #: Tokens before every text, after the decoder start token.
         self.prefix = self._inner(empty)
 
     def _inner(self, ids: list[int]) -> list[int]:
-        """Return tokens without the decoder start token and the end token."""
         ids = ids[1:] if ids and ids[0] == self.start else ids
         return ids[:-1] if ids and ids[-1] == self.end else ids
 
@@ -351,10 +291,77 @@ class _Words:
         known = ids[: ids.index(self.end)] if self.end in ids else ids
         return self._tokenizer.decode(known, skip_special_tokens=True).strip()
 
+    def edits(self, written: list[int], labels: Tensor) -> tuple[int, int]:
+        """Return the edits from written tokens to the labeled text, and the letters of that text."""
+        true = self.text(labels[labels != IGNORED].tolist())
+        return edit_distance(self.text(written), true), len(true)
 
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+
+def folder_sound(network: HeadedModel) -> tuple[Features, float]:
+    """Return the features that a folder's model reads, and the seconds of audio: 30 if the folder does not limit them.
+
+    Raises:
+        ConfigError: without a folder.
+        DataError: for a folder without a feature extractor.
+    """
+    if not network.config.model.path:
+        raise setting_error("model.path", "", "this task trains a model of a folder. Use the folder of a Whisper.")
+    features, seconds = folder_features(network.base)
+    return features, 30.0 if seconds is None else float(seconds)
 
 
-def _wrong(key: str, value: object, rule: str) -> ConfigError:
-    return ConfigError([Problem(key, f"{key}={value}: {rule}.")])
+def check_speech_model(network: HeadedModel, target_len: int) -> None:
+    """Check that a model writes text of up to `target_len` tokens from the features of its folder.
+
+    Raises:
+        ConfigError: for another model.
+        DataError: for a folder without a feature extractor.
+    """
+    (features, seconds), path, shapes = folder_sound(network), network.config.model.path, network.shapes()
+    wanted = hugging_face.input_shapes(shapes, 1).get("input_features")
+    if wanted is None or not getattr(shapes.config, "is_encoder_decoder", False):
+        rule = f"a {type(shapes).__name__} does not write text of input_features. Give the folder of a Whisper."
+        raise setting_error("model.path", path, rule)
+    found = features.shape(round(seconds * features.rate))
+    if features.name != "input_features" or tuple(wanted) != tuple(found):
+        given, read = (" x ".join(map(str, shape)) for shape in (found, wanted))
+        rule = f"its feature extractor gives {given} numbers, and its model reads {read}. Use files of one model."
+        raise setting_error("model.path", path, rule)
+    most = getattr(shapes.config, "max_target_positions", None)
+    if most is not None and target_len > most:
+        rule = f"the model writes at most {most} tokens. Use {most} or less."
+        raise setting_error("task.options.target_len", target_len, rule)
+
+
+def speech_costs(model: Any) -> tuple[TokenCosts, float]:
+    """Return the costs of text tokens, and the cost of the encoder for a recording, which is padded to full length."""
+    config, encoder = model.config, model.get_encoder()
+    heard = int(config.max_source_positions)
+    text = TokenCosts.of(model, config.decoder_layers, config.d_model)
+    sound = TokenCosts.of(encoder, config.encoder_layers, config.d_model)
+    # Each text token also attends to all encoder frames.
+    weights = text.weights - sound.weights + text.per_pair * heard
+    return TokenCosts(weights, text.per_pair), float(sound.work(heard))
+
+
+@torch.no_grad()
+def written(model: Any, features_BMT: Tensor, words: SpokenWords, most: int, forwards: Forwards | None) -> Tensor:
+    """Return greedily generated tokens for features, (B, at most `most`).
+
+    All ranks call the model the same number of times. If the weights are sharded, each call is a collective.
+    """
+    rows, cache = len(features_BMT), hugging_face.cache_name(model)
+    given = torch.tensor([words.start, *words.prefix], device=features_BMT.device).expand(rows, -1)
+    has_ended = torch.zeros(rows, dtype=torch.bool, device=given.device)
+    found: list[Tensor] = []
+    options: dict[str, Any] = {"input_features": features_BMT}
+    for place in range(most):
+        output = model(**options, decoder_input_ids=given, use_cache=True)
+        said = output.logits[:, -1].argmax(-1).masked_fill(has_ended, words.end)
+        found.append(said)
+        has_ended = has_ended | (said == words.end)
+        if place % LOOK_EVERY == LOOK_EVERY - 1 and not any_goes_on(forwards, has_ended):
+            break
+        given = said[:, None]
+        options = {"encoder_outputs": (output.encoder_last_hidden_state,), cache: getattr(output, cache)}
+    return torch.stack(found, 1)

@@ -70,7 +70,6 @@ def _state_at(place: Place) -> int | None:
 
 
 def _model_of(weights_at: Mapping[Place, list[Place]], states: list[Place], key: str | None) -> Place:
-    """Return the table that holds the weights."""
     if key is not None:
         found = [place for place in weights_at if ".".join(map(str, place)) == key]
         if not found:
@@ -253,6 +252,8 @@ def _read(work: Path) -> _Found:
 def _commit(
     found: _Found, kind: str, source: Path, root: Location, step: int | None, model_key: str | None
 ) -> BroughtIn:
+    from weft.optim.step_decision import LossScale
+
     names = sorted_names(found.tensors, model_key)
     weights = {name: found.tensors[place] for name, place in names.weights.items()}
     states = {name: found.tensors[place] for name, place in names.states.items()}
@@ -266,7 +267,7 @@ def _commit(
     state = {
         "progress": {"step": step},
         "plan": f"imported from {_KINDS[kind]}",
-        "loss_scale": _fresh_loss_scale(),
+        "loss_scale": dict(LossScale().state()),
         "evaluated": False,
         "imported": {"source": str(source), "kind": kind, "shared": shared},
     }
@@ -324,12 +325,6 @@ def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
     if not counted:
         raise CheckpointError("--step: the checkpoint does not record its optimizer step. Add --step N.")
     return max(counted)
-
-
-def _fresh_loss_scale() -> dict[str, Any]:
-    from weft.optim.step_decision import LossScale
-
-    return dict(LossScale().state())
 
 
 # Pickled weights of a Hugging Face folder, which the confined process converts to plain tensors.

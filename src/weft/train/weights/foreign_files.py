@@ -39,10 +39,8 @@ def most_bytes(source_bytes: int) -> int:
 class Taken:
     """Collects tensors by their path in the saved tables, such as ("model", "embed.weight").
 
-    Args:
-        out: folder for the files.
-        max_bytes: limit for all tensors together. A tensor with strides of 0 is small in a file but large when it is
-            copied.
+    out: folder for the files. max_bytes: limit for all tensors together. A tensor with strides of 0 is small in a file
+    but large when it is copied.
     """
 
     def __init__(self, out: Path, max_bytes: int):
@@ -55,10 +53,6 @@ class Taken:
 
     def reserve(self, name: object, num_bytes: int) -> None:
         """Refuse a tensor that is far larger than the source's files.
-
-        Args:
-            name: name for the error message.
-            num_bytes: size of the tensor.
 
         Raises:
             NotTaken: if the tensors together exceed the limit.
@@ -221,7 +215,6 @@ def read_zero(source: Path, taken: Taken) -> None:
 
 
 def _tag_folder(source: Path) -> Path:
-    """Return the folder of one step, which the file `latest` names."""
     if not (source / "latest").is_file():
         return source
     tag = within(source, "latest").read_text(errors="replace").strip()
@@ -232,7 +225,6 @@ def _tag_folder(source: Path) -> Path:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Return the files of a kind by rank."""
     found: dict[int, Path] = {}
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
@@ -277,7 +269,6 @@ def _world_size(states: dict[str, Any]) -> int:
 
 
 def _shapes(found: Any) -> list[dict[str, tuple[int, ...]]]:
-    """Return groups of parameters: name -> shape, in order."""
     groups = found if isinstance(found, list) else [found]
     if not groups or not all(isinstance(group, dict) for group in groups):
         raise NotTaken("param_shapes is not a list of tables")
@@ -294,7 +285,6 @@ def _flat(states: dict[str, Any], stage: int) -> list[torch.Tensor]:
 def _tensors(
     lines: _Lines, shapes: Sequence[dict[str, tuple[int, ...]]], paddings: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return full tensors by name."""
     if lines.stage == 3:
         yield from _equal_chunks(lines, {name: shape for group in shapes for name, shape in group.items()})
         return
@@ -356,7 +346,6 @@ def _moments(
 
 
 def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]]], stage: int, taken: Taken) -> None:
-    """Collect buffers, frozen weights and aliases of shared tensors."""
     first = models[0]
     module = _table(first, "module")
     trained = {name for group in shapes for name in group}
@@ -515,7 +504,6 @@ def _is_shape(value: Any) -> bool:
 
 
 def _bytes(source: Path, info: _Stored) -> bytes:
-    """Return the saved bytes of one tensor chunk."""
     if info.get("transform_descriptors"):
         raise NotTaken("its files are compressed. Load it and save it again without compression")
     offset, length = info.get("offset"), info.get("length")

@@ -49,7 +49,7 @@ def main() -> int:
         reason_of,
     )
 
-    limit = most_bytes(_source_bytes(source))
+    limit = most_bytes(sum(file.lstat().st_size for file in (*source.glob("*"), *source.glob("*/*")) if file.is_file()))
     _limit_memory(limit)
     _stand_wall(out.resolve())
     taken = Taken(out, limit)
@@ -66,11 +66,6 @@ def main() -> int:
 def _refused(reason: str) -> int:
     print(json.dumps({"refused": reason}))
     return REFUSED
-
-
-def _source_bytes(source: Path) -> int:
-    """Return the bytes of the regular files in a folder and its subfolders."""
-    return sum(file.lstat().st_size for file in (*source.glob("*"), *source.glob("*/*")) if file.is_file())
 
 
 def _limit_memory(num_bytes: int) -> None:

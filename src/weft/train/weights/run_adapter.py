@@ -62,7 +62,6 @@ def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> Adapt
 
 
 def _weight(model: nn.Module, path: str) -> torch.Tensor:
-    """Return the weight of a layer, packed or not."""
     from torch import Tensor
 
     weight = model.get_submodule(path).weight

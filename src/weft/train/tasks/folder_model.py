@@ -1,0 +1,462 @@
+"""Models of Hugging Face folders as parts of tasks: causal language models, and models with another head.
+
+The model is built on the meta device. Each rank reads its slices from the folder's files: no rank has the full model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from weft.checkpoint.pretrained import JoinedTensors, no_folder
+from weft.checkpoint.read import Part
+from weft.checkpoint.safetensors_files import torch_formats
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.config.traced_model import Limit
+from weft.data.store.prepared import PreparedData
+from weft.errors import ConfigError, ModelError, Problem
+from weft.files import COMPANIONS, read_regular
+from weft.models.decoder import as_shapes
+from weft.models.initialize import initialise_parameter
+from weft.models.inspect import hugging_face
+from weft.monitor.guards import flops_per_token
+from weft.parallel.expert import balance_routers
+from weft.parallel.layers.documents import call_in_documents, why_documents_mix
+from weft.parallel.state.flat_slices import StateSource, originals_of
+from weft.planner.search.model_source import PlannedModel, read_model
+from weft.train.batching_by_cost import TokenCosts
+from weft.train.folder import RunFolder, run_folder
+from weft.train.tasks.base import setting_error
+from weft.train.tasks.description import describe_by_tracing
+from weft.train.weights.decoder_files import base_of, keep_base, keep_files
+from weft.train.weights.published_weights import format_new_keys, format_unexpected_keys, pretrained_source
+from weft.train.weights.run_adapter import adapter_size
+from weft.units import format_count
+
+
+class FolderModel:
+    """A model of a Hugging Face folder: its config, its tokenizer and its weights. A subclass builds the module.
+
+    Args:
+        config: the run's config, with model.path.
+        needs_weights: True if resuming also reads the folder's weights. Checkpoints of an adapter never have the base.
+    """
+
+    def __init__(self, config: RunConfig, *, needs_weights: bool = False):
+        self.config, self.needs_weights = config, needs_weights or bool(config.adapter.rank)
+        self.path = Path(config.model.path).expanduser()
+        self._folder: RunFolder | None = None
+        #: Lines about the weights for users, after they are checked.
+        self.notes: Sequence[str] = ()
+
+    def open(self, folder: RunFolder) -> None:
+        """Read config and tokenizer from the run's copy."""
+        self._folder = folder
+
+    @property
+    def base(self) -> Path:
+        """Folder of config and tokenizer: the run's copy, or the model folder until a copy exists.
+
+        Raises ConfigError without either: transformers would treat the path as the name of a model to download.
+        """
+        own = base_of(self._folder if self._folder is not None else run_folder(self.config))
+        if own.is_dir() and (self._folder is not None or not self.path.is_dir()):
+            return own
+        if self.path.is_dir():
+            return self.path
+        raise ConfigError([Problem("model.path", no_folder(self.path))])
+
+    def read_config(self) -> Any:
+        """Return the folder's transformers config."""
+        return hugging_face.load_model_config(self.base)
+
+    def build(self) -> nn.Module:
+        """Return the model, in plain PyTorch."""
+        raise NotImplementedError
+
+    def shapes(self) -> Any:
+        """Return a new model on the meta device."""
+        with as_shapes(vectors=True):
+            return self.build()
+
+    def initial(self, plan: Plan) -> nn.Module:
+        """Return the model that a rank of `plan` starts from, on the meta device."""
+        return self.shapes()
+
+    def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
+        """Return the source of a model's tensors, and notes on tensors that only the files or only the model have."""
+        found, unexpected = pretrained_source(model, self.path)
+        return found, format_unexpected_keys(unexpected)
+
+    def weights(self, model: nn.Module) -> StateSource | None:
+        """Return the source of a new run's weights, or None if a resumed run does not read the folder."""
+        return self.source(model)[0] if self.needs_weights or self.path.is_dir() else None
+
+    def check_weights(self, folder: RunFolder) -> None:
+        """Check names and shapes of the weights that a run in `folder` will read. Set `notes`.
+
+        Raises:
+            CheckpointError: for weights that do not fit the config, or cannot be read.
+        """
+        if self.needs_weights or not base_of(folder).is_dir():
+            self.notes = self.source(self.shapes())[1]
+
+    def check_length(self, length: int) -> None:
+        """Refuse texts that are longer than the model supports. length: tokens of the longest text.
+
+        Raises:
+            ConfigError: for such texts.
+        """
+        longest = hugging_face.longest_text(self.shapes())
+        if longest is not None and length > longest:
+            raise setting_error(
+                "train.seq_len", length, f"the model reads at most {longest} tokens. Use {longest} or less."
+            )
+
+    def check_vocabulary(self, entries: int) -> int:
+        """Return the rows of the model's embedding. Refuse a tokenizer with more entries.
+
+        Raises:
+            ConfigError: for such a tokenizer.
+        """
+        rows = self.shapes().get_input_embeddings().weight.shape[0]
+        if entries > rows:
+            rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
+            raise setting_error(
+                "model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model."
+            )
+        return rows
+
+    def name(self) -> str:
+        """Return the folder's name."""
+        return self.path.resolve().name
+
+    def size(self) -> str:
+        """Return the number of parameters, for users."""
+        return f"{format_count(sum(param.numel() for param in self.shapes().parameters()))} parameters"
+
+
+class CausalModel(FolderModel):
+    """A causal language model, which next-token prediction trains on packed documents."""
+
+    #: None: the planner's rules read the traced model, not a shape.
+    spec = None
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Folder of the tokenizer and its chat template."""
+        return str(self.base)
+
+    def build(self) -> nn.Module:
+        return hugging_face.causal_model(self.read_config())
+
+    def initial(self, plan: Plan) -> nn.Module:
+        model = self.shapes()
+        if rate := self._balance_rate():
+            try:
+                balance_routers(model, rate)
+            except ModelError as error:
+                rule = f'Weft cannot balance the routers of {type(model).__name__}. Set model.balance="none".'
+                raise setting_error("model.balance", "aux_loss", rule) from error
+        return model
+
+    def _balance_rate(self) -> float:
+        """Return the weight of the auxiliary loss for expert load balancing, or 0."""
+        section, own = self.config.model, self.read_config().get_text_config(decoder=True)
+        if section.balance == "bias":
+            raise setting_error(
+                "model.balance", "bias", "routers of a folder have no bias to move. Use aux_loss or none."
+            )
+        is_on = getattr(own, "output_router_logits", False) if section.balance is None else section.balance != "none"
+        if not is_on:
+            return 0.0
+        rate = section.balance_rate or getattr(own, "router_aux_loss_coef", None) or 0.0
+        if not rate and section.balance == "aux_loss":
+            raise setting_error(
+                "model.balance", "aux_loss", "its config has no router_aux_loss_coef. Set model.balance_rate."
+            )
+        return float(rate)
+
+    def prepare(self, folder: RunFolder, *, packs: bool) -> None:
+        """Check the folder's weights, and that the model supports the run's sequences.
+
+        packs: True if a sequence can have several documents.
+        """
+        model = self.shapes()
+        if self.needs_weights and not self.path.is_dir():
+            rule = "there is no such folder, and an adapter's checkpoints do not contain the base. Restore the folder."
+            raise setting_error("model.path", self.config.model.path, rule)
+        self.check_weights(folder)
+        self.check_length(self.config.train.seq_len)
+        if packs:
+            refuse_mixed_documents(model, self.config)
+
+    def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
+        """Copy the folder's files other than weights, and return the contents of the run's other files."""
+        keep_base(folder, self.path)
+        return keep_files(folder, None, data, [*notes, *self.notes])
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """Return logits, (batch, time, vocabulary)."""
+        return call_in_documents(model, batch).logits
+
+    def flops_per_token(self) -> float:
+        """Return the FLOPs of forward and backward for one token."""
+        model, config = self.shapes(), self.read_config().get_text_config(decoder=True)
+        head = model.get_output_embeddings()
+        own = sum(param.numel() for param in model.parameters())
+        tied = head is None or head.weight is model.get_input_embeddings().weight
+        table = 0 if tied or head is None else head.weight.numel()
+        return flops_per_token(own - table, config.num_hidden_layers, config.hidden_size, self.config.train.seq_len)
+
+    def describe(self) -> PlannedModel:
+        """Describe the model from its config.json if the planner supports the family, or from a trace of it."""
+        try:
+            found = read_model(str(self.base / "config.json"))
+        except ModelError:
+            found = read_model(replace(describe_by_tracing(self.shapes()), name=self.name()))
+        # Adapter targets use transformers' layer names, which the planner does not have.
+        adapter = adapter_size(self.shapes(), self.config, found.shape.layers)
+        return replace(found, name=self.name(), sample_unit="sequences", counted_adapter=adapter)
+
+    def line(self) -> str:
+        """Return the model's name and size."""
+        return f"{self.name()}: {self.size()}"
+
+
+class HeadedModel(FolderModel):
+    """A model with a head of some kind, which is initialized if the folder has none.
+
+    Args:
+        config: the run's config, with model.path.
+        head: suffix of transformers' AutoModelFor class, and its name in messages.
+        changes: returns the fields of the model's config that the task sets.
+        new_head: True to ignore the folder's head and initialize a new one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        head: tuple[str, str],
+        changes: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        new_head: bool = False,
+    ):
+        super().__init__(config)
+        self._head, self._changes, self._new_head = head, changes, new_head
+        #: Padding id of batches, after it is known.
+        self.pad_id: int | None = None
+
+    def build(self) -> nn.Module:
+        config = self.read_config()
+        for name, value in self._changed(config).items():
+            setattr(config, name, value)
+        return hugging_face.headed_model(config, *self._head)
+
+    def _changed(self, config: Any) -> dict[str, Any]:
+        """Return the task's config fields, and a padding id if the config has no valid one."""
+        changes = dict(self._changes())
+        if self.pad_id is not None and own_pad(config, self.pad_id + 1) != self.pad_id:
+            changes["pad_token_id"] = self.pad_id
+        return changes
+
+    def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
+        found, unexpected = source_with_head(model, self.path, self.config.seed, new_head=self._new_head)
+        return found, [*format_unexpected_keys(unexpected), *format_new_keys(found.new_names, self.config.seed)]
+
+    def tokenizer(self, **options: Any) -> Any:
+        """Return the folder's transformers tokenizer. options: arguments of its loader."""
+        return hugging_face.load_tokenizer(self.base, **options)
+
+    def labels(self) -> Mapping[Any, str] | None:
+        """Return the classes that the folder's config names."""
+        return getattr(self.read_config(), "id2label", None)
+
+    def tokenizer_digest(self) -> str:
+        """Return a digest of the tokenizer's files."""
+        hasher, base = hashlib.blake2b(digest_size=16), self.base
+        for file in sorted({file for pattern in COMPANIONS for file in base.glob(pattern)}):
+            if file.name.startswith(("tokenizer", "vocab", "merges", "special", "added", "spiece", "sentencepiece")):
+                hasher.update(file.name.encode() + read_regular(file, base))
+        return hasher.hexdigest()
+
+    def keep(self, folder: RunFolder) -> None:
+        """Copy the folder's files other than weights, with the task's fields in config.json."""
+        folder.path.mkdir(parents=True, exist_ok=True)
+        keep_base(folder, self.path)
+        file = base_of(folder) / "config.json"
+        fields = json.loads(file.read_text("utf-8"))
+        fields["architectures"] = [type(self.shapes()).__name__]
+        fields |= self._changed(hugging_face.load_model_config(self.path))  # the folder's config, not the changed one
+        file.write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
+
+    def token_costs(self) -> TokenCosts:
+        """Return the FLOPs of texts, which count attention and all weights but embeddings."""
+        config = self.read_config()
+        return TokenCosts.of(self.shapes(), config.num_hidden_layers, config.hidden_size)
+
+    def describe(self, text_len: int, limits: Mapping[str, Limit]) -> PlannedModel:
+        """Describe the model from a trace on ids only: with a mask, the trace would need the mask's values.
+
+        Args:
+            text_len: tokens of a typical text of the task.
+            limits: plan fields that the task limits, in addition to the model's limits.
+        """
+        traced = describe_by_tracing(self.shapes())
+        if traced.reads_sequence:
+            traced = replace(traced, default_seq_len=text_len)
+        traced = replace(traced, name=self.name(), limits=tuple({**dict(traced.limits), **limits}.items()))
+        adapter = adapter_size(self.shapes(), self.config, traced.num_layers)
+        return replace(read_model(traced), counted_adapter=adapter)
+
+    def line(self) -> str:
+        """Return the model's name, class and size."""
+        return f"{self.name()}: {type(self.shapes()).__name__}, {self.size()}"
+
+
+def refuse_mixed_documents(model: nn.Module, config: RunConfig) -> None:
+    """Refuse packed documents in a transformers model whose attention would not separate them.
+
+    Raises:
+        ConfigError: for such a model.
+    """
+    data = config.data
+    if data.borders and data.packing != "pad" and (why := why_documents_mix(model)):
+        remedy = "Use data.packing=pad for one document a row, or data.borders=false if they may"
+        raise setting_error("data.borders", "true", f"{why}. {remedy}.")
+
+
+def own_pad(config: Any, rows: int) -> int | None:
+    """Return the padding id of a transformers config, or None if it is not set or not below `rows`."""
+    found = getattr(config.get_text_config(), "pad_token_id", None)
+    return found if isinstance(found, int) and 0 <= found < rows else None
+
+
+# The weights of a pretrained folder, with a new head if the folder lacks one. The head's values depend only on
+# (seed, name).
+
+#: Standard deviation of `initialise_parameter`.
+_USUAL_STD = 0.02
+
+
+def source_with_head(
+    model: Any, folder: Path, seed: int, *, new_head: bool = False
+) -> tuple[WeightsWithHead, list[str]]:
+    """Return the source of a model's tensors, and the stored names that the model lacks.
+
+    Tensors outside of the model's body, and its pooler, may be missing from the files, or have another shape there.
+
+    Args:
+        model: a transformers model on the meta device.
+        folder: config.json and safetensors files.
+        seed: seed of new tensors.
+        new_head: if True, ignore the head in the files.
+
+    Raises:
+        CheckpointError, ModelError: as in `pretrained_source`.
+    """
+    body = f"{model.base_model_prefix}."
+    has_body = any(name.startswith(body) for name in model.state_dict())
+
+    def may_lack(name: str) -> bool:
+        return "pooler." in name or (has_body and not name.startswith(body))
+
+    stored, unexpected = pretrained_source(model, folder, may_lack)
+    if new_head:
+        heads = [name for name in stored.entries if has_body and not name.startswith(body)]
+        stored = stored.without(heads)
+        unexpected = sorted([*unexpected, *heads])
+    return WeightsWithHead(stored, model, seed), unexpected
+
+
+class WeightsWithHead:
+    """Source of any slice of a model's tensors. Tensors that the files lack are initialized from (seed, name).
+
+    Args:
+        stored: tensors of the files.
+        model: the unsharded model on the meta device; buffers have their values. No reference to it is kept.
+        seed: seed of new tensors.
+    """
+
+    def __init__(self, stored: JoinedTensors, model: nn.Module, seed: int):
+        self._stored, self._seed = stored, seed
+        # Read the state here, while the model is unsharded: sharding changes the model before anything is read.
+        state: Mapping[str, Any] = model.state_dict(keep_vars=True)
+        config = getattr(model, "config", None)
+        self._std = float(getattr(config, "initializer_range", None) or _USUAL_STD)
+        formats = {torch_dtype: name for name, torch_dtype in torch_formats().items()}
+        self._made = {
+            name: _MadeTensor(
+                one.shape, formats[one.dtype], None if one.is_parameter else state[name].detach().cpu().numpy()
+            )
+            for name, one in originals_of(model).items()
+            if one.first == name and name not in stored.entries
+        }
+        self.entries: Mapping[str, Any] = {**stored.entries, **self._made}
+
+    @property
+    def new_names(self) -> list[str]:
+        """The names of tensors that the files lack."""
+        return sorted(self._made)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of tensors read from files so far."""
+        return self._stored.num_bytes_read
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's flat order.
+
+        Args:
+            name: name of the tensor.
+            part: the elements of the full tensor that the part selects.
+            start: first element to read, as an index into the part's flat order.
+            out: filled to its end, in the dtype of the entry.
+
+        Raises:
+            CheckpointError: if bytes of the files are missing or cannot be read.
+        """
+        if name not in self._made:
+            self._stored.read(name, part, start, out)
+            return
+        whole = self._compute_full(name)
+        target = np.frombuffer(out, whole.dtype)
+        target[:] = 0  # padding rows
+        for view in part.views(start, start + len(target)):
+            steps = tuple(stride * target.itemsize for stride in view.strides)
+            sizes = tuple(high - low for low, high in view.box)
+            there = np.lib.stride_tricks.as_strided(target[view.offset :], sizes, steps)
+            there[...] = whole[tuple(slice(low, high) for low, high in view.box)]
+
+    def _compute_full(self, name: str) -> np.ndarray:
+        """Return a new full tensor. Heads are small, so it is computed again for each slice that is read."""
+        made = self._made[name]
+        if made.value is not None:
+            return made.value
+        found = torch.empty(made.shape, dtype=torch_formats()[made.dtype])
+        if found.ndim == 1 and name.endswith("weight"):  # a norm's weight, of any class
+            found.fill_(1.0)
+        elif found.ndim == 1:
+            found.zero_()
+        else:
+            initialise_parameter(found, name, nn.Module(), self._seed)
+            found.mul_(self._std / _USUAL_STD)
+        return found.numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeTensor:
+    """A tensor that the files lack. value: set for a buffer, which the model computes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: np.ndarray | None
