@@ -45,7 +45,7 @@ class Trained:
 
     def differs(self, other: Trained) -> bool:
         return not all(abs(a - b) <= 1e-9 * abs(a) for a, b in zip(self.losses, other.losses, strict=True)) or not all(
-            torch.allclose(one, other.weights[name], rtol=1e-8, atol=1e-10) for name, one in self.weights.items()
+            torch.allclose(self.weights[name], one, rtol=1e-8, atol=1e-10) for name, one in other.weights.items()
         )
 
 

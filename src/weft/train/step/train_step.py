@@ -235,7 +235,7 @@ class TrainStep:
         if weights_follow:
             self._data_parallel.prefetch_weights()
         self._pipeline = pipeline_of(model)
-        self._checks_gradients = check_batch and self._pipeline is None
+        self._checks_gradients, self._runs_few = check_batch, self._pipeline is None
         self._checks_batch = check_batch and (several or mesh.world_size > 1)
         self._experts, self._norms = ExpertBalance(model, mesh), norm_groups_of(model)
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
@@ -309,7 +309,7 @@ class TrainStep:
             return float(numbers[0]), self._data_parallel.local_gradients()
 
         try:
-            probe = GradientProbe(self.model, self.mesh, compute, adds_up=not self._compares)
+            probe = GradientProbe(self.model, self.mesh, compute, not self._compares, self._runs_few)
             check_gradients(probe, code, microbatches[0], samples[0])
         finally:
             self._loss, self._nominal, self.microbatch_losses = before
@@ -343,7 +343,10 @@ class TrainStep:
         if self._checks_batch and self._is_first and not again:
             loss_fn = None if self._compares else self._loss.loss_fn
             first = microbatches[0], samples[0]
-            check_first_batch(self.model, self._with_labels, loss_fn, self.mesh, self._experts, *first, self._forward)
+            ran = check_first_batch(
+                self.model, self._with_labels, loss_fn, self.mesh, self._experts, *first, self._forward
+            )
+            self._runs_few |= ran and loss_fn is not None
             self._checks_batch = False
         self.mesh.pulse.in_step = True
         if self._nominal is None:
