@@ -28,6 +28,7 @@ from weft.models.inspect.layers import (
     is_linear,
     own_parameters,
     parent_of,
+    stored_weight,
     weight_of,
 )
 from weft.models.inspect.rms_norm import rms_form
@@ -62,9 +63,10 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
     trace = _Trace(model, across_norms).run(example)
     styles, reasons = trace.styles()
     if not styles:
+        why = "".join(f" ({path}: {reason})" for path, reason in [*trace.flow.broken.items()][:1])
         raise LayoutError(
             f"layout: nothing in {type(model).__name__} can be sharded: no two linear layers with only pointwise or "
-            "attention operations between them, and no vocabulary. Use tp=1, or set a layout."
+            f"attention operations between them{why}, and no vocabulary. Use tp=1, or set a layout."
         )
     modules = dict(named_modules(model))
     pairs, why = generalise(styles, reasons, (*modules, *own_parameters(modules)))
@@ -133,7 +135,8 @@ class _Trace:
         if Heads.of(module).count:
             yield module.register_forward_pre_hook(self._before_heads)
             yield module.register_forward_hook(self._after_heads)
-        if is_linear(module):
+        # A weight that is computed from others, as weight norm does, stays whole.
+        if is_linear(module) and isinstance(stored_weight(module), nn.Parameter):
             yield module.register_forward_pre_hook(self._before_linear)
             yield module.register_forward_hook(self._after_linear)
         elif isinstance(module, nn.Embedding):
