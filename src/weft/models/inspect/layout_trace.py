@@ -28,7 +28,6 @@ from weft.models.inspect.layers import (
     is_linear,
     own_parameters,
     parent_of,
-    stored_weight,
     weight_of,
 )
 from weft.models.inspect.rms_norm import rms_form
@@ -63,7 +62,10 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
     trace = _Trace(model, across_norms).run(example)
     styles, reasons = trace.styles()
     if not styles:
-        why = "".join(f" ({path}: {reason})" for path, reason in [*trace.flow.broken.items()][:1])
+        blocks = tuple(f"{block}." for block in repeated_blocks(model))
+        broken = [*trace.flow.broken.items()]
+        first = next((one for one in broken if one[0].startswith(blocks)), broken[0] if broken else None)
+        why = "" if first is None else f" ({first[0]}: {first[1]})"
         raise LayoutError(
             f"layout: nothing in {type(model).__name__} can be sharded: no two linear layers with only pointwise or "
             f"attention operations between them{why}, and no vocabulary. Use tp=1, or set a layout."
@@ -136,7 +138,7 @@ class _Trace:
             yield module.register_forward_pre_hook(self._before_heads)
             yield module.register_forward_hook(self._after_heads)
         # A weight that is computed from others, as weight norm does, stays whole.
-        if is_linear(module) and isinstance(stored_weight(module), nn.Parameter):
+        if is_linear(module) and "weight" in dict(module.named_parameters(recurse=False)):
             yield module.register_forward_pre_hook(self._before_linear)
             yield module.register_forward_hook(self._after_linear)
         elif isinstance(module, nn.Embedding):

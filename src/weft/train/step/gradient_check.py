@@ -190,12 +190,12 @@ def _try(probe: GradientProbe, small: Small) -> tuple[float, Tensor] | None:
 
 
 def _of_all_stages(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """Return the texts of all pipeline stages that are not empty. A collective."""
+    """Return the different texts of all pipeline stages that are not empty. A collective."""
     sent = torch.zeros(_MOST_BYTES, dtype=torch.uint8, device=device)
     coded = list(text.encode()[:_MOST_BYTES])
     sent[: len(coded)] = torch.tensor(coded, dtype=torch.uint8, device=device)
     texts = (bytes(row.tolist()).rstrip(b"\0") for row in all_gather(sent, axis).view(axis.size, -1))
-    return [one.decode(errors="ignore") for one in texts if one]
+    return list(dict.fromkeys(one.decode(errors="ignore") for one in texts if one))
 
 
 def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tuple[float, Tensor]) -> str:
