@@ -135,7 +135,7 @@ class TwoInputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         gate, x, y = ctx.saved_tensors
-        return grads[0] * y * (1 - gate.sigmoid()), grads[0] * gate.sigmoid()
+        return grads[0] * x * gate.sigmoid() * (1 - gate.sigmoid()), grads[0] * y / x
 
 
 KEEPS = {

@@ -98,7 +98,7 @@ class FeatureFlow(TorchFunctionMode):
         self.rank_group: list[frozenset[str]] = []
         self.counts: dict[str, int] = {}
         self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # keeps tensors alive so that ids stay unique
-        self._followed: set[int] = set()  # marked tensors whose custom backward was followed
+        self._traced: set[int] = set()  # marked tensors whose custom backward was traced
         self._fresh: dict[int, tuple[torch.Tensor, set[int]]] = {}  # uninitialized tensors, and their unmarked dims
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # views of fresh tensors, and their indices
 
@@ -113,13 +113,13 @@ class FeatureFlow(TorchFunctionMode):
     def of(self, value: Any) -> Mark | None:
         """Return the mark of a value, or None if it has no mark or its layers stay unsharded on every rank."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
-        if found and not self.inside and id(value) not in self._followed:
+        if found and not self.inside and id(value) not in self._traced:
             self.inside = True
             backward = CustomBackward.of(value)
             self.inside = False
             if backward is not None:
                 given = [*backward.grads, *backward.saved_tensors, value]
-                self._follow(backward, given, *found, f"the backward of {backward.name}")
+                self._trace_backward(backward, given, *found, f"the backward of {backward.name}")
         return found[1] if found is not None and not found[1].sources <= self.alone else None
 
     def is_param(self, tensor: torch.Tensor) -> bool:
@@ -133,19 +133,19 @@ class FeatureFlow(TorchFunctionMode):
         if alone and len(mark.sources) == 1:
             self.alone |= mark.sources
 
-    def _follow(self, call: Any, given: list[Any], like: torch.Tensor, mark: Mark, what: str) -> None:
+    def _trace_backward(self, call: Any, given: list[Any], like: torch.Tensor, mark: Mark, what: str) -> None:
         """Run code of backward on tensors, of which those in the shape of `like` have its features."""
         own = copy.copy(self)  # shares what it records
         self.inside = True
         for one in given:
             if isinstance(one, torch.Tensor) and one.shape == like.shape and id(one) not in self._marks:
                 self.mark(one, mark)
-        self._followed |= set(map(id, given))
+        self._traced |= set(map(id, given))
         try:
             with own:
                 call()
         except Exception:  # user code may need numbers
-            self.end(mark, f"{what} cannot be followed")
+            self.end(mark, f"{what} cannot be traced")
         self.inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -167,7 +167,7 @@ class FeatureFlow(TorchFunctionMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if first is not None and name == "register_hook":
             grad = torch.zeros_like(args[0], requires_grad=False)
-            self._follow(lambda: args[1](grad), [grad], args[0], first, "a hook of its gradient")
+            self._trace_backward(lambda: args[1](grad), [grad], args[0], first, "a hook of its gradient")
         elif marked and outputs:
             self._pass_on(func, args, kwargs, marked, outputs)
         elif marked and not outputs and not self.trusted and name not in _ASKED:

@@ -137,7 +137,7 @@ class _Trace:
         if Heads.of(module).count:
             yield module.register_forward_pre_hook(self._before_heads)
             yield module.register_forward_hook(self._after_heads)
-        # A weight that is computed from others, as weight norm does, stays whole.
+        # A layer whose weight is computed from other parameters, as weight norm does, is not sharded.
         if is_linear(module) and "weight" in dict(module.named_parameters(recurse=False)):
             yield module.register_forward_pre_hook(self._before_linear)
             yield module.register_forward_hook(self._after_linear)

@@ -112,7 +112,7 @@ class GradientProbe:
         compute: (microbatches, factor of the loss, seed of random numbers in backward) -> loss sum over all ranks and
             this rank's gradients. A collective.
         adds_up: False if the loss of a batch is not the sum of the losses of its parts.
-        runs_few: False if a forward of a few samples may fail on some pipeline stage, for which other stages would wait.
+        runs_few: False if a few samples may fail on some pipeline stage, for which other stages would wait.
     """
 
     model: nn.Module
@@ -229,9 +229,9 @@ def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tupl
         return ""
     parts = mesh.data.size * mesh.plan.microbatches_per_step
     return (
-        f"backward: {names} combines the gradients of several samples, so the gradient of a batch is not the sum of the "
-        f"gradients of its parts, and the plan divides a batch into {parts} parts. Compute the gradient of each sample "
-        "by itself, or use a plan with one part."
+        f"backward: {names} combines the gradients of several samples, so the gradient of a batch is not the sum of "
+        f"the gradients of its parts, and the plan divides a batch into {parts} parts. Compute the gradient of each "
+        "sample by itself, or use a plan with one part."
     ) * (parts > 1)
 
 
