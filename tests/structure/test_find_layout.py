@@ -182,6 +182,12 @@ def test_what_mixes_features_is_not_cut(name):
         trace_layout(Pair(MIXES[name]))
 
 
+@pytest.mark.parametrize("computed", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_layers_whose_weight_is_computed_are_not_cut(computed):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), computed(nn.Linear(8, 6)), Pair(torch.relu))
+    assert trace_layout(model).layout.format() == "3.first=colwise 3.second=rowwise"
+
+
 class Encoder(nn.Module):
     """torch's own layers, which ask whether their mask is causal, and call a fused kernel in evaluation."""
 

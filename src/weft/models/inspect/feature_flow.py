@@ -166,7 +166,7 @@ class FeatureFlow(TorchFunctionMode):
             return self._counted(name, args, kwargs, result, first)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if first is not None and name == "register_hook":
-            grad = torch.zeros_like(args[0], requires_grad=False)
+            grad = torch.zeros_like(args[0].detach())
             self._trace_backward(lambda: args[1](grad), [grad], args[0], first, "a hook of its gradient")
         elif marked and outputs:
             self._pass_on(func, args, kwargs, marked, outputs)
