@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 # This is the only file with private names.
@@ -59,8 +58,8 @@ class CustomBackward:
     def of(cls, tensor: torch.Tensor) -> CustomBackward | None:
         """Return the backward of the function that made a tensor, or None if torch or Weft defines it."""
         node: Any = tensor.grad_fn
-        is_custom = isinstance(node, BackwardCFunction) and hasattr(node, "_forward_cls")
-        return cls(node) if is_custom and not node._forward_cls.__module__.startswith(("torch.", "weft.")) else None
+        kind: Any = getattr(node, "_forward_cls", None)  # torch's own nodes have none
+        return None if kind is None or kind.__module__.startswith(("torch.", "weft.")) else cls(node)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
