@@ -181,7 +181,7 @@ def test_shapes_that_change_all_the_time_run_eagerly_and_one_sentence_says_so():
 def test_a_module_that_changes_its_mode_is_recorded_anew():
     def freeze(step, index):
         step.model.blocks[0].train(index < 5)
-        step._train_mode.enter = lambda: None
+        step._state.train = lambda: None
 
     same, found = pair("precision=fp64", watch=freeze, steps=10)
     assert same

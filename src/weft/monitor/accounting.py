@@ -97,6 +97,12 @@ class TimeLedger:
         if self.starts:
             self.last = when if math.isnan(self.last) else max(self.last, when)
 
+    def feed_all(self, events: Iterable[Mapping[str, Any]]) -> TimeLedger:
+        """Add many events and return this ledger."""
+        for event in events:
+            self.feed(event)
+        return self
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds by cause, "productive" first, including causes with 0."""
         found = {PRODUCTIVE: self._kept[0], **dict.fromkeys(CAUSES, 0.0)}

@@ -395,6 +395,11 @@ class Companion:
         self._desk = AlertDesk(rules_of(config))
         self._follower = EventFollower(folder / "events.jsonl")
 
+    @staticmethod
+    def is_needed(config: RunConfig) -> bool:
+        """Return True if a config has sinks or alerts."""
+        return bool(config.sink or config.alert or config.alerts != "none")
+
     def start(self) -> None:
         """Start the threads, and read the run's past events without sending alerts."""
         for thread in (*self._pumps, *self._senders.values()):

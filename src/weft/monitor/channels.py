@@ -182,8 +182,7 @@ class NotificationSender(threading.Thread):
                 continue
             when, message = self._waiting[0]
             try:
-                more = f"\n({self._num_dropped} earlier messages were dropped.)" if self._num_dropped else ""
-                send_message(self._channel, replace(message, text=message.text + more))
+                send_message(self._channel, self._with_dropped(message))
                 self._num_dropped = 0
             except (SinkTrouble, WeftError) as trouble:
                 if not is_away:
@@ -199,3 +198,7 @@ class NotificationSender(threading.Thread):
                 pause_s, is_away = self._first_pause_s, False
             if self._waiting and self._waiting[0][1] is message:
                 self._waiting.popleft()
+
+    def _with_dropped(self, message: AlertMessage) -> AlertMessage:
+        more = f"\n({self._num_dropped} earlier messages were dropped.)" if self._num_dropped else ""
+        return replace(message, text=message.text + more)

@@ -67,7 +67,6 @@ def layout_of(plan: Plan) -> str:
 
 
 def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all pairs of columns."""
     return list(itertools.combinations(columns, 2))
 
 
@@ -76,10 +75,7 @@ USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
 
 
 def covering(
-    rows: Sequence[Row],
-    groups: Sequence[tuple[str, ...]] = USUAL_GROUPS,
-    seed: int = 0,
-    besides: Sequence[Row] = (),
+    rows: Sequence[Row], groups: Sequence[tuple[str, ...]] = USUAL_GROUPS, seed: int = 0, besides: Sequence[Row] = ()
 ) -> list[int]:
     """Choose few rows that contain, for each group of columns, all values that occur in `rows`; return indices.
 

@@ -33,7 +33,7 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
         folder, config: the run's folder, which the caller locks, and its config.
         say: shows a line to the user.
     """
-    if not config.sink and not config.alert and config.alerts == "none":
+    if not Companion.is_needed(config):
         yield
         return
     logs = folder / "logs"

@@ -96,10 +96,10 @@ class RunState:
 
     def feed(self, events: Sequence[dict[str, Any]], *, with_ledger: bool = True) -> None:
         """Add events."""
+        if with_ledger:
+            self.ledger.feed_all(events)
         batch: list[dict[str, Any]] = []
         for event in events:
-            if with_ledger:
-                self.ledger.feed(event)
             if event.get("event") == "step" and step_of(event) is not None:
                 batch.append(event)
                 continue

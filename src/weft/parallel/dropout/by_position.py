@@ -6,6 +6,8 @@ mode replaces the calls. Attention with dropout then runs unfused, because no fu
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from weft.comm.mesh import Mesh
 from weft.memory.opaque import Opaque
-from weft.models.inspect.blocks import repeated_blocks, replace_class
+from weft.models.inspect.blocks import class_before, repeated_blocks, replace_class
 from weft.parallel.context.context import context_of
 from weft.parallel.dropout.drop_state import Drops, DropSite
 from weft.parallel.dropout.dropout_calls import (
@@ -28,27 +30,22 @@ from weft.parallel.dropout.dropout_calls import (
 from weft.parallel.random.streams import drops_itself, shard_position_of
 from weft.private_torch import uncompiled
 
-_ATTRIBUTE = "_weft_drops"
+_ATTRIBUTE, _IS_IDLE = "_weft_drops", "_weft_draws_nothing"
+#: Layers of torch without random numbers.
+_PLAIN_LAYERS = frozenset((nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.GELU, nn.SiLU, nn.ReLU))
 
 
-class _Hook:
-    """Hook of the full model. An object, because copies of a module copy its hooks."""
-
-    def __init__(self, drops: Drops | None):
-        self._drops = drops
+# Hooks of the full model. Copies and pickles of a module include its hooks, so they are not closures.
 
 
-class _Begin(_Hook):
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._drops is not None:
-            self._drops.before_forward(model, [args, kwargs])
+def _begin(drops: Drops | None, model: nn.Module, args: Any, kwargs: Any) -> None:
+    if drops is not None:
+        drops.before_forward(model, [args, kwargs])
 
 
-class _End(_Hook):
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        del model, args, output
-        if self._drops is not None:
-            self._drops.after_forward()
+def _end(drops: Drops | None, model: nn.Module, args: Any, output: Any) -> None:
+    if drops is not None:
+        drops.after_forward()
 
 
 class PositionDropout(nn.Module):
@@ -58,7 +55,6 @@ class PositionDropout(nn.Module):
     inplace: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of x. Return the same shape."""
         rate: Any = self.p
         if not self.training or rate == 0 or self._weft_site.is_plain:
             return super().forward(x)
@@ -90,7 +86,6 @@ class UncompiledDropout(FunctionalDropout):
     """A torch layer with dropout inside, which runs outside of compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
             return self._uncompiled(*args, **kwargs)
         return super().forward(*args, **kwargs)
@@ -102,7 +97,6 @@ class NoisyModule(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with ByPosition(self._weft_site):
@@ -113,7 +107,6 @@ class RecurrentDropout(UncompiledDropout):
     """A recurrent network with dropout between its layers."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if not self._weft_site.is_plain:
             self._weft_site.packed_order = input.sorted_indices if isinstance(input, PackedSequence) else None
         return super().forward(input, *args, **kwargs)
@@ -125,7 +118,6 @@ class DroppingBlock(nn.Module):
     _weft_sites: list[DropSite]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         for site in self._weft_sites:
             site.calls = 0
         return super().forward(*args, **kwargs)
@@ -141,28 +133,17 @@ def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
 
 
 def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
-    """Make dropout and draws of weft.randn_like depend on positions in training. In place.
+    """Make dropout and draws of weft.randn_like depend on positions in training.
 
     Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
     generators, which are seeded for each microbatch.
-
-    Args:
-        model: model, with or without modules that drop.
-        mesh: mesh of the ranks.
-        seed: seed of steps and forwards without a key.
+    model: model, with or without modules that drop. seed: seed of steps and forwards without a key.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
-    drops.name_modules(model)
-    known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
-    kinds: dict[str, type[nn.Module]] = {}
-    for path, module in model.named_modules():
-        kind = NoisyModule
-        if drops_itself(module) or calls_dropout(module, known):
-            kind = _kind_of(module)
-        elif not drops.may_place_noise or not draws_noise(module, noisy):
-            continue
-        if kind not in (FunctionalDropout, NoisyModule) or not recomputes_itself(module):
-            kinds[path] = kind
+    drops.model = weakref.ref(model)
+    kinds = _replacements(model, drops)
+    is_idle = not kinds and all(map(_never_draws, model.modules()))
+    setattr(model, _IS_IDLE, is_idle)
     by_module: dict[nn.Module, DropSite] = {}
     for path, kind in kinds.items():
         module, site = model.get_submodule(path), DropSite(drops, path)
@@ -178,11 +159,44 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         sites = [by_module[module] for module in block.modules() if module in by_module]
         if sites:
             replace_class(block, DroppingBlock, sites=sites)
-        block.__dict__["_weft_travels"] = drops
-    model.register_forward_pre_hook(_Begin(drops), with_kwargs=True)
-    model.register_forward_hook(_End(drops), always_call=True)
+        if not is_idle:
+            block.__dict__["_weft_travels"] = drops
+    if not is_idle:
+        model.register_forward_pre_hook(functools.partial(_begin, drops), with_kwargs=True)
+        model.register_forward_hook(functools.partial(_end, drops), always_call=True)
     setattr(model, _ATTRIBUTE, drops)
     return drops
+
+
+def _replacements(model: nn.Module, drops: Drops) -> dict[str, type[nn.Module]]:
+    """Return the classes of modules that drop or draw noise, by path."""
+    known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
+    kinds: dict[str, type[nn.Module]] = {}
+    for path, module in model.named_modules():
+        kind = NoisyModule
+        if drops_itself(module) or calls_dropout(module, known):
+            kind = _kind_of(module)
+        elif not drops.may_place_noise or not draws_noise(module, noisy):
+            continue
+        if kind not in (FunctionalDropout, NoisyModule) or not recomputes_itself(module):
+            kinds[path] = kind
+    return kinds
+
+
+def draws_nothing(model: nn.Module) -> bool:
+    """Return True if no module of a parallelized model draws random numbers."""
+    return getattr(model, _IS_IDLE, False)
+
+
+def _never_draws(module: nn.Module) -> bool:
+    """Return True for layers without random numbers that run no code of the user."""
+    kind, own = class_before(module), vars(module)
+    if kind not in _PLAIN_LAYERS and kind.__module__ not in ("weft.models.decoder", "weft.models.attention"):
+        return False
+    hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+    hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
+    homes = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
+    return "forward" not in own and all(home.startswith("weft.") for home in homes)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module]:

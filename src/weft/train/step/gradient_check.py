@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.collectives import all_gather, all_reduce
-from weft.comm.mesh import Axis, Mesh
+from weft.comm.collectives import all_reduce, gather_json
+from weft.comm.mesh import Mesh
 from weft.errors import ModelError, WeftError, WeftWarning
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.stale_references import hook_refusal
@@ -44,8 +44,6 @@ _MOST_PARAMETERS = 10**8
 _CHUNK, _SUMS = 4096, 4
 #: Chunks of a gradient that are copied to float64 at a time.
 _CHUNKS = 2**10
-#: Bytes of a text that a pipeline stage sends to the others.
-_MOST_BYTES = 1000
 #: Modules whose functions are linear and keep samples apart.
 _TRUSTED = ("torch.", "weft.")
 #: Methods of graph nodes that add hooks. Their calls are not recorded, so code is searched for their names.
@@ -171,7 +169,7 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
     if plan.compile and not agree(mesh, bool(code.found), "max"):
         return
     # Gradients do not show which stage changed them.
-    names = ", ".join(_of_all_stages(str(code), mesh["pp"], mesh.device))
+    names = ", ".join(dict.fromkeys(filter(None, gather_json(str(code), mesh["pp"], mesh.device))))
     cause = _cause(probe, small, names, first or probe.run(small[0], 1.0, 1))
     # Of the ranks that ran such code, the first warns.
     mine = torch.tensor(mesh.rank if cause and names else 2**40, dtype=torch.float64, device=mesh.device)
@@ -187,15 +185,6 @@ def _try(probe: GradientProbe, small: Small) -> tuple[float, Tensor] | None:
         raise
     except Exception:
         return None
-
-
-def _of_all_stages(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """Return the different texts of all pipeline stages that are not empty. A collective."""
-    sent = torch.zeros(_MOST_BYTES, dtype=torch.uint8, device=device)
-    coded = list(text.encode()[:_MOST_BYTES])
-    sent[: len(coded)] = torch.tensor(coded, dtype=torch.uint8, device=device)
-    texts = (bytes(row.tolist()).rstrip(b"\0") for row in all_gather(sent, axis).view(axis.size, -1))
-    return list(dict.fromkeys(one.decode(errors="ignore") for one in texts if one))
 
 
 def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tuple[float, Tensor]) -> str:
@@ -252,7 +241,7 @@ def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
                 "of ranks and microbatches are added. Use register_hook to multiply a gradient, and an optimizer to "
                 "apply it."
             )
-    if texts := _of_all_stages(found, mesh["pp"], mesh.device):
+    if texts := [*filter(None, gather_json(found, mesh["pp"], mesh.device))]:
         raise ModelError(texts[0])
 
 
