@@ -511,20 +511,41 @@ def test_parts_are_recomputed_if_blocks_are_not_called():
 
 
 class CalledWithOtherWeights(nn.Module):
+    """Calls its blocks with computed weights, with parameters of other modules, and with another buffer."""
+
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), Shifted(), nn.Tanh()) for _ in range(3))
+        self.others = nn.Sequential(nn.Linear(4, 4), Shifted(), nn.Tanh())
+        self.shift = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
-        for block in self.blocks:
-            scaled = {name: param * 1.01 for name, param in block.named_parameters()}
-            x = torch.func.functional_call(block, scaled, (x,))
-        return x
+        scaled = {name: param * 1.01 for name, param in self.blocks[0].named_parameters()}
+        x = torch.func.functional_call(self.blocks[0], scaled, (x,))
+        x = torch.func.functional_call(self.blocks[1], dict(self.others.named_parameters()), (x,))
+        return torch.func.functional_call(self.blocks[2], {"1.shift": self.shift * 2}, (x,))
 
 
-@pytest.mark.parametrize("setting", POLICIES)
-def test_blocks_that_are_called_with_other_weights_are_refused(setting):
-    model = CalledWithOtherWeights()
-    apply_recompute(model, Plan(recompute=setting))
-    with pytest.raises(ModelError, match=r"blocks\.0 is called with other values of 0\.weight"):
-        model(torch.ones(2, 4))
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        return (x * x) @ self.shift.diag()
+
+
+@pytest.mark.parametrize("setting", ["full", "selective", "70%"])
+def test_blocks_that_are_called_with_other_weights(setting):
+    grads = []
+    for each in ("none", setting):
+        model = CalledWithOtherWeights()
+        apply_recompute(model, Plan(recompute=each))
+        own = [*model.parameters(), *model.buffers()]
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        grads.append({name: param.grad for name, param in model.named_parameters()})
+        assert all(one is other for one, other in zip(own, [*model.parameters(), *model.buffers()], strict=True))
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)

@@ -69,6 +69,7 @@ LEGAL: dict[str, Any] = {
     "detach": lambda ff, h: h + h.detach(),
     "no grad": lambda ff, h: h * h.detach().sign(),
     "in place": lambda ff, h: h.clone().mul_(2).add_(1),
+    "in place of the layer's output": lambda ff, h: h.mul_(2).relu_(),
     "scalar tensor": lambda ff, h: h * torch.tensor(0.5, dtype=h.dtype),
     "positions": lambda ff, h: h * torch.arange(h.shape[1], dtype=h.dtype)[:, None],
     "dropout of zero": lambda ff, h: F.dropout(h, 0.0),

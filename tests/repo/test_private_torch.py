@@ -63,6 +63,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch._inductor.config.custom_partitioner_fn": None,
     "torch._inductor.custom_graph_pass.CustomPartitionerFn": (),
     "torch._inductor.custom_graph_pass.get_hash_for_files": ("paths", "extra"),
+    "torch.autograd.graph.Node._input_metadata": None,
     "torch.autograd.graph.Node._sequence_nr": None,
     "torch.autograd.graph._engine_run_backward": ("t_outputs",),
     "torch.autograd.variable.Variable._execution_engine.queue_callback": None,

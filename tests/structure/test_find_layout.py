@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.parallel.tensor_cases import LLAMA, build
 from tests.parity.families import FamilyCase
+from tests.train.gradient_kinds import function_of
 from weft.config.layout import Layout
 from weft.errors import LayoutError, PlanError
 from weft.models.inspect import hugging_face
@@ -110,12 +111,46 @@ class Pair(nn.Module):
         return self.second(self.between(self.first(x)))
 
 
+def hooked(x, hook):
+    y = x * 1.0
+    y.register_hook(hook)
+    return y
+
+
+def written(x, index):
+    y = x.clone()
+    y[index(y)] = 0.0
+    return y
+
+
+class TwoInputs(torch.autograd.Function):
+    """A gate. It saves its inputs and its output."""
+
+    @staticmethod
+    def forward(ctx, gate, x):
+        y = gate.sigmoid() * x
+        ctx.save_for_backward(gate, x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, *grads):
+        gate, x, y = ctx.saved_tensors
+        return grads[0] * x * gate.sigmoid() * (1 - gate.sigmoid()), grads[0] * y / x
+
+
 KEEPS = {
     "pointwise": lambda x: F.gelu(x) * x.sigmoid() + 1.0,
     "heads": lambda x: x.view(2, 8, -1, 3).softmax(-1).reshape(2, 8, -1),
     "transposed": lambda x: (x.view(2, 8, -1, 3).transpose(1, 2) * 2).transpose(1, 2).flatten(2),
     "turned by attribute": lambda x: (x.mT * 2).mT,
     "norm of each head": lambda x: F.rms_norm(x.view(2, 8, -1, 3), (3,)).view(2, 8, -1),
+    "a backward of each feature": lambda x: function_of(lambda grad, x: grad * (x > 0)).apply(x),
+    "a backward that mixes samples": lambda x: function_of(lambda grad, x: grad - grad.mean(0)).apply(x),
+    "a backward by samples": lambda x: function_of(lambda grad, x: grad / len(grad)).apply(x),
+    "a function of two inputs": lambda x: TwoInputs.apply(x, x),
+    "a hook of each feature": lambda x: hooked(x, lambda grad: grad * 0.5),
+    "each written": lambda x: written(x, lambda x: x < 0),
+    "all written": lambda x: written(x, lambda x: (0, slice(2))),
 }
 MIXES = {
     "softmax over features": lambda x: x.softmax(-1),
@@ -125,6 +160,14 @@ MIXES = {
     "turned": lambda x: x.flip(-1),
     "a whole tensor": lambda x: x + torch.arange(12.0, device=x.device),
     "half of it": lambda x: torch.cat((x[..., 3:], x[..., :3]), -1),
+    "one written": lambda x: written(x, lambda x: (..., 0)),
+    "some written": lambda x: written(x, lambda x: (slice(None), slice(None), slice(3))),
+    "a norm in backward": lambda x: function_of(lambda grad, x: grad / grad.norm()).apply(x),
+    "a mean in backward": lambda x: function_of(lambda grad, x: grad - grad.mean(-1, keepdim=True)).apply(x),
+    "a number of features in backward": lambda x: function_of(lambda grad, x: grad / x.shape[-1]).apply(x),
+    "largest in backward": lambda x: function_of(lambda grad, x: grad * (grad >= grad.flatten().median())).apply(x),
+    "numpy in backward": lambda x: function_of(lambda grad, x: torch.from_numpy(grad.numpy() * 2)).apply(x),
+    "a norm in a hook": lambda x: hooked(x, lambda grad: grad / grad.norm(dim=-1, keepdim=True)),
 }
 
 
@@ -135,8 +178,14 @@ def test_what_keeps_features_apart(name):
 
 @pytest.mark.parametrize("name", MIXES)
 def test_what_mixes_features_is_not_cut(name):
-    with pytest.raises(LayoutError, match="nothing in Pair can be sharded"):
+    with pytest.raises(LayoutError, match=r"nothing in Pair can be sharded.*\(first: \w"):
         trace_layout(Pair(MIXES[name]))
+
+
+@pytest.mark.parametrize("computed", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_layers_whose_weight_is_computed_are_not_cut(computed):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), computed(nn.Linear(8, 6)), Pair(torch.relu))
+    assert trace_layout(model).layout.format() == "*.first=colwise *.second=rowwise"
 
 
 class Encoder(nn.Module):

@@ -202,6 +202,16 @@ DEPENDENT: dict[str, Kind] = {
 }
 
 
+#: Gradients that mix the features between two layers. A plan without tensor parallelism and with one part is right.
+FEATURES: dict[str, Kind] = {
+    "centred features": Kind(in_blocks(lambda g, x: g - g.mean(-1, keepdim=True))),
+    "features in 8 bits": Kind(in_blocks(lambda g, x: (g / g.abs().max() * 128).round() * g.abs().max())),
+    "largest features": Kind(in_blocks(largest)),
+    "by number of features": Kind(in_blocks(lambda g, x: g / g.shape[-1])),
+    "hook of features": Kind(lambda: Net(lambda: Block(Hooked(lambda g: g - g.flip(-1))))),
+}
+
+
 class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.train.batch_kinds import MOVES, NOISE, D, Fixed, squares
 from tests.train.stage_kinds import ATTRIBUTES, INTERACTING, LEGAL, STATE, WEIGHTS, Chain
@@ -55,7 +56,8 @@ def train(run: Run, name: str, steps: int, **options: Any) -> Trained:
     trained.losses = losses
     # A rank may hold a shared weight only under its second name.
     weights = model.named_parameters(remove_duplicate=False)
-    trained.weights = {path: one.detach().clone() for path, one in weights if not one.is_meta}
+    kept = ((path, one.full_tensor() if isinstance(one, DTensor) else one) for path, one in weights if not one.is_meta)
+    trained.weights = {path: one.detach().clone() for path, one in kept}
     return trained
 
 

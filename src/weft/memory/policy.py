@@ -225,6 +225,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     # Forward also reads state, which another microbatch may change before the replay.
     draws = state_of(block)
     around.append(lambda: draws)
+    around.append(partial(_with_tensors, _tensors_of(block)))
     replaying = _Replay(around, replaying)
     pair = keeping, replaying
     settings = {**(OWN_HOOKS if selective else {}), **_rng_settings()}
@@ -240,6 +241,28 @@ def state_of(block: nn.Module) -> AbstractContextManager[Any]:
     """Return the context in which the current forward can be repeated later with the same result."""
     state = getattr(block, "_weft_travels", None)
     return nullcontext() if state is None else state.travelling()
+
+
+#: Parameters and buffers of a block: the dict of their module, their name, and the tensor.
+_Tensors = list[tuple[dict[str, Any], str, torch.Tensor | None]]
+
+
+def _tensors_of(block: nn.Module) -> _Tensors:
+    dicts = (vars(module)[kind] for module in block.modules() for kind in ("_parameters", "_buffers"))
+    return [(each, name, tensor) for each in dicts for name, tensor in each.items()]
+
+
+@contextlib.contextmanager
+def _with_tensors(tensors: _Tensors) -> Iterator[None]:
+    """Set parameters and buffers inside this context: torch.func.functional_call replaced them for one forward only."""
+    replaced = [(each, name, each.get(name)) for each, name, tensor in tensors if each.get(name) is not tensor]
+    for each, name, tensor in tensors:
+        each[name] = tensor
+    try:
+        yield
+    finally:
+        for each, name, tensor in replaced:
+            each[name] = tensor
 
 
 def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -339,24 +339,11 @@ def _block_forward(plain: Forward) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            _refuse_other_weights(self)
         if self._weft_policy is None:
             return _first_run(self, plain, args, kwargs)
         return run_block(self._weft_policy, self, plain, args, kwargs)
 
     return forward
-
-
-def _refuse_other_weights(block: _RecomputedBlock) -> None:
-    """Raise ModelError if the caller replaced parameters for this call, since backward would use the block's own."""
-    for name, param in block.named_parameters():
-        if not isinstance(param, nn.Parameter):
-            raise ModelError(
-                f"recompute={block._weft_recompute.setting}: {block._weft_path} is called with other values of {name} "
-                "(torch.func.functional_call), and backward would compute again with its own. Use recompute=none, or "
-                "compute the values in a parametrization."
-            )
 
 
 def _model_forward(plain: Forward) -> Forward:

@@ -88,6 +88,14 @@ def test_gradients_are_delivered_as_autograd_delivers_them():
     assert seen == [0.0, 4.0, 4.0, 8.0]
 
 
+def test_a_weight_with_a_hook_gets_its_gradient_in_backward():
+    layer, held = nn.Linear(2, 2, bias=False), DeferredWeightGrad()
+    defer_weight_gradients(nn.Sequential(layer), held)
+    layer.weight.register_hook(lambda grad: grad * 0.5)
+    assert held.during(lambda: layer(torch.ones(1, 2)).sum().backward()) == []
+    torch.testing.assert_close(layer.weight.grad, torch.full((2, 2), 0.5))
+
+
 def test_a_weight_that_is_used_twice_gets_its_gradient_once():
     layer, plain, held = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), DeferredWeightGrad()
     plain.load_state_dict(layer.state_dict())

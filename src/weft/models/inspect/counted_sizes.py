@@ -196,3 +196,13 @@ def counted_in(values: Any) -> Iterator[Counted]:
 
 def _is_slice(value: Any) -> TypeGuard[slice[Any, Any, Any]]:
     return isinstance(value, slice)
+
+
+def parts_of_index(index: Any, rank: int) -> list[Any] | None:
+    """Return the parts of an index without `...`, or None if a tensor or a list is among them."""
+    parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
+    if any(isinstance(part, torch.Tensor | list) for part in parts):
+        return None
+    place = next((at for at, part in enumerate(parts) if part is Ellipsis), len(parts))
+    missing = rank - sum(part is not None and part is not Ellipsis for part in parts)
+    return [*parts[:place], *(slice(None),) * missing, *parts[place + 1 :]]

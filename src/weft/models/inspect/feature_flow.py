@@ -7,6 +7,7 @@ sharded by columns. If a mark reaches the input features of another linear layer
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,9 +23,11 @@ from weft.models.inspect.counted_sizes import (
     counted_in,
     counted_result,
     fits_parts,
+    parts_of_index,
     sizes_of,
 )
 from weft.models.inspect.layers import WrittenHeads
+from weft.models.inspect.private_torch import CustomBackward
 from weft.private_torch import tree_leaves
 
 #: Each value of the result depends on the values at the same position only.
@@ -95,6 +98,7 @@ class FeatureFlow(TorchFunctionMode):
         self.rank_group: list[frozenset[str]] = []
         self.counts: dict[str, int] = {}
         self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # keeps tensors alive so that ids stay unique
+        self._traced: set[int] = set()  # marked tensors whose custom backward was traced
         self._fresh: dict[int, tuple[torch.Tensor, set[int]]] = {}  # uninitialized tensors, and their unmarked dims
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # views of fresh tensors, and their indices
 
@@ -109,6 +113,13 @@ class FeatureFlow(TorchFunctionMode):
     def of(self, value: Any) -> Mark | None:
         """Return the mark of a value, or None if it has no mark or its layers stay unsharded on every rank."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
+        if found and not self.inside and id(value) not in self._traced:
+            self.inside = True
+            backward = CustomBackward.of(value)
+            self.inside = False
+            if backward is not None:
+                given = [*backward.grads, *backward.saved_tensors, value]
+                self._trace_backward(backward, given, *found, f"the backward of {backward.name}")
         return found[1] if found is not None and not found[1].sources <= self.alone else None
 
     def is_param(self, tensor: torch.Tensor) -> bool:
@@ -121,6 +132,21 @@ class FeatureFlow(TorchFunctionMode):
             self.broken.setdefault(source, reason)
         if alone and len(mark.sources) == 1:
             self.alone |= mark.sources
+
+    def _trace_backward(self, call: Any, given: list[Any], like: torch.Tensor, mark: Mark, what: str) -> None:
+        """Run code of backward on tensors, of which those in the shape of `like` have its features."""
+        own = copy.copy(self)  # shares what it records
+        self.inside = True
+        for one in given:
+            if isinstance(one, torch.Tensor) and one.shape == like.shape and id(one) not in self._marks:
+                self.mark(one, mark)
+        self._traced |= set(map(id, given))
+        try:
+            with own:
+                call()
+        except Exception:  # user code may need numbers
+            self.end(mark, f"{what} cannot be traced")
+        self.inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -139,7 +165,10 @@ class FeatureFlow(TorchFunctionMode):
         if first is not None and name in _SIZES and not self.trusted:
             return self._counted(name, args, kwargs, result, first)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if marked and outputs:
+        if first is not None and name == "register_hook":
+            grad = torch.zeros_like(args[0].detach())
+            self._trace_backward(lambda: args[1](grad), [grad], args[0], first, "a hook of its gradient")
+        elif marked and outputs:
             self._pass_on(func, args, kwargs, marked, outputs)
         elif marked and not outputs and not self.trusted and name not in _ASKED:
             for leaf in marked:
@@ -230,8 +259,10 @@ class FeatureFlow(TorchFunctionMode):
         """Follow a write into part of `target`. It inherits the value's mark if features keep their positions."""
         mark, known = self.of(value), self.of(target)
         if mark is None:
-            if known is not None and not uniform(value, known.dim - target.dim()):
-                self.end(known, "its features are combined with constant numbers")
+            if known is not None and not (
+                uniform(value, known.dim - target.dim()) and self._is_all(index, target, known)
+            ):
+                self.end(known, "some of its features are replaced, or by different numbers")
             elif (fresh := self._fresh.get(id(target))) is not None:
                 fresh[1].intersection_update([dim for dim in fresh[1] if uniform(value, dim - target.dim())])
             return
@@ -248,6 +279,13 @@ class FeatureFlow(TorchFunctionMode):
             for each in (mark, known):
                 if each is not None:
                     self.end(each, "its features are written into a tensor", known is None)
+
+    def _is_all(self, index: Any, target: torch.Tensor, known: Mark) -> bool:
+        """Return True if an index selects all features of a tensor, or each by its own values."""
+        if (mask := self.of(index)) is not None:
+            return mask.dim == known.dim and index.shape == target.shape
+        parts = [part for part in parts_of_index(index, target.dim()) or () if part is not None]
+        return bool(parts) and parts[known.dim] == slice(None)
 
 
 def ranks_of(mark: Mark) -> int:
@@ -478,16 +516,8 @@ class FlowStep:
             yield output, replace(self.first, count=size, segment=(start, size))
 
     def _getitem(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        index = self.args[1] if isinstance(self.args[1], tuple) else (self.args[1],)
-        if any(isinstance(part, torch.Tensor | list) for part in index):
-            return
-        missing = self.args[0].dim() - sum(part is not None and part is not Ellipsis for part in index)
-        if Ellipsis not in index:
-            index = (*index, Ellipsis)
-        place = index.index(Ellipsis)
-        index = (*index[:place], *(slice(None),) * missing, *index[place + 1 :])
         old = new = 0
-        for part in index:
+        for part in parts_of_index(self.args[1], self.args[0].dim()) or ():
             if part is None:
                 new += 1
                 continue

@@ -62,9 +62,13 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
     trace = _Trace(model, across_norms).run(example)
     styles, reasons = trace.styles()
     if not styles:
+        blocks = tuple(f"{block}." for block in repeated_blocks(model))
+        broken = [*trace.flow.broken.items()]
+        first = next((one for one in broken if one[0].startswith(blocks)), broken[0] if broken else None)
+        why = "" if first is None else f" ({first[0]}: {first[1]})"
         raise LayoutError(
             f"layout: nothing in {type(model).__name__} can be sharded: no two linear layers with only pointwise or "
-            "attention operations between them, and no vocabulary. Use tp=1, or set a layout."
+            f"attention operations between them{why}, and no vocabulary. Use tp=1, or set a layout."
         )
     modules = dict(named_modules(model))
     pairs, why = generalise(styles, reasons, (*modules, *own_parameters(modules)))
@@ -130,7 +134,8 @@ class _Trace:
         if Heads.of(module).count:
             yield module.register_forward_pre_hook(self._before_heads)
             yield module.register_forward_hook(self._after_heads)
-        if is_linear(module):
+        # A layer whose weight is computed from other parameters, as weight norm does, is not sharded.
+        if is_linear(module) and "weight" in dict(module.named_parameters(recurse=False)):
             yield module.register_forward_pre_hook(self._before_linear)
             yield module.register_forward_hook(self._after_linear)
         elif isinstance(module, nn.Embedding):

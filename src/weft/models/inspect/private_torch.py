@@ -40,3 +40,31 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's children by name, including repeated ones; `named_children` returns a shared one once."""
     return module._modules
+
+
+class CustomBackward:
+    """The backward of a custom autograd function, which can run during forward. It is the function's `ctx` then.
+
+    saved_tensors: the same objects in each read. grads: zeros of the shapes of the function's outputs.
+    """
+
+    def __init__(self, node: Any):
+        self._node, self.name = node, node._forward_cls.__name__
+        self.saved_tensors: tuple[torch.Tensor | None, ...] = node.saved_tensors
+        forms = node._input_metadata
+        self.grads = [torch.zeros(tuple(one.shape), dtype=one.dtype, device=one.device) for one in forms]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> CustomBackward | None:
+        """Return the backward of the function that made a tensor, or None if torch or Weft defines it."""
+        node: Any = tensor.grad_fn
+        kind: Any = getattr(node, "_forward_cls", None)  # torch's own nodes have none
+        return None if kind is None or kind.__module__.startswith(("torch.", "weft.")) else cls(node)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __call__(self) -> Any:
+        """Run it on zeros."""
+        with torch.no_grad():
+            return self._node._forward_cls.backward(self, *self.grads)

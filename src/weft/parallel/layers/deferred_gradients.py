@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.parallel.layers.float8_products import Float8, product
-from weft.private_torch import Function
+from weft.private_torch import Function, hooks_of_parameter
 
 
 @dataclass(slots=True)
@@ -81,6 +81,8 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool, form: Any
     ) -> Tensor:
+        if hooks_of_parameter(weight)[0]:  # they would run without a gradient
+            held = None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight has no gradient
         ctx.param, ctx.held, ctx.is_transposed, ctx.form = param, held, transposed, form
         return product(x, weight.t() if transposed else weight, bias, form)

@@ -104,7 +104,8 @@ def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | 
         form: float8 multiplication. None: the operands' dtype.
     """
     if form is None:
-        return F.linear(x, weight_OI, bias_O)
+        made = F.linear(x, weight_OI, bias_O)
+        return own_view(made, made.shape)  # autograd refuses writes to a view from a custom function
     out = form.product(x, weight_OI)
     return out if bias_O is None else out + bias_O
 

@@ -9,11 +9,13 @@ After the stage receives the values (`receive`), a remote tensor acts as the rec
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from weft.data.batches import map_tensors, tensors_in
 from weft.errors import ModelError
@@ -126,6 +128,8 @@ def _without_numbers(func: Any, args: Any, kwargs: Any, remote: list[RemoteTenso
         return device
     if name == "__get__" and (flag := _device_flags(func, device)) is not None:
         return flag
+    if func is _T.register_hook:  # it runs on the stages that have the value
+        return RemovableHandle(OrderedDict())
     if func in _LIKE and not is_remote(args[0]) and len(args) > 1 and is_remote(args[1]):
         with without_overrides():
             return _LIKE[func](args[0], args[1])

@@ -73,7 +73,7 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     training = model.training
     failure, expected, is_random = _step(full, inputs, training)
     if failure is None and is_random and training:
-        training = False
+        training, full = False, copy.deepcopy(divided)  # the step may have changed its buffers
         failure, expected, _ = _step(full, inputs, training)
     if failure is not None:  # a generated example may not fit; tracing has reported it
         return
@@ -120,7 +120,7 @@ class _Draws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").strip("_")
-        self.is_random = self.is_random or name.startswith(_RANDOM)
+        self.is_random = self.is_random or (name.startswith(_RANDOM) and name != "normalize")
         return func(*args, **(kwargs or {}))
 
 

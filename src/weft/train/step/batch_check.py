@@ -56,8 +56,10 @@ def check_first_batch(
     batch: Any,
     samples: SampleNumbers,
     stage_forward: Callable[[nn.Module, Any], Any] | None = None,
-) -> None:
+) -> bool:
     """Warn once, on one rank, if results depend on how the plan divides a batch. A collective.
+
+    Returns True if the model runs a few samples of the batch on all ranks.
 
     Args:
         model: in training.
@@ -92,7 +94,7 @@ def check_first_batch(
     )
     batch = shard_sequence(model, batch)
     with nullcontext() if pipeline is None else pipeline.probing(batch, probed.stage_forward or forward):
-        _check_batch(probed, batch, samples, mesh)
+        return _check_batch(probed, batch, samples, mesh)
 
 
 def limit_of(mesh: Mesh) -> float:
@@ -101,19 +103,21 @@ def limit_of(mesh: Mesh) -> float:
     return _ROUNDING.get(mesh.plan.precision, _COARSE) if precise else _COARSE
 
 
-def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) -> None:
-    """Warn once, on one rank, if results depend on how the plan divides the batch. A collective."""
+def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) -> bool:
+    """See `check_first_batch`."""
     small = small_batches(batch, samples)
     is_small = ForwardState.copied_bytes(probed.model) <= MAX_COPIED_BYTES
     if not agree(mesh, small is not None and is_small, "min") or small is None:
-        return
+        return False
     with traceless(probed.model) as state:
         runs = _first_runs(probed, small, state)
-        findings = [] if runs is None else _suspected(probed, runs)
+        if runs is None:
+            return False
+        findings = _suspected(probed, runs)
         # Forward may communicate, so all ranks look closer, or none.
         looks = agree(mesh, bool(findings), "max"), agree(mesh, bool({*findings} - {"state"}), "max")
-        if not looks[0] or runs is None:
-            return
+        if not looks[0]:
+            return True
         causes = {cause.kind: cause for cause in find_causes(probed, small, state, runs, compares=looks[1])}
     # Of the ranks with a cause, one that located it warns.
     order = [2.0 * mesh.world_size] * len(_KINDS)
@@ -125,6 +129,7 @@ def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh)
     for kind, mine, least in zip(_KINDS, own.tolist(), first.tolist(), strict=True):
         if kind in causes and mine == least:
             warnings.warn(causes[kind].sentence, WeftWarning, stacklevel=6)
+    return True
 
 
 def causes_of(probed: Probed, batch: Any) -> list[str]:

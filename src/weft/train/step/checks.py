@@ -125,7 +125,9 @@ class FirstStep:
     def __init__(self, passes: Accumulate, state: ModelState, mesh: Mesh, *, checks_batch: bool):
         self._model, self._passes, self._state, self._mesh = passes.model, passes, state, mesh
         self._checks_batch = checks_batch and mesh.world_size * mesh.plan.microbatches_per_step > 1
-        self._checks_gradients = checks_batch and not isinstance(passes, Pipelined)
+        self._checks_gradients = checks_batch
+        #: False if a few samples may fail on some pipeline stage, for which other stages would wait.
+        self._runs_few = not isinstance(passes, Pipelined)
         self._code: BackwardCode | None = None
 
     @contextmanager
@@ -142,7 +144,10 @@ class FirstStep:
             return
         passes, loss = self._passes, self._passes.loss
         loss_fn, experts = None if loss.compares else loss.loss_fn, self._state.experts
-        check_first_batch(self._model, passes.with_labels, loss_fn, self._mesh, experts, batch, samples, passes.forward)
+        ran = check_first_batch(
+            self._model, passes.with_labels, loss_fn, self._mesh, experts, batch, samples, passes.forward
+        )
+        self._runs_few |= ran and not loss.compares
         self._checks_batch = False
 
     def check_gradients(
@@ -161,7 +166,7 @@ class FirstStep:
             return loss_sum, self._passes.engine.local_gradients()
 
         microbatches, samples = split()
-        probe = GradientProbe(self._model, self._mesh, compute, adds_up=not self._passes.loss.compares)
+        probe = GradientProbe(self._model, self._mesh, compute, not self._passes.loss.compares, self._runs_few)
         check_gradients(probe, self._code, microbatches[0], samples[0])
 
     def value(self, batch: Any) -> torch.Tensor | None:

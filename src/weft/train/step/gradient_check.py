@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.collectives import all_reduce
+from weft.comm.collectives import all_reduce, gather_json
 from weft.comm.mesh import Mesh
 from weft.errors import ModelError, WeftError, WeftWarning
 from weft.parallel.random.streams import SampleNumbers
@@ -110,12 +110,14 @@ class GradientProbe:
         compute: (microbatches, factor of the loss, seed of random numbers in backward) -> loss sum over all ranks and
             this rank's gradients. A collective.
         adds_up: False if the loss of a batch is not the sum of the losses of its parts.
+        runs_few: False if a few samples may fail on some pipeline stage, for which other stages would wait.
     """
 
     model: nn.Module
     mesh: Mesh
     compute: Callable[[Microbatches, float, int], tuple[float, list[Tensor]]]
     adds_up: bool = True
+    runs_few: bool = True
 
     def run(self, small: Small, factor: float, seed: int) -> tuple[float, Tensor]:
         """Return the loss sum and sums of gradients, divided by `factor`, from the model's state. A collective."""
@@ -155,12 +157,8 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
     is_small = ForwardState.copied_bytes(probe.model) <= MAX_COPIED_BYTES
     if not agree(mesh, is_small and not samples.is_empty, "min"):
         return
-    small = small_batches(batch, samples)
-    if (
-        small is not None
-        and len(samples.numbers) == 1
-        and sum(p.numel() for p in probe.model.parameters()) > _MOST_PARAMETERS
-    ):
+    small = small_batches(batch, samples) if probe.runs_few else None
+    if len(samples.numbers) == 1 and sum(p.numel() for p in probe.model.parameters()) > _MOST_PARAMETERS:
         small = None
     if not agree(mesh, small is not None, "min") or small is None:
         small = [Small(batch, samples)]
@@ -170,9 +168,11 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
         small, first = [Small(batch, samples)], None
     if plan.compile and not agree(mesh, bool(code.found), "max"):
         return
-    cause = _cause(probe, small, code, first or probe.run(small[0], 1.0, 1))
+    # Gradients do not show which stage changed them.
+    names = ", ".join(dict.fromkeys(filter(None, gather_json(str(code), mesh["pp"], mesh.device))))
+    cause = _cause(probe, small, names, first or probe.run(small[0], 1.0, 1))
     # Of the ranks that ran such code, the first warns.
-    mine = torch.tensor(mesh.rank if cause and code.found else 2**40, dtype=torch.float64, device=mesh.device)
+    mine = torch.tensor(mesh.rank if cause and names else 2**40, dtype=torch.float64, device=mesh.device)
     if cause and mesh.rank == int(all_reduce(mine, mesh.world, "min") if mesh.world_size > 1 else mine):
         warnings.warn(cause, WeftWarning, stacklevel=6)
 
@@ -187,13 +187,13 @@ def _try(probe: GradientProbe, small: Small) -> tuple[float, Tensor] | None:
         return None
 
 
-def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode, first: tuple[float, Tensor]) -> str:
+def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tuple[float, Tensor]) -> str:
     """Return the reason why gradients depend on the plan, or "". A collective.
 
     Args:
         probe: the model and its gradients.
         small: some samples, and both halves of them; or one microbatch.
-        code: functions and hooks in backward.
+        names: functions and hooks in backward.
         first: loss sum and gradients of the former.
     """
     mesh = probe.mesh
@@ -204,7 +204,7 @@ def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode, fir
     for factor in _HALF_FACTORS if mesh.plan.precision == "fp16" else _FACTORS:
         if agree(mesh, _differ(sums, probe.run(small[0], factor, 2)[1], limit), "max"):
             return (
-                f"backward: {code} returns gradients that are not proportional to its input, or draws random "
+                f"backward: {names} returns gradients that are not proportional to its input, or draws random "
                 "numbers. Weft scales the loss before backward and divides gradients afterwards, so results are not "
                 "those of plain PyTorch. Return gradients that are linear in the input, and use max_grad_norm or the "
                 "optimizer to clip or normalize gradients."
@@ -218,28 +218,31 @@ def _cause(probe: GradientProbe, small: Sequence[Small], code: BackwardCode, fir
         return ""
     parts = mesh.data.size * mesh.plan.microbatches_per_step
     return (
-        f"backward: {code} combines the gradients of several samples, so the gradient of a batch is not the sum of the "
-        f"gradients of its parts, and the plan divides a batch into {parts} parts. Compute the gradient of each sample "
-        "by itself, or use a plan with one part."
+        f"backward: {names} combines the gradients of several samples, so the gradient of a batch is not the sum of "
+        f"the gradients of its parts, and the plan divides a batch into {parts} parts. Compute the gradient of each "
+        "sample by itself, or use a plan with one part."
     ) * (parts > 1)
 
 
 def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse hooks of parameters that the plan does not run, or that run on a part of the gradient.
+    """Refuse hooks of parameters that the plan does not run, or that run on a part of the gradient. A collective.
 
     Raises:
-        ModelError: with the parameter.
+        ModelError: with the parameter, on all pipeline stages.
     """
+    found = ""
     for name, param in model.named_parameters():
         before, after = hooks_of_parameter(param)
         if isinstance(param, DTensor) and any(map(_is_untrusted, (*before, *after))):
-            raise ModelError(hook_refusal(name))
-        if any(map(_is_untrusted, after)) and mesh.data.size * mesh.plan.microbatches_per_step > 1:
-            raise ModelError(
+            found = hook_refusal(name)
+        elif any(map(_is_untrusted, after)) and mesh.data.size * mesh.plan.microbatches_per_step > 1:
+            found = (
                 f"parameter {name}: its register_post_accumulate_grad_hook runs before the gradients "
                 "of ranks and microbatches are added. Use register_hook to multiply a gradient, and an optimizer to "
                 "apply it."
             )
+    if texts := [*filter(None, gather_json(found, mesh["pp"], mesh.device))]:
+        raise ModelError(texts[0])
 
 
 def _is_weft_operator(name: str) -> bool:
