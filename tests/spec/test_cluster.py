@@ -214,7 +214,7 @@ def test_spellings_of_devices_and_counts(text, cluster):
         (
             "v100-16gb",
             "device=v100-16gb: there are data for the v100 with 32 GiB. "
-            'For another size write device = {like = "v100", memory_gib = 16} in a cluster file.',
+            "For another size write 'v100 memory=16GiB'.",
         ),
         (
             "12xh100",

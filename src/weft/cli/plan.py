@@ -16,6 +16,7 @@ import typer
 from weft import env
 from weft.cli.console import print_line
 from weft.cli.plan_view import Findings, print_findings, print_json
+from weft.config.cluster import described_clusters
 from weft.errors import ConfigError, PlanError, Problem, WeftError
 from weft.planner.measured.laws import learn, lesson_words
 from weft.planner.measured.machine_profile import default_path, load_profile
@@ -40,6 +41,15 @@ Cluster = Annotated[
     typer.Argument(
         metavar="CLUSTER",
         help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), here, 4xhere, a profile or a .toml file.",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="'NAME memory=24GiB bf16=120TFLOPS bandwidth=800GB/s'",
+        help="Describe a device that CLUSTER names: also link=, nic=, host= (rates), domain=, watts=, like=h100.",
         show_default=False,
     ),
 ]
@@ -172,6 +182,7 @@ def plan(
     model: Model = None,
     cluster: Cluster = None,
     more: More = None,
+    device: Device = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     documents: Documents = None,
@@ -209,6 +220,8 @@ def plan(
             learn_from(learn, profile)
             if model is None:
                 return
+        if device is not None:
+            cluster = described_clusters(device, cluster)
         if model is None or cluster is None:
             raise ConfigError("weft plan needs MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
         sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}

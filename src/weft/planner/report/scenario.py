@@ -82,14 +82,25 @@ def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
     return replace(question, job=replace(question.job, adapter=size))
 
 
+def _rate(text: str) -> float:
+    return units.parse_rate(text) / 1e9
+
+
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """Condition that can be changed: its unit, its current value, and a function that sets it."""
+    """Condition that can be changed: its unit, its current value, and a function that sets it.
+
+    Attributes:
+        parse: parser of a value with a unit, such as "300GB/s".
+        example: such a value.
+    """
 
     unit: str
     now: Callable[[Question], float]
     set: Callable[[Question, float], Question]
     whole: bool = False
+    parse: Callable[[str], float] = units.parse_count
+    example: str = ""
 
 
 LEVERS: dict[str, Lever] = {
@@ -107,11 +118,15 @@ LEVERS: dict[str, Lever] = {
         "GB/s for each device",
         lambda q: (q.cluster.device.nic_bytes_per_s or 0.0) / 1e9,
         lambda q, v: _device(q, "nic_bytes_per_s", v * 1e9),
+        parse=_rate,
+        example="400Gb/s",
     ),
     "link": Lever(
         "GB/s for each device",
         lambda q: q.cluster.device.scale_up_bytes_per_s / 1e9,
         lambda q, v: _device(q, "scale_up_bytes_per_s", v * 1e9),
+        parse=_rate,
+        example="300GB/s",
     ),
     "domain": Lever(
         "devices",
@@ -123,18 +138,24 @@ LEVERS: dict[str, Lever] = {
         "GiB",
         lambda q: q.cluster.device.memory_bytes / 2**30,
         lambda q, v: _device(q, "memory_bytes", int(v * 2**30)),
+        parse=lambda text: units.parse_bytes(text) / 2**30,
+        example="96GiB",
     ),
     "bandwidth": Lever(
         "GB/s",
         lambda q: q.cluster.device.memory_bytes_per_s / 1e9,
         lambda q, v: _device(q, "memory_bytes_per_s", v * 1e9),
+        parse=_rate,
+        example="800GB/s",
     ),
     "tflops": Lever(
         "bf16 TFLOP/s",
         lambda q: (q.cluster.device.peak_flops("bf16") or q.cluster.device.peak_flops("fp16") or 0.0) / 1e12,
         _flops,
+        parse=lambda text: units.parse_flops(text) / 1e12,
+        example="120TFLOPS",
     ),
-    "watts": Lever("watts", lambda q: q.cluster.device.watts or 0.0, _watts),
+    "watts": Lever("watts", lambda q: q.cluster.device.watts or 0.0, _watts, parse=lambda text: float(text[:-1])),
 }  # fmt: skip
 
 
@@ -209,13 +230,14 @@ def change(question: Question, text: str) -> Question:
 def _number(name: str, text: str, lever: Lever, now: float) -> float:
     try:
         plain = text.replace(".", "", 1).isdigit()
-        value = now * float(text[:-1]) if text.endswith("x") else float(text) if plain else units.parse_count(text)
+        value = now * float(text[:-1]) if text.endswith("x") else float(text) if plain else lever.parse(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e12 or (lever.whole and value != int(value)):
         kind = "whole number" if lever.whole else "number"
         rule = f"a {kind} of {lever.unit} above 0 is needed, or a multiple of today's {now:g}"
-        raise _error(name, f"{name}={text}: {rule}. Write e.g. {name}={max(1, round(2 * now))} or {name}=2x.")
+        written = lever.example or max(1, round(2 * now))
+        raise _error(name, f"{name}={text}: {rule}. Write e.g. {name}={written} or {name}=2x.")
     return value
 
 

@@ -123,7 +123,7 @@ class Question:
             job=_packed(_job(planned, seq_len, _positive("global-batch", global_batch)), documents, planned, known),
             fixed=decided,
             profile=known,
-            assumed=tuple(words[name] for name in assumed),
+            assumed=(*(words[name] for name in assumed), *_assumed_links(machines)),
             **options,
         )
 
@@ -176,6 +176,15 @@ class Question:
     def tables(self) -> Tables:
         """Constants of the cost model for the device."""
         return _tables(self.profile, self.cluster, self.tier)
+
+
+def _assumed_links(cluster: ClusterSpec) -> list[str]:
+    """Return the rates of links that a plan may need and that the device's data do not have."""
+    device, tables = cluster.device, _tables(None, cluster, "tables")
+    node = min(device.scale_up_domain, cluster.devices_per_node)
+    needs_links = node > 1 and not device.scale_up_bytes_per_s
+    needs_network = cluster.num_devices > node and device.nic_bytes_per_s is None
+    return [f"link={tables.link_rate / 1e9:g}GB/s"] * needs_links + [f"nic={tables.nic_rate / 1e9:g}GB/s"] * needs_network
 
 
 def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
