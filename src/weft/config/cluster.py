@@ -385,6 +385,7 @@ def this_cpu(num_ranks: int) -> DeviceSpec:
         scale_up_bytes_per_s=2e9,
         scale_up_domain=num_ranks,
         host_bytes_per_s=5e9,
+        host_memory_bytes=0,  # a CPU has no other memory to offload to
         note="rough figures for any CPU",
     )
 
@@ -533,7 +534,8 @@ def _changed(base: DeviceSpec, table: Mapping[str, object], words: Mapping[str, 
         if key in _NUMBERS:
             field, factor, parse, example = _NUMBERS[key]
             number = _number(value, factor, parse)
-            if not _is_positive(number) or (key == "scale_up_domain" and number % 1):
+            is_none = key == "host_memory_gib" and number == 0  # memory shared with the host
+            if not (is_none or _is_positive(number)) or (key == "scale_up_domain" and number % 1):
                 rule = "a whole number above 0" if key == "scale_up_domain" else "a number above 0 with its unit"
                 label, used = f"device.{key}", f'{key} = "{example}"'
                 if words is not None:
@@ -558,7 +560,7 @@ def _number(value: object, factor: float, parse: Callable[[str], float]) -> floa
             return float(parse(value))
         except ValueError:
             return math.nan
-    return cast(float, value) * factor if _is_positive(value) else math.nan
+    return cast(float, value) * factor if value == 0 or _is_positive(value) else math.nan
 
 
 def _peaks(value: object, problems: list[Problem], is_described: bool) -> list[tuple[str, float]]:

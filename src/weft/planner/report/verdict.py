@@ -250,7 +250,7 @@ def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
 def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
     """Yield questions with the next powers of two of devices, in full nodes of eight beyond one node."""
     cluster = question.cluster
-    count = 1
+    count = 1 if not cluster.device.is_cpu else 2 * _MOST_DEVICES  # more ranks share the same cores
     while count <= cluster.num_devices:
         count *= 2
     while count <= _MOST_DEVICES:
@@ -389,14 +389,14 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
     candidate = estimated([plan], question)[0]
     if candidate.fits < question.fits:
         return _with_details(_too_large(candidate, meant, question, best), unsaid)
-    if best is None or candidate.step_s <= best.step_s * 1.0005:
+    if best is None or candidate.rank_s <= best.rank_s * 1.0005:
         sentence = "this is the best plan: no other plan that was tried is faster."
         return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
     slower = candidate.step_s / best.step_s - 1
-    sentence = (
-        f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, "
-        f"{slower:.1%} more than the best."
-    )
+    gap = f"{slower:.1%} more than the best" if slower > 0 else (
+        f"{-slower:.1%} less than the best, but a plan with offload is preferred only if it gains 2 %"
+    )  # fmt: skip
+    sentence = f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, {gap}."
     rows = differences(best.terms, candidate.terms)[:5]
     details = [f"{TERM_WORDS.get(name, name)}: {_signed(after - before)}" for name, before, after in rows]
     return WhyNot(
@@ -541,7 +541,7 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
 
 def _need(one: Candidate) -> float:
     """Return the needed share of the available memory, on the device or on its host, whichever is larger."""
-    return max(one.total_bytes / one.usable_bytes, one.host_bytes / one.host_limit)
+    return max(one.total_bytes / one.usable_bytes, one.host_bytes / max(1.0, one.host_limit))
 
 
 def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:

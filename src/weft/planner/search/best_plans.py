@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weft.config.plan import Plan
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import Estimates, estimate, estimate_memory, estimate_seconds
-from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
+from weft.planner.search.candidate import Answer, Candidate, candidates, layouts, rank_seconds
 from weft.planner.search.pipeline_clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
 from weft.planner.search.refine import anneal, descend
@@ -93,7 +93,7 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
     found = descend(starts, question, num_cells + _KINDS)
     found += anneal([*found, *starts], question, question.refine_s)
     merged = {one.plan: one for one in [*ranked, *found]}
-    return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)
+    return _with_clock(sorted(merged.values(), key=lambda one: one.rank_s), question)
 
 
 def _kinds(ranked: list[Candidate]) -> list[Candidate]:
@@ -144,7 +144,7 @@ def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
     """Return the plans, fastest first. Ties in four digits are ordered by text, the same on every machine."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
-        times[float(f"{one.step_s:.3e}")].append(one)
+        times[float(f"{one.rank_s:.3e}")].append(one)
     order: list[Candidate] = []
     for _, alike in sorted(times.items()):
         order += sorted(alike, key=_words) if len(alike) > 1 else alike
@@ -279,7 +279,7 @@ class _Keep:
         memory, speed = found.total_bytes, found.step_s
         chosen = _promising(columns, memory, speed, np.arange(len(columns)))
         columns, found, memory, speed = columns[chosen], _rows(found, chosen), memory[chosen], speed[chosen]
-        order, border = _order(memory, speed), _border(memory, speed)
+        order, border = _order(memory, rank_seconds(columns, speed)), _border(memory, speed)
         ranked = candidates(self.question, columns[order], _rows(found, order))
         return ranked, candidates(self.question, columns[border], _rows(found, border))
 
@@ -302,10 +302,10 @@ def _memory_message(question: Question, largest: str, found: Estimates) -> str:
 
 def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[Any]) -> NDArray[Any]:
     """Return the rows to retain: the fastest, the fastest of each layout, and the Pareto front of memory and time."""
-    memory, speed = memory[rows], speed[rows]
-    fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(speed, _KEPT)[:_KEPT]]
+    memory, speed, ranks = memory[rows], speed[rows], rank_seconds(columns, speed)[rows]
+    fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(ranks, _KEPT)[:_KEPT]]
     cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
-    order = np.lexsort((speed, cells))
+    order = np.lexsort((ranks, cells))
     starts = np.r_[True, cells[order][1:] != cells[order][:-1]]
     place = np.arange(len(order)) - np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
     worth = np.zeros(len(columns), dtype=np.bool_)

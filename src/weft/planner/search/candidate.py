@@ -133,6 +133,16 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     return flops * tokens / (step_s * cluster.num_devices * peak)
 
 
+#: Share by which a plan must be faster to be preferred if it offloads: the host's rates vary more than a device's.
+_OFFLOAD_MARGIN = 0.02
+
+
+def rank_seconds(columns: Columns, step_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds by which plans are ranked: plans with offload rank 2 % lower."""
+    offloads = (columns.offload_optimizer > 0) | (columns.offload_params > 0) | (columns.offload_activations > 0)
+    return np.where(offloads, 1 + _OFFLOAD_MARGIN, 1.0) * step_s
+
+
 # Answer of the planner: ranked candidates with their metrics, and the reasons against all other plans.
 
 #: Terms in which devices compute. In the rest of a step they wait or move data.
@@ -172,6 +182,11 @@ class Candidate:
     host_bytes: float = 0.0
     host_limit: float = math.inf
     products: str = ""
+
+    @property
+    def rank_s(self) -> float:
+        """Seconds by which plans are ranked, as in `rank_seconds`."""
+        return self.step_s * (1 + _OFFLOAD_MARGIN) if self.plan.offload else self.step_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -324,13 +339,14 @@ class Estimated:
     """Rows of columns with their estimates. Only requested rows become candidates.
 
     Attributes:
-        step_s: seconds of a step, row by row.
+        rank_s: seconds by which rows are ranked.
         fits: probability that memory suffices, row by row.
     """
 
     def __init__(self, question: Question, columns: Columns, found: Estimates):
         self._of = question, columns, found
-        self.step_s: list[float] = found.step_s.tolist()
+        self._step_s = found.step_s
+        self.rank_s: list[float] = rank_seconds(columns, self._step_s).tolist()
         self.fits: list[float] = found.fits_probability.tolist()
 
     @functools.cached_property
@@ -347,7 +363,7 @@ class Estimated:
             plan=plan,
             microbatch=int(columns.microbatch[row]),
             terms={name: float(values[row]) for name, values in found.terms.items()},
-            step_s=self.step_s[row],
+            step_s=float(self._step_s[row]),
             memory={name: float(values[row]) for name, values in found.memory.items()},
             allocated_bytes=sums["allocated_bytes"],
             reserved_bytes=sums["reserved_bytes"],

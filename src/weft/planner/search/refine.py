@@ -207,14 +207,14 @@ _WORTH = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Neighbour of a plan: values of its fields, seconds of a step, and probability that memory suffices.
+    """Neighbour of a plan: values of its fields, seconds by which it is ranked, and probability that memory suffices.
 
     Attributes:
         place: index among the rows that were estimated together.
     """
 
     row: Row
-    step_s: float
+    rank_s: float
     fits: float
     place: int
     found: Estimated
@@ -239,7 +239,7 @@ def descend(starts: Sequence[Candidate], question: Question, count: int) -> list
     """
     found = _descent(starts[:count], question)
     layouts: dict[tuple[int, int, int], Candidate] = {}
-    for one in sorted((*starts, *found), key=lambda one: one.step_s):
+    for one in sorted((*starts, *found), key=lambda one: one.rank_s):
         layouts.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
     whole = [one for one in layouts.values() if one.plan.pp == 1]
     best = [*list(layouts.values())[:_FINE], *whole[:_WHOLE]]
@@ -250,8 +250,8 @@ def descend(starts: Sequence[Candidate], question: Question, count: int) -> list
     for (one, _), finer in zip(roots, nearby, strict=True):
         worth = [each for each in finer if _is_better(each, one) and each.fits >= question.fits]
         if worth:
-            better.append(min(worth, key=lambda each: each.step_s).candidate())
-    return [*found, *better, *_descent(sorted(better, key=lambda one: one.step_s), question)] if better else found
+            better.append(min(worth, key=lambda each: each.rank_s).candidate())
+    return [*found, *better, *_descent(sorted(better, key=lambda one: one.rank_s), question)] if better else found
 
 
 def _fastest_bare(layouts: Sequence[Candidate], question: Question) -> list[tuple[Candidate, Plan]]:
@@ -259,7 +259,7 @@ def _fastest_bare(layouts: Sequence[Candidate], question: Question) -> list[tupl
     plans = [(one, plan) for one in layouts for plan in _by_microbatch(one)]
     rows = [_without_room(row_of(plan)) for _, plan in plans]
     bare = _estimated([rows], question)[0]
-    order = sorted(zip(bare, plans, strict=True), key=lambda each: each[0].step_s)
+    order = sorted(zip(bare, plans, strict=True), key=lambda each: each[0].rank_s)
     return [each for _, each in order[:_BARE]]
 
 
@@ -284,14 +284,14 @@ def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]
         for one, around, more in zip(active, every, roomy, strict=True):
             better = [near for near in (*around, *more) if _is_better(near, one) and near.fits >= question.fits]
             if better:
-                moved.append(min(better, key=lambda near: near.step_s).candidate())
+                moved.append(min(better, key=lambda near: near.rank_s).candidate())
         active = list({one.plan: one for one in moved if one.plan not in found}.values())
         found |= {one.plan: one for one in active}
     return list(found.values())
 
 
 def _is_better(near: Neighbour, one: Candidate) -> bool:
-    return near.step_s < one.step_s * (1 - _WORTH)
+    return near.rank_s < one.rank_s * (1 - _WORTH)
 
 
 def _with_room(
@@ -308,7 +308,7 @@ def _with_room(
         question: the question.
         tried: neighbours that were used before; the new ones are added.
     """
-    fastest = sorted(centres, key=lambda one: one.step_s)[:_ROOMY]
+    fastest = sorted(centres, key=lambda one: one.rank_s)[:_ROOMY]
     listed: list[list[Row]] = []
     bare: list[list[Row]] = []
     for one, near in zip(centres, around, strict=True):
@@ -317,7 +317,7 @@ def _with_room(
         bare.append(list(dict.fromkeys(map(_without_room, rows))))
     for one, each_bare in zip(centres, _estimated(bare, question), strict=True):
         centre = row_of(one.plan)
-        best = sorted(each_bare, key=lambda each: each.step_s)
+        best = sorted(each_bare, key=lambda each: each.rank_s)
         tempting = [each.row for each in best if _is_better(each, one) and each.row not in tried]
         kinds: dict[tuple[object, ...], Row] = {}
         for row in tempting:
@@ -362,20 +362,20 @@ def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed
         return []
     draw = random.Random(seed)
     chains = list(starts[:_CHAINS])
-    best = min(chains, key=lambda one: one.step_s)
+    best = min(chains, key=lambda one: one.rank_s)
     met: dict[Row, Neighbour] = {}
     visited = {row_of(one.plan) for one in chains}
     begin = time.perf_counter()
     while (passed := (time.perf_counter() - begin) / seconds) < 1:
-        temperature = best.step_s * _HOT * (_COLD / _HOT) ** passed
+        temperature = best.rank_s * _HOT * (_COLD / _HOT) ** passed
         for index, around in enumerate(_around(chains, question)):
             fitting = [one for one in around if one.fits >= question.fits]
-            met |= {one.row: one for one in fitting if one.step_s < best.step_s * (1 + _HOT)}
+            met |= {one.row: one for one in fitting if one.rank_s < best.rank_s * (1 + _HOT)}
             fresh = [one for one in fitting if one.row not in visited]
             chains[index] = _generator_offset(fresh, temperature, draw).candidate() if fresh else best
             visited.add(row_of(chains[index].plan))
-            best = min((best, chains[index]), key=lambda one: one.step_s)
-    return [one.candidate() for one in sorted(met.values(), key=lambda one: one.step_s)[:64]]
+            best = min((best, chains[index]), key=lambda one: one.rank_s)
+    return [one.candidate() for one in sorted(met.values(), key=lambda one: one.rank_s)[:64]]
 
 
 def _around(centres: Sequence[Candidate], question: Question) -> list[list[Neighbour]]:
@@ -389,13 +389,13 @@ def _estimated(listed: Sequence[Sequence[Row]], question: Question) -> list[list
         return [[] for _ in listed]
     found = estimated_rows(rows, question)
     every = iter(
-        [Neighbour(*each, found) for each in zip(rows, found.step_s, found.fits, range(len(rows)), strict=True)]
+        [Neighbour(*each, found) for each in zip(rows, found.rank_s, found.fits, range(len(rows)), strict=True)]
     )
     return [[next(every) for _ in each] for each in listed]
 
 
 def _generator_offset(around: Sequence[Neighbour], temperature: float, draw: random.Random) -> Neighbour:
     """Draw one of the plans. Faster plans are more likely."""
-    least = min(one.step_s for one in around)
-    weights = [math.exp(-min(700.0, (one.step_s - least) / temperature)) for one in around]
+    least = min(one.rank_s for one in around)
+    weights = [math.exp(-min(700.0, (one.rank_s - least) / temperature)) for one in around]
     return draw.choices(around, weights)[0]
