@@ -269,8 +269,7 @@ def _errors_as_json() -> Iterator[None]:
 
 
 def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any]) -> Question:
-    from weft.planner.search.question import Question
-    from weft.planner.search.tuning import tuned_question
+    from weft.planner.search.question import Question, tuned_question
 
     if tune is None:
         return Question.of(model, cluster, **settings)
@@ -298,11 +297,11 @@ def _answer_several_clusters(
 def _print_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
     """Print the table of models that fit on clusters. Exits with the code for no fit if nothing fits."""
     from weft.cli import plan_view as tune_view
-    from weft.planner.search.tuning import what_fits
+    from weft.planner.report.scenario import what_fits
 
     found = what_fits(model, clusters, **settings)
     (tune_view.print_fits_json if as_json else tune_view.print_fits)(found)
-    if all(one.best is None for one in found):
+    if all(one.answer.best is None for one in found):
         raise typer.Exit(NOTHING_FITS)
 
 
@@ -370,7 +369,7 @@ def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, 
 
         judged = why_not(plan_text, asked, found)
     if pair is not None:
-        from weft.planner.report.comparison import compare
+        from weft.planner.report.verdict import compare
 
         comparison = compare(*pair, asked)
     scenarios = ()

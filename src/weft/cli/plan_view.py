@@ -23,10 +23,9 @@ from weft.planner.report.verdict import nearest_yes
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from weft.planner.report.comparison import Comparison
     from weft.planner.report.pictures import Drawing
     from weft.planner.report.scenario import Scenario
-    from weft.planner.report.verdict import WhyNot
+    from weft.planner.report.verdict import Comparison, WhyNot
     from weft.planner.search.candidate import Answer, Candidate
 
 
@@ -186,16 +185,7 @@ Run = Any
 def print_runs(
     model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool
 ) -> bool:
-    """Print the runs, and return True if any cluster can hold the model.
-
-    Args:
-        model: the model to train.
-        clusters: clusters, separated by commas.
-        text: description of the run.
-        price: dollars per device and hour.
-        settings: settings of the question.
-        as_json: print JSON for programs.
-    """
+    """Print the runs, and return True if any cluster can hold the model."""
     found = full_runs(model, clusters, text, price, **settings)
     if as_json:
         rows = [
@@ -261,7 +251,7 @@ def _tune_row(one: Fit) -> tuple[str, ...]:
     if plan is None:
         return (cluster, one.tune, _trained(one), "-", "-", "-", "-", "no plan keeps all rules")
     sizes = format_bytes(plan.total_bytes), format_bytes(plan.usable_bytes)
-    if one.best is None:
+    if one.answer.best is None:
         return (cluster, one.tune, _trained(one), *sizes, "-", "-", f"does not fit; needs least: {plan.plan}")
     return (
         cluster, one.tune, _trained(one), *sizes, format_seconds(plan.step_s), format_count(plan.tokens_per_s),
@@ -287,7 +277,7 @@ def print_fits_json(found: Sequence[Fit]) -> None:
             "cluster": str(one.question.cluster),
             "tune": one.tune,
             "num_trained": _num_trained(one),
-            "fits": one.best is not None,
+            "fits": one.answer.best is not None,
             "plan": None if one.smallest is None else report.candidate_table(one.smallest),
         }
         for one in found
@@ -332,7 +322,7 @@ def write_waterfall(best: Candidate, path: Path) -> None:
 def write_memory(best: Candidate, path: Path) -> None:
     """Write a figure of the best plan's memory by pipeline rank."""
     from weft.planner.report.pictures import memory_by_rank
-    from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
+    from weft.planner.search.pipeline_clock import memory_by_rank as bytes_by_rank
 
     _write(path, _picture(memory_by_rank(best, bytes_by_rank(best)), path))
 
@@ -349,7 +339,7 @@ def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -
 def write_schedule(best: Candidate, path: Path) -> None:
     """Write the best plan's pipeline schedule with its estimated seconds."""
     from weft.planner.report.pictures import draw_schedule
-    from weft.planner.search.ranks import timed_schedule
+    from weft.planner.search.pipeline_clock import timed_schedule
 
     _write(path, _picture(draw_schedule(*timed_schedule(best)), path))
 

@@ -14,8 +14,9 @@ from weft.config.files import load_config
 from weft.config.model_spec import decoder_spec
 from weft.config.sections import AdapterSection
 from weft.errors import ModelError
+from weft.planner.report.scenario import what_fits
 from weft.planner.search.model_source import read_model
-from weft.planner.search.tuning import tuned_question, what_fits
+from weft.planner.search.question import tuned_question
 from weft.planner.space.shape import Shape
 from weft.planner.space.trained_part import AdapterSize
 
@@ -56,7 +57,7 @@ def test_latent_attention_has_five_products_and_stacked_experts_none():
 
 def test_an_adapter_fits_where_all_weights_do_not(folder):
     found = {(str(one.question.cluster), one.tune): one for one in what_fits(folder, "1xrtx4090,1xa100", fixed=FIXED)}
-    assert found["1xrtx4090", "full"].best is None
+    assert found["1xrtx4090", "full"].answer.best is None
     full, lora = (found["1xa100", tune].smallest for tune in ("full", "lora"))
     # An 8 B base in bf16 is 15 GiB; trained, each weight has its gradient, and 12 bytes of master and moments.
     assert lora.memory["parameters"] == pytest.approx(2 * 8.03e9, rel=0.02)
@@ -111,7 +112,7 @@ def test_a_base_in_four_bits_fits_where_a_stored_one_does_not(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 85, "vocab_size": 32000}))
     fixed = "precision=bf16 recompute=full compile=off offload=none"
     found = {one.tune: one for one in what_fits(str(folder), "1xrtx4090", fixed=fixed, global_batch=1, seq_len=512)}
-    assert {name: one.best is not None for name, one in found.items()} == {"full": False, "lora": False, "qlora": True}
+    assert {name: one.answer.best is not None for name, one in found.items()} == {"full": False, "lora": False, "qlora": True}
     out = tmp_path / "qlora.toml"
     sizes = ["--global-batch", "1", "--seq-len", "512", "--out", str(out)]
     assert run(["plan", str(folder), "1xrtx4090", "--tune", "qlora=8", "--fix", fixed, *sizes]) == 0

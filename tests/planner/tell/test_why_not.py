@@ -10,9 +10,8 @@ from tests.planner import stub
 from weft.config.cluster import ClusterSpec, device
 from weft.config.plan_rules import LASTING, check
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.planner.report.comparison import compare
 from weft.planner.report.tables import comparison_table, why_not_table
-from weft.planner.report.verdict import nearest_yes, why_not
+from weft.planner.report.verdict import compare, nearest_yes, why_not
 from weft.planner.search import best_plans as search
 from weft.planner.search import refine as moves
 from weft.planner.search.best_plans import answer

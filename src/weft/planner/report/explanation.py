@@ -71,10 +71,6 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
     """Return the band of a candidate's step time, as factors, or None if no similar run was measured.
 
     A measured host also has no band, since its errors have a different distribution.
-
-    Args:
-        one: the candidate.
-        level: share of cases in the band.
     """
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
         return None

@@ -151,10 +151,6 @@ def expected_loss(question: Question, tokens: float) -> float | None:
 def full_run(one: Candidate, terms: RunTerms) -> FullRun:
     """Compute duration, cost and loss of a run with one plan.
 
-    Args:
-        one: the plan.
-        terms: parameters of the run.
-
     Raises:
         ConfigError: if the parameters do not define the run's end, a loss cannot be reached, or checkpoints are
             requested faster than the storage allows.
@@ -263,10 +259,6 @@ def _tokens_for(question: Question, loss: float | None) -> float:
 def read_run(text: str, price: float | None = None) -> RunTerms:
     """Read "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
 
-    Args:
-        text: the user's text.
-        price: dollars per device hour.
-
     Raises:
         ConfigError: for an unknown name or an invalid value.
     """
@@ -295,15 +287,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
 def full_runs(
     model: Any, clusters: str, text: str, price: float | None = None, **options: Any
 ) -> list[tuple[Answer[Candidate], FullRun | None]]:
-    """Compute a run on each of some clusters, cheapest first. The run is None if no plan fits.
-
-    Args:
-        model: as for `Question.of`.
-        clusters: comma-separated clusters, such as "a.toml,8xh100".
-        text: parameters of the run.
-        price: dollars per device hour.
-        **options: options of `Question.of`.
-    """
+    """Compute a run on each of some clusters, cheapest first. The run is None if no plan fits."""
     terms = read_run(text, price)
     if not clusters.strip(" ,"):
         raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")

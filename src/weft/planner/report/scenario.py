@@ -11,7 +11,8 @@ from weft.config.cluster import ClusterSpec, capped, device
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
-from weft.planner.search.question import Question
+from weft.planner.search.model_source import read_model
+from weft.planner.search.question import PACKED, TUNES, Question, tuned_question
 from weft.planner.search.refine import estimated
 
 #: Formats that can be estimated although no search chooses them, and the number of layouts to estimate.
@@ -277,3 +278,36 @@ def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
 
 def _error(field: str, message: str) -> ConfigError:
     return ConfigError([Problem(field, message)])
+
+
+# Fine-tuning methods on clusters.
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Result of one tuning method on one cluster."""
+
+    tune: str
+    question: Question
+    answer: Answer[Candidate]
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """Best plan. If no plan fits, the plan with the least memory."""
+        return self.answer.best or self.answer.nearest
+
+
+def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
+    """Return the best plan of each tuning method that the model supports, on each cluster.
+
+    Raises:
+        ConfigError: as in `tuned_question`.
+    """
+    planned, found = read_model(model), list[Fit]()
+    for cluster in filter(None, clusters.split(",")):
+        for tune in TUNES:
+            if planned.is_transposed and tune in PACKED:
+                continue
+            asked = tuned_question(planned, cluster, tune, **dict(options))
+            found.append(Fit(tune, asked, answer(asked)))
+    return found

@@ -51,13 +51,7 @@ class Space:
 
     @classmethod
     def full(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
-        """Return the full space for a job on a cluster.
-
-        Args:
-            job: model, sequence and batch.
-            cluster: the cluster, for the formats of its devices.
-            fixed: plan fields with decided values.
-        """
+        """Return the full space for a job on a cluster."""
         facts, given = search_facts(job, cluster), dict(fixed or {})
         choices = {
             name: _decided(name, tuple(each.searched(facts)), given)
@@ -203,13 +197,7 @@ class Tally:
         self.reader = RuleReader(self.facts)
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
-        """Count plans that a rule refuses.
-
-        Args:
-            rule: the rule.
-            count: number of plans.
-            values: values of one of them by field.
-        """
+        """Count plans that a rule refuses."""
         known = self.refused.get(rule.name)
         if known is None:
             plan = as_plan(values)
@@ -222,14 +210,7 @@ class Tally:
     def prune(
         self, rules: list[Rule], table: PartialPlans, weights: Counts, rest: Mapping[str, Any] | None = None
     ) -> tuple[PartialPlans, Counts, list[Rule]]:
-        """Remove refused plans. Return the remaining table, its weights, and the rules that are still open.
-
-        Args:
-            rules: rules that may refuse.
-            table: plans with some fields.
-            weights: number of complete plans for each row.
-            rest: fields that complete an example.
-        """
+        """Remove refused plans. Return the remaining table, its weights, and the rules that are still open."""
 
         def judged() -> tuple[list[tuple[Rule, Mask]], list[Rule], Mask, PartialPlans]:
             found, still_open = broken(rules, table, self.reader)
@@ -244,13 +225,7 @@ class Tally:
         return left, weights[alive], still_open
 
     def once(self, name: str, of: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-        """Return the result of `make`, cached by `name` and `of`.
-
-        Args:
-            name: name of the result.
-            of: tables, which are compared by identity, and values.
-            make: computes the result from these alone, and from facts that are equal for all spaces of a job.
-        """
+        """Return the result of `make`, cached by `name` and `of`."""
         key = (name, *(id(each) if isinstance(each, PartialPlans) else each for each in of))
         if key not in self.made:
             self.made[key] = of, make()  # the tables are kept, so that no other one gets their place
@@ -281,13 +256,7 @@ class PlanGrid:
         return self.num_rows - refused
 
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
-        """Yield the plans that the rules allow, in chunks.
-
-        Args:
-            most_rows: maximum rows of a chunk.
-            tally: counter of refused plans.
-            job: model, sequence and batch.
-        """
+        """Yield the plans that the rules allow, in chunks."""
         left, right = _columns(self.meshes), _columns(self.flags)
         step = max(1, most_rows // len(self.flags))
         for start in range(0, len(self.meshes), step):
@@ -312,15 +281,7 @@ class PlanGrid:
 
 
 def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[PlanGrid]:
-    """Return the blocks of a space for a job on all devices of a cluster.
-
-    Args:
-        space: values by field.
-        job: model, sequence and batch.
-        cluster: the cluster and its devices.
-        rules: rules for plans.
-        tally: counter of refused plans.
-    """
+    """Return the blocks of a space for a job on all devices of a cluster."""
     meshes = tally.once("meshes", (space.splits,), lambda: _meshes(space, job, cluster))
     flags = {kind: _flags(space, kind, tally) for kind in _KINDS}
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)

@@ -207,11 +207,6 @@ def broken(
     """Return the rows that break each rule, and the rules that are still open.
 
     A row is counted only for the first rule that it breaks.
-
-    Args:
-        rules: the rules.
-        table: partial plans.
-        reader: facts and cached verdicts.
     """
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
@@ -247,14 +242,7 @@ class Crossed:
 
 
 def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: RuleReader) -> Crossed:
-    """Compute a rule's verdicts on every pair of rows, once for each combination of the fields that it reads.
-
-    Args:
-        rule: the rule.
-        left: one table.
-        right: another table.
-        reader: facts and cached verdicts.
-    """
+    """Compute a rule's verdicts on every pair of rows, once for each combination of the fields that it reads."""
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = set(known)

@@ -77,10 +77,6 @@ class AdapterSize:
         """Return the bytes needed to unpack the largest weight of a packed base.
 
         They are the weight, and two values of 4 bytes for each weight of a chunk.
-
-        Args:
-            t: tensor-parallel ranks.
-            width: bytes of a weight in a pass.
         """
         largest = self.largest / t
         return width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
@@ -113,15 +109,7 @@ class AdapterSize:
     def of_widths(
         cls, rank: int, num_layers: int, adapted: Iterable[Widths], base: str = "stored", frozen: Iterable[Widths] = ()
     ) -> AdapterSize:
-        """Return the size by the widths of all linear layers of a model.
-
-        Args:
-            rank: rank of the adapter's matrices.
-            num_layers: layers of the model, for the mean.
-            adapted: (inputs, outputs) of each layer with an adapter.
-            base: storage of frozen linear layers.
-            frozen: (inputs, outputs) of each layer with this storage.
-        """
+        """Return the size by the widths of all linear layers of a model."""
         chosen = list(adapted)
         kept = list(frozen) if base in BLOCK_BYTES else []
         return cls(
@@ -137,13 +125,7 @@ class AdapterSize:
 
     @classmethod
     def of_shape(cls, shape: DecoderWidths, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size for adapters on all linear layers of a decoder except the head, routers and stacked experts.
-
-        Args:
-            shape: widths of the decoder.
-            rank: rank of the adapter's matrices.
-            base: storage of frozen linear layers.
-        """
+        """Return the size for all linear layers of a decoder except the head, routers and stacked experts."""
         dense = [*attention_products(shape), *feed_forward_products(shape, shape.ffn)] * (
             shape.layers - shape.moe_layers
         )
@@ -152,13 +134,7 @@ class AdapterSize:
 
     @classmethod
     def of_traced(cls, traced: TracedModel, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size for adapters on all linear layers of a traced model that may have one.
-
-        Args:
-            traced: the model.
-            rank: rank of the adapter's matrices.
-            base: storage of frozen linear layers.
-        """
+        """Return the size for adapters on all linear layers of a traced model that may have one."""
         found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
         return cls.of_widths(rank, traced.num_layers, found, base, found)
 
@@ -224,12 +200,7 @@ class TrainedPart:
     reach: float = 1.0
 
     def of_ends(self, embedding: Any, head: Any) -> Any:
-        """Return the trained share of a rank's embedding and head.
-
-        Args:
-            embedding: True if the rank has the embedding; bool or array.
-            head: True if the rank has the head; bool or array.
-        """
+        """Return the trained share of a rank's embedding and head."""
         held = 1.0 * embedding + 1.0 * head
         return (embedding * self.embedding + head * self.head) / (held + (held == 0))
 
@@ -346,10 +317,7 @@ _ELSEWHERE = {
 def half_share(spec: DecoderSpec, words: Sequence[str]) -> float:
     """Return the share, 0 to 1, of the FLOPs of linear layers in blocks, without stacked experts, that stays in bf16.
 
-    Args:
-        spec: specification of the decoder.
-        words: `first:N`, `last:N`, and patterns of paths, of Weft's decoders or of the Llama family in transformers.
-            Patterns that match nothing are ignored.
+    Words are `first:N`, `last:N`, and patterns of paths, of Weft's decoders or of the Llama family in transformers.
     """
     kept = whole = 0.0
     for _, name, size in parameters_of(spec) if words else ():
