@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft import units
-from weft.config.cluster import ClusterSpec, capped, device
+from weft.config.cluster import ClusterSpec, DeviceSpec, capped, device
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.model_source import read_model
-from weft.planner.search.question import PACKED, TUNES, Question, tuned_question
+from weft.planner.search.question import PACKED, RANK, TUNES, Question, tuned_question
 from weft.planner.search.refine import estimated
 
 #: Formats that can be estimated although no search chooses them, and the number of layouts to estimate.
@@ -29,8 +29,7 @@ class Scenario:
 
 
 def _devices(question: Question, value: float) -> Question:
-    cluster, count = question.cluster, int(value)
-    per_node = cluster.devices_per_node
+    count, per_node = int(value), question.cluster.devices_per_node
     if count <= per_node:
         return _cluster(question, nodes=1, devices_per_node=count)
     if count % per_node:
@@ -42,22 +41,17 @@ def _cluster(question: Question, **changes: Any) -> Question:
     return replace(question, cluster=replace(question.cluster, **changes))
 
 
-def _device(question: Question, field: str, value: float) -> Question:
-    spec = question.cluster.device
-    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
-    return _cluster(question, device=replace(spec, **{"name": name, field: value}))
+def _changed(spec: DeviceSpec, **changes: Any) -> DeviceSpec:
+    return replace(spec, name=f"{spec.name.rstrip('*')}*", **changes)
 
 
 def _flops(question: Question, value: float) -> Question:
     """Set the bf16 peak in TFLOP/s. Other precisions are scaled by the same factor."""
     spec = question.cluster.device
-    base = spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0
-    factor = value * 1e12 / base
-    changed = replace(spec, peaks=tuple((name, peak * factor) for name, peak in spec.peaks))
-    if spec.measured_flops is not None:
-        changed = replace(changed, measured_flops=spec.measured_flops * factor)
-    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
-    return _cluster(question, device=replace(changed, name=name))
+    factor = value * 1e12 / (spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0)
+    peaks = tuple((name, peak * factor) for name, peak in spec.peaks)
+    measured = None if spec.measured_flops is None else spec.measured_flops * factor
+    return _cluster(question, device=_changed(spec, peaks=peaks, measured_flops=measured))
 
 
 def _watts(question: Question, value: float) -> Question:
@@ -66,8 +60,7 @@ def _watts(question: Question, value: float) -> Question:
     if not spec.watts or value > spec.watts:
         rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"
         raise _error("watts", f"watts={value:g}: {rule}. {'Use less.' if spec.watts else 'Leave it out.'}")
-    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
-    return _cluster(question, device=capped(replace(spec, name=name, watts=value), spec.watts))
+    return _cluster(question, device=capped(_changed(spec, watts=value), spec.watts))
 
 
 def _job(question: Question, field: str, value: float) -> Question:
@@ -81,10 +74,6 @@ def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
         rule = f"{question.model.name} has no linear layer that an adapter fits"
         raise _error("adapter", f"adapter={rank:g}: {rule}. Leave it out.")
     return replace(question, job=replace(question.job, adapter=size))
-
-
-def _rate(text: str) -> float:
-    return units.parse_rate(text) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,51 +93,42 @@ class Lever:
     example: str = ""
 
 
+def _of_device(
+    unit: str, field: str, scale: float, parse: Callable[[str], float], example: str, whole: bool = False
+) -> Lever:  # fmt: skip
+    """Return the lever of a device's field. `scale` is the base units of one `unit`."""
+
+    def change(question: Question, value: float) -> Question:
+        number = value * scale
+        changes = {field: int(number) if field in ("memory_bytes", "scale_up_domain") else number}
+        return _cluster(question, device=_changed(question.cluster.device, **changes))
+
+    return Lever(
+        unit,
+        lambda question: (getattr(question.cluster.device, field) or 0.0) / scale,
+        change,
+        whole=whole,
+        parse=lambda text: parse(text) / scale,
+        example=example,
+    )
+
+
+def _rank_now(question: Question) -> float:
+    return question.job.adapter.rank if question.job.adapter else RANK
+
+
 LEVERS: dict[str, Lever] = {
     "gpus": Lever("devices", lambda q: q.cluster.num_devices, _devices, whole=True),
     "nodes": Lever("nodes", lambda q: q.cluster.nodes, lambda q, v: _cluster(q, nodes=int(v)), whole=True),
     "seq": Lever("tokens", lambda q: q.job.seq_len, lambda q, v: _job(q, "seq_len", v), whole=True),
     "batch": Lever("sequences", lambda q: q.job.global_batch, lambda q, v: _job(q, "global_batch", v), whole=True),
-    "adapter": Lever(
-        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, _adapter, whole=True
-    ),
-    "qlora": Lever(
-        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, lambda q, v: _adapter(q, v, "nf4"), whole=True
-    ),
-    "nic": Lever(
-        "GB/s for each device",
-        lambda q: (q.cluster.device.nic_bytes_per_s or 0.0) / 1e9,
-        lambda q, v: _device(q, "nic_bytes_per_s", v * 1e9),
-        parse=_rate,
-        example="400Gb/s",
-    ),
-    "link": Lever(
-        "GB/s for each device",
-        lambda q: q.cluster.device.scale_up_bytes_per_s / 1e9,
-        lambda q, v: _device(q, "scale_up_bytes_per_s", v * 1e9),
-        parse=_rate,
-        example="300GB/s",
-    ),
-    "domain": Lever(
-        "devices",
-        lambda q: q.cluster.device.scale_up_domain,
-        lambda q, v: _device(q, "scale_up_domain", int(v)),
-        whole=True,
-    ),
-    "hbm": Lever(
-        "GiB",
-        lambda q: q.cluster.device.memory_bytes / 2**30,
-        lambda q, v: _device(q, "memory_bytes", int(v * 2**30)),
-        parse=lambda text: units.parse_bytes(text) / 2**30,
-        example="96GiB",
-    ),
-    "bandwidth": Lever(
-        "GB/s",
-        lambda q: q.cluster.device.memory_bytes_per_s / 1e9,
-        lambda q, v: _device(q, "memory_bytes_per_s", v * 1e9),
-        parse=_rate,
-        example="800GB/s",
-    ),
+    "adapter": Lever("ranks", _rank_now, _adapter, whole=True),
+    "qlora": Lever("ranks", _rank_now, lambda q, v: _adapter(q, v, "nf4"), whole=True),
+    "nic": _of_device("GB/s for each device", "nic_bytes_per_s", 1e9, units.parse_rate, "400Gb/s"),
+    "link": _of_device("GB/s for each device", "scale_up_bytes_per_s", 1e9, units.parse_rate, "300GB/s"),
+    "domain": _of_device("devices", "scale_up_domain", 1, units.parse_count, "", whole=True),
+    "hbm": _of_device("GiB", "memory_bytes", 2**30, units.parse_bytes, "96GiB"),
+    "bandwidth": _of_device("GB/s", "memory_bytes_per_s", 1e9, units.parse_rate, "800GB/s"),
     "tflops": Lever(
         "bf16 TFLOP/s",
         lambda q: (q.cluster.device.peak_flops("bf16") or q.cluster.device.peak_flops("fp16") or 0.0) / 1e12,
@@ -157,7 +137,7 @@ LEVERS: dict[str, Lever] = {
         example="120TFLOPS",
     ),
     "watts": Lever("watts", lambda q: q.cluster.device.watts or 0.0, _watts, parse=lambda text: float(text[:-1])),
-}  # fmt: skip
+}
 
 
 #: Conditions with a fixed set of values.
@@ -181,13 +161,6 @@ def _worded(question: Question, name: str, value: str) -> Question:
     return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))
 
 
-def _recorded(question: Question, value: str) -> Question:
-    """Return the question with `graphs` fixed. Without this, no search tries plans with CUDA graphs."""
-    if value not in ("on", "off"):
-        raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
-    return replace(question, fixed={**question.fixed, "graphs": value == "on"})
-
-
 def change(question: Question, text: str) -> Question:
     """Change the question by a text such as "gpus=16,nic=2x", which sets conditions to a value or to a multiple.
 
@@ -206,8 +179,10 @@ def change(question: Question, text: str) -> Question:
             )
             question = replace(question, cluster=machines)
             continue
-        if name == "graphs":
-            question = _recorded(question, value)
+        if name == "graphs":  # which no search tries by itself
+            if value not in ("on", "off"):
+                raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
+            question = replace(question, fixed={**question.fixed, "graphs": value == "on"})
             continue
         if name in _WORDS:
             question = _worded(question, name, value)
@@ -218,13 +193,11 @@ def change(question: Question, text: str) -> Question:
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))
-    if question.job.seq_len > 1 and not question.model.reads_sequence:
-        raise _error(
-            "seq", f"seq={question.job.seq_len}: {question.model.name} has no sequence dimension. Leave it out."
-        )
-    if question.job.seq_len > question.model.spec.max_seq_len:
-        rule = f"{question.model.name} reads at most {question.model.spec.max_seq_len} tokens"
-        raise _error("seq", f"seq={question.job.seq_len}: {rule}. Use less.")
+    length, model = question.job.seq_len, question.model
+    if length > 1 and not model.reads_sequence:
+        raise _error("seq", f"seq={length}: {model.name} has no sequence dimension. Leave it out.")
+    if length > model.spec.max_seq_len:
+        raise _error("seq", f"seq={length}: {model.name} reads at most {model.spec.max_seq_len} tokens. Use less.")
     return question
 
 
