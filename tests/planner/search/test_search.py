@@ -15,6 +15,7 @@ from weft.config.plan import RECOMPUTES, Plan
 from weft.config.plan_rules import LASTING, RULES, check
 from weft.planner.report.explanation import search
 from weft.planner.report.scenario import change
+from weft.planner.report.verdict import why_not
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, layouts
 from weft.planner.search.question import Question
@@ -30,7 +31,7 @@ def six() -> Answer:
 
 def test_the_best_plans_are_legal_fit_and_come_fastest_first(six):
     assert len(six) > 20
-    speeds = [one.step_s for one in six]
+    speeds = [one.rank_s for one in six]  # a plan with offload must be 2 % faster
     assert all(later >= earlier * 0.999 for earlier, later in pairwise(speeds))
     for one in six:
         assert not check(one.plan, six.question.facts, LASTING)
@@ -94,9 +95,19 @@ def test_more_memory_never_makes_the_best_plan_slower():
     for memory in (24, 32, 40, 64, 80, 141):
         best = answer(change(question, f"hbm={memory}")).best
         if best is not None:
-            assert best.step_s <= before * 1.0001
-            before = best.step_s
+            assert best.rank_s <= before * 1.0001
+            before = best.rank_s
     assert before < np.inf
+
+
+def test_offload_is_chosen_only_if_it_gains_2_percent():
+    found = search("llama3-8b", "8xh100", seq_len=8192, global_batch=128)
+    fastest = min(found, key=lambda one: one.step_s)
+    assert fastest.plan.offload
+    assert not found[0].plan.offload
+    assert fastest.step_s < found[0].step_s <= fastest.step_s * 1.02
+    told = why_not(str(fastest.plan), found.question, found)
+    assert "preferred only if it gains 2 %" in told.sentence or told.kind == "best"
 
 
 def test_a_narrow_search_finds_nearly_what_the_whole_space_has():
