@@ -61,10 +61,6 @@ def test_all_levers_leave_the_rest_alone():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "nic=300gb/s",
-            "nic=300gb/s: a number of GB/s for each device above 0 is needed.*Write e.g. nic=400Gb/s or nic=2x",
-        ),
         ("gpu=16", "what-if=gpu: not a quantity that can be changed. Did you mean 'gpus'?"),
         ("gpus", "what-if='gpus': a change is name=value. Write e.g. 'gpus=16,nic=2x,seq=16384'."),
         ("gpus=12", "gpus=12: nodes have 8 devices. Use a multiple of 8."),
