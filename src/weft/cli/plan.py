@@ -329,7 +329,6 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
 
 
 def _task_of(file: str) -> Task | None:
-    """Return the task of a config, or None."""
     from weft.config.files import load_config
 
     config = load_config(file, ["plan=auto"]).config

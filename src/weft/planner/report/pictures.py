@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape as escape_answer_page
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from weft.config.pipeline_schedule import Action, Pair, Schedule, Step, parts
+from weft.config.pipeline_schedule import Pair, Schedule, Step, parts
 from weft.planner.cost.memory import CLASSES
 from weft.planner.cost.pipeline import Durations, Timeline, simulate
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, headline
@@ -325,21 +325,17 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
-def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> list[Bar]:
-    """Return one bar, or two for a pair, which divide its time equally."""
+def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> Iterator[Bar]:
+    """Yield one bar, or two for a pair, which divide its time equally."""
+    actions = [(step, "")]
     if isinstance(step, Pair):
-        middle = start + (end - start) / 2
-        return [
-            _bar(schedule, rank, step.forward, start, middle, f", beside {step.backward}"),
-            _bar(schedule, rank, step.backward, middle, end, f", beside {step.forward}"),
-        ]
-    return [_bar(schedule, rank, step, start, end, "")]
-
-
-def _bar(schedule: Schedule, rank: int, action: Action, start: float, end: float, beside: str) -> Bar:
-    is_later = action.stage != schedule.stages_of(rank)[0]
-    title = f"{_WORDS[action.kind]} of microbatch {action.microbatch} on stage {action.stage}{beside}"
-    return Bar(start, end, _COLOURS[action.kind][is_later], str(action.microbatch), title)
+        actions = [(step.forward, f", beside {step.backward}"), (step.backward, f", beside {step.forward}")]
+    length = (end - start) / len(actions)
+    for place, (action, beside) in enumerate(actions):
+        is_later = action.stage != schedule.stages_of(rank)[0]
+        title = f"{_WORDS[action.kind]} of microbatch {action.microbatch} on stage {action.stage}{beside}"
+        begin = start + place * length
+        yield Bar(begin, begin + length, _COLOURS[action.kind][is_later], str(action.microbatch), title)
 
 
 def draw_bars(

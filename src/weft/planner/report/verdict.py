@@ -149,7 +149,6 @@ def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) 
 
 
 def _saved(plan: Plan, other: Plan, usage: Usage, shape: DecoderSpec | None) -> int:
-    """Return the bytes that the other plan saves on a rank."""
     return int(_total(plan, plan, usage, shape) - _total(plan, other, usage, shape))
 
 
@@ -482,7 +481,6 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
 
 
 def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
-    """Return one remedy for each set of changed fields."""
     found: dict[tuple[str, ...], Remedy] = {}
     for one in sorted(fitting, key=lambda one: one.step_s):
         words = changed_words(before.plan, one.plan)
@@ -492,7 +490,6 @@ def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
 
 
 def _faster(candidate: Candidate, question: Question) -> list[Remedy]:
-    """Return single changes that fit and are faster, fastest first."""
     nearby = [one for one in estimated(neighbours(candidate.plan, question), question) if one.fits >= question.fits]
     better = sorted((one for one in nearby if one.step_s < candidate.step_s * 0.999), key=lambda one: one.step_s)
     return [Remedy(changed_words(candidate.plan, one.plan), one) for one in better[:_MOST]]

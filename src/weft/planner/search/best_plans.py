@@ -81,7 +81,6 @@ def _joint_parts(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
 
 
 def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
-    """Return the ranking with plans from descent, annealing and pipeline simulation."""
     if not ranked:
         return ranked
     cells: dict[tuple[int, int, int], Candidate] = {}
@@ -168,7 +167,6 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Plan
 
 
 def _narrower(space: Space, steps: int) -> Space:
-    """Return the space narrowed `steps` times, or as often as possible."""
     for _ in range(steps):
         space = space.narrower() or space
     return space
@@ -293,7 +291,6 @@ def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
 
 
 def _best_border(found: list[Candidate]) -> list[Candidate]:
-    """Return the candidates on the Pareto front of memory and time."""
     if not found:
         return []
     memory, speed = (np.array([getattr(one, name) for one in found]) for name in ("total_bytes", "step_s"))

@@ -230,7 +230,6 @@ def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> S
 
 
 def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
-    """Return the shape for plan rules: heads, widths and layers."""
     spec = DecoderSpec(
         family="llama" if shape.gated else "gpt2",
         vocab_size=shape.vocab,

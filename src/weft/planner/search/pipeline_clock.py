@@ -84,7 +84,6 @@ def stage_layers(one: Candidate) -> list[int]:
 
 
 def _stages(one: Candidate) -> list[tuple[int, ...]]:
-    """Return the stages of each rank."""
     plan = one.plan
     return [tuple(stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)) for rank in range(plan.pp)]
 
@@ -96,7 +95,6 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
 
 
 def _durations(layers: list[int], parts: Passes) -> Durations:
-    """Return the seconds of every stage's passes, for the simulation."""
     sides = np.outer(parts.layer, layers)
     sides[:, 0] += parts.embedding
     sides[:, -1] += parts.head
@@ -204,6 +202,5 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
 
 
 def _longest_s(one: Candidate, seconds: Durations) -> float:
-    """Return the seconds of one microbatch on the rank that takes longest."""
     sides = np.array([seconds.forward_s, seconds.input_gradient_s, seconds.weight_gradient_s])
     return max(float(sides[:, list(own)].sum()) for own in _stages(one))

@@ -226,7 +226,6 @@ def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile 
 
 
 def _stack(planned: PlannedModel) -> Stack:
-    """Return Weft's software stack, with the config's optimizer state format and float8 scales."""
     config = planned.config
     states = "fp32" if config is None else config.optimizer.states
     by_row = config is None or config.train.fp8_recipe == "rowwise"
@@ -292,7 +291,6 @@ def read_fixed(text: str) -> dict[str, Any]:
 
 
 def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
-    """Raise ConfigError if the decided axis sizes do not divide the number of devices."""
     sizes = {axis: decided[axis] for axis in AXES if isinstance(decided.get(axis), int)}
     needed = math.prod(sizes.values())
     if needed and num_devices % needed:
@@ -304,7 +302,6 @@ def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
 
 
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
-    """Raise ConfigError for a decided number format that is not in the host's profile for this number of ranks."""
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16", "fp8"):
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats

@@ -221,7 +221,6 @@ def _best_gain(one: Candidate, near: Iterable[Neighbour], question: Question) ->
 
 
 def _by_microbatch(one: Candidate) -> list[Plan]:
-    """Return the plan, and the plan with microbatches of one sample."""
     if one.microbatch == 1:
         return [one.plan]
     name = "microbatches" if one.plan.pp > 1 else "accumulation"
@@ -308,7 +307,6 @@ def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed
 
 
 def _around(centres: Sequence[Candidate], question: Question) -> list[list[Neighbour]]:
-    """Return the neighbours of each plan, estimated in one call."""
     return _estimated([list(near_rows(one.plan, question, fine=True)) for one in centres], question)
 
 

@@ -333,7 +333,6 @@ class Columns:
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the arrays concatenated."""
     first = arrays[0][:1]
     if all(array.strides == (0,) and (array[:1] == first).all() for array in arrays):
         return np.broadcast_to(first[0], sum(map(len, arrays)))
@@ -480,17 +479,19 @@ def _codes(column: NDArray[Any]) -> list[int]:
 
 
 def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
-    """Return a value of each row's `reduce` wire format."""
-    found = np.zeros(len(columns))
-    for code in _codes(columns.reduce):
-        found = np.where(columns.reduce == code, of(wire_spec(WIRES[code])), found)
-    return found
+    return _by_format(columns.reduce, WIRES, of)
 
 
 def _of_outer(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
     """Return a value of each row's `compress` wire format; 0 without one."""
-    found = np.zeros(len(columns))
-    for code in _codes(columns.compress):
-        if code:
-            found = np.where(columns.compress == code, of(wire_spec(COMPRESSES[code])), found)
+    return _by_format(columns.compress, COMPRESSES, of, none=0)
+
+
+def _by_format(
+    column: NDArray[Any], names: Sequence[str], of: Callable[[WireSpec], Array | float], none: int | None = None
+) -> Array:  # fmt: skip
+    found = np.zeros(len(column))
+    for code in _codes(column):
+        if code != none:
+            found = np.where(column == code, of(wire_spec(names[code])), found)
     return found

@@ -134,7 +134,6 @@ def _plan_filter(name: str, keeps: Callable[[Any], bool]) -> Callable[[Space], d
 
 
 def _first(name: str) -> Callable[[Space], dict[str, Any]]:
-    """Keep only the first value of a field."""
     return lambda space: {"choices": {**space.choices, name: space.choices[name][:1]}}
 
 
@@ -313,7 +312,6 @@ _KINDS = [
 
 
 def _kind_of(meshes: PartialPlans) -> Counts:
-    """Return the position in _KINDS of each row."""
     place = np.zeros(len(meshes), dtype=np.int64)
     for axis in _DECISIVE:
         place = place * 2 + (meshes.values(axis) > 1)
@@ -424,7 +422,6 @@ def _flags(space: Space, used: frozenset[str], tally: Tally) -> PartialPlans:
 
 
 def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
-    """Return the values of a flag for meshes that use these axes."""
     known = PLAN_FIELDS[name]
     if known.searched is None:
         return (space.fixed.get(name, known.default),)
@@ -450,7 +447,6 @@ def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[
 
 
 def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> PlanGrid:
-    """Return a block of meshes and flags. Undecided fields have the plan's default."""
     flags = tally.once("filled", (flags, *meshes.codes), lambda: _filled(flags, meshes.codes))
     if not len(meshes):
         return PlanGrid(meshes, flags, ())
@@ -484,7 +480,6 @@ def _taken(array: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
 
 
 def _columns(table: PartialPlans) -> dict[str, NDArray[Any]]:
-    """Return the arrays of `Columns` for the fields that a table decides."""
     columns: dict[str, NDArray[Any]] = {}
     for name in PLAN_FIELDS:
         if name in table.codes:

@@ -100,7 +100,12 @@ class AdapterSize:
         chosen = [
             (inputs, outputs)
             for layer, path, inputs, outputs in every
-            if _fits(f"blocks.{layer}.{path}", section.targets)
+            if not section.targets
+            or any(
+                fnmatchcase(f"blocks.{layer}.{path}", f"{start}{one}")
+                for one in section.targets
+                for start in ("", "*.")
+            )
         ]
         frozen = [(inputs, outputs) for _, _, inputs, outputs in every]
         return cls.of_widths(section.rank, spec.num_layers, chosen, section.base, frozen)
@@ -157,10 +162,6 @@ def attention_products(shape: DecoderWidths) -> list[Widths]:
 def feed_forward_products(shape: DecoderWidths, width: int) -> list[Widths]:
     """Return the inputs and outputs of each linear layer of a feed-forward layer of this width."""
     return [*[(shape.hidden, width)] * (2 if shape.gated else 1), (width, shape.hidden)] if width else []
-
-
-def _fits(path: str, targets: Sequence[str]) -> bool:
-    return not targets or any(fnmatchcase(path, one) or fnmatchcase(path, f"*.{one}") for one in targets)
 
 
 def _products(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int, int]]:
@@ -257,18 +258,12 @@ def parameters_of(spec: DecoderSpec) -> Iterator[tuple[str, str, float]]:
 
 
 def _of_block(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int]]:
-    dim, kv, gpt2 = spec.dim, spec.num_kv_heads * spec.head_dim, spec.family == "gpt2"
-    linear = [("attn.q", dim, dim), ("attn.k", dim, kv), ("attn.v", dim, kv), ("attn.o", dim, dim)]
-    part, width = "mlp", spec.ffn_dim
+    dim, gpt2 = spec.dim, spec.family == "gpt2"
     if layer in spec.moe_layers:
-        part, width = "mlp.shared", spec.num_shared_experts * spec.expert_width
         yield "mlp.router.weight", spec.num_experts * dim
         yield "mlp.experts.gate_up", spec.num_experts * 2 * spec.expert_width * dim
         yield "mlp.experts.down", spec.num_experts * dim * spec.expert_width
-    if width:
-        linear += [(f"{part}.{name}", dim, width) for name in (("up",) if gpt2 else ("gate", "up"))]
-        linear += [(f"{part}.down", width, dim)]
-    for name, inputs, outputs in linear:
+    for name, inputs, outputs in _products(spec, layer):
         yield f"{name}.weight", inputs * outputs
         if gpt2:
             yield f"{name}.bias", outputs
