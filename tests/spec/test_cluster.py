@@ -276,7 +276,7 @@ def test_a_description_changes_a_known_device():
         ("npu memory=24 bf16=1TFLOPS bandwidth=1GB/s", r"memory=24: .*with its unit is needed. Use e.g. memory=24GiB."),
         (NPU.replace("800GB/s", "800gb/s"), r"bandwidth=800gb/s: .*Use e.g. bandwidth=800GB/s."),
         (NPU.replace("120TFLOPS", "120"), r"bf16=120: a dense peak with its unit is needed. Use e.g. bf16=120TFLOPS."),
-        (f"{NPU} memry=3GiB", "memry=3GiB: unknown word. Did you mean 'memory'"),
+        (f"{NPU} memry=3GiB", "memry=3GiB: unknown field. Did you mean 'memory'"),
         (f"{NPU} memory=3GiB", "npu memory=3GiB: it is repeated"),
         (f"{NPU} fast", "npu fast: not name=value"),
         (f"{NPU} link=0GB/s", "link=0GB/s: a number above 0"),

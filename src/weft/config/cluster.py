@@ -140,8 +140,8 @@ _NUMBERS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
     "watts": ("watts", 1, lambda text: float(text.removesuffix("W")), "300W"),
     "measured_tflops": ("measured_flops", 1e12, units.parse_flops, "90TFLOPS"),
 }
-#: Word of a device's description in text -> key of a device file.
-_WORDS = {
+#: Field of a device's description in text -> key of a device file.
+_FIELDS = {
     "memory": "memory_gib", "bandwidth": "memory_gb_s", "link": "scale_up_gb_s", "domain": "scale_up_domain",
     "topology": "scale_up_topology", "nic": "nic_gb_s", "host": "host_gb_s", "host_memory": "host_memory_gib",
     "watts": "watts", "measured": "measured_tflops", "like": "like",
@@ -194,11 +194,11 @@ class ClusterSpec:
         """
         if "+" in text:
             return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
-        words, description = text, ""
+        shorthand, description = text, ""
         if "=" in text and (parts := _COUNTS.fullmatch(text.strip())):
             description = parts[2]
-            words = f"{parts[1]}{_split_description(description)[0]}"
-        match = _SHORTHAND.fullmatch(re.sub(r"\s+", "-", words.strip().lower()))
+            shorthand = f"{parts[1]}{_split_description(description)[0]}"
+        match = _SHORTHAND.fullmatch(re.sub(r"\s+", "-", shorthand.strip().lower()))
         if "," in text:
             rule = "a list of clusters is for --run and --tune all"
             raise _error(f"cluster={text!r}: {rule}. For one job on all of them write '{text.replace(',', '+')}'.")
@@ -309,10 +309,10 @@ def device(name: str) -> DeviceSpec:
 
 
 def _split_description(text: str) -> tuple[str, dict[str, str]]:
-    """Return the name and the words of a device's description.
+    """Return the name and the fields of a device's description.
 
     Raises:
-        ConfigError: for a word that is not name=value, and a repeated one.
+        ConfigError: for text that is not name=value, and a repeated field.
     """
     start = re.search(r"(?:^|\s)\S+\s*=", text)
     name = re.sub(r"[\s_]+", "-", text[: start.start()].strip().lower()) if start else ""
@@ -320,40 +320,40 @@ def _split_description(text: str) -> tuple[str, dict[str, str]]:
         raise _error(f"device={shown(text)}: a description begins with a name. Write e.g. '{_DESCRIPTION}'.", "device")
     found: dict[str, str] = {}
     joined = re.sub(r"\s*=\s*", "=", text[start.start() :].strip())
-    for word in re.sub(r"(?<=[0-9])\s+(?=[A-Za-z/]+(?:\s|$))", "", joined).split():  # "800 GB/s"
-        key, equals, value = word.partition("=")
+    for part in re.sub(r"(?<=[0-9])\s+(?=[A-Za-z/]+(?:\s|$))", "", joined).split():  # "800 GB/s"
+        key, equals, value = part.partition("=")
         if not equals or not value or key in found:
             rule = "it is repeated" if key in found else "not name=value"
-            raise _error(f"device={name} {shown(word)}: {rule}. Write e.g. '{_DESCRIPTION}'.", "device")
+            raise _error(f"device={name} {shown(part)}: {rule}. Write e.g. '{_DESCRIPTION}'.", "device")
         found[key] = value
     return name, found
 
 
 def _described(text: str) -> DeviceSpec:
     """Return the device of a description. Raise ConfigError with every mistake."""
-    name, words = _split_description(text)
-    known, problems = [*_WORDS, *_DTYPES], list[Problem]()
-    table: dict[str, object] = {_WORDS[word]: value for word, value in words.items() if word in _WORDS}
-    for word in words.keys() - set(known):
-        hint = did_you_mean(word, known) or f" Known: {', '.join(known)}."
-        problems.append(Problem("device", f"device={name} {word}={shown(words[word])}: unknown word.{hint}"))
+    name, fields = _split_description(text)
+    known, problems = [*_FIELDS, *_DTYPES], list[Problem]()
+    table: dict[str, object] = {_FIELDS[field]: value for field, value in fields.items() if field in _FIELDS}
+    for field in (each for each in fields if each not in known):
+        hint = did_you_mean(field, known) or f" Known: {', '.join(known)}."
+        problems.append(Problem("device", f"device={name} {field}={shown(fields[field])}: unknown field.{hint}"))
     if base := _known_device(name):
         table.setdefault("like", base.name)
-    is_complete = {"memory", "bandwidth"} <= words.keys() and any(dtype in words for dtype in _PEAKS)
+    is_complete = {"memory", "bandwidth"} <= fields.keys() and any(dtype in fields for dtype in _PEAKS)
     if "like" not in table and not is_complete and not problems:
         rule = "a device that is not built in needs memory=, bandwidth= and a peak such as bf16="
         hint = did_you_mean(name, devices())
         problems.append(Problem("device", f"device={name}: {rule}.{hint} Write e.g. '{_DESCRIPTION}'."))
     if problems:
         raise ConfigError(problems)
-    if peaks := {word: value for word, value in words.items() if word in _DTYPES}:
+    if peaks := {field: value for field, value in fields.items() if field in _DTYPES}:
         table["tflops"] = peaks
-    found = _device_of(table, words)
+    found = _device_of(table, fields)
     return found if base else replace(found, name=name)
 
 
 def described_clusters(description: str, clusters: str | None) -> str:
-    """Return a list of clusters with the description in place of the name of its device. No list is one device.
+    """Replace the name of a described device in a list of clusters. No list is one device.
 
     Raises:
         ConfigError: for a description that cannot be read, or that no cluster uses.
@@ -493,7 +493,7 @@ def _expect_order(text: str) -> None:
         return
 
 
-def _device_of(value: object, words: Mapping[str, str] | None = None) -> DeviceSpec:
+def _device_of(value: object, described: Mapping[str, str] | None = None) -> DeviceSpec:
     if isinstance(value, str):
         return device(value)
     if not isinstance(value, dict):
@@ -504,7 +504,7 @@ def _device_of(value: object, words: Mapping[str, str] | None = None) -> DeviceS
     if not isinstance(like, str | None) or not isinstance(name, str):
         raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
-    changed = _changed(base, table, words)
+    changed = _changed(base, table, described)
     if "watts" in table and "measured_tflops" not in table:
         changed = capped(changed, base.watts)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
@@ -522,8 +522,8 @@ def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
     return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
 
 
-def _changed(base: DeviceSpec, table: Mapping[str, object], words: Mapping[str, str] | None = None) -> DeviceSpec:
-    """Return `base` with the numbers of a device table, or of the words of a description.
+def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[str, str] | None = None) -> DeviceSpec:
+    """Return `base` with the numbers of a device table. `described` are the fields of a description.
 
     Raises:
         ConfigError: with every mistake.
@@ -538,14 +538,14 @@ def _changed(base: DeviceSpec, table: Mapping[str, object], words: Mapping[str, 
             if not (is_none or _is_positive(number)) or (key == "scale_up_domain" and number % 1):
                 rule = "a whole number above 0" if key == "scale_up_domain" else "a number above 0 with its unit"
                 label, used = f"device.{key}", f'{key} = "{example}"'
-                if words is not None:
-                    label = used = next((word for word in words if _WORDS.get(word) == key), key)
+                if described is not None:
+                    label = next((name for name in described if _FIELDS.get(name) == key), key)
                     used = f"{label}={example}"
                 problems.append(Problem(key, f"{label}={shown(value)}: {rule} is needed. Use e.g. {used}."))
             else:
                 values[field] = round(number) if field in _INTEGERS else number
         elif key == "tflops":
-            values["peaks"] = tuple(_peaks(value, problems, words is not None))
+            values["peaks"] = tuple(_peaks(value, problems, described is not None))
         elif key in _TEXTS or key in _LISTS:
             values[key] = _text(key, value, problems)
     if problems:
