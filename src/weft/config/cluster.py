@@ -101,9 +101,7 @@ def slowest_of(kinds: Sequence[tuple[DeviceSpec, int]]) -> DeviceSpec:
 
 
 def _least(values: Iterable[float | None]) -> float | None:
-    """Return the smallest value that is not None, or None."""
-    known = [value for value in values if value is not None]
-    return min(known, default=None)
+    return min((value for value in values if value is not None), default=None)
 
 
 # Clusters: nodes, devices per node, and their description in text or TOML.
@@ -120,23 +118,15 @@ _MEMORY_TOLERANCE = 0.07
 #: Numbers and multiplication signs around the name of a device.
 _BESIDE = re.compile(r"[0-9]{1,7}")
 _BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
-
-
-def _parse_size(text: str) -> float:
-    if text[-1:].isdigit():
-        raise ValueError(f"{text!r} has no unit")
-    return units.parse_bytes(text)
-
-
 #: Number of a device file -> (field of DeviceSpec, factor to its base unit, parser of text with a unit, example).
 _NUMBERS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
-    "memory_gib": ("memory_bytes", 2**30, _parse_size, "24GiB"),
+    "memory_gib": ("memory_bytes", 2**30, units.parse_bytes, "24GiB"),
     "memory_gb_s": ("memory_bytes_per_s", 1e9, units.parse_rate, "800GB/s"),
     "scale_up_gb_s": ("scale_up_bytes_per_s", 1e9, units.parse_rate, "25GB/s"),
     "scale_up_domain": ("scale_up_domain", 1, int, "8"),
     "nic_gb_s": ("nic_bytes_per_s", 1e9, units.parse_rate, "400Gb/s"),
     "host_gb_s": ("host_bytes_per_s", 1e9, units.parse_rate, "25GB/s"),
-    "host_memory_gib": ("host_memory_bytes", 2**30, _parse_size, "128GiB"),
+    "host_memory_gib": ("host_memory_bytes", 2**30, units.parse_bytes, "128GiB"),
     "watts": ("watts", 1, lambda text: float(text.removesuffix("W")), "300W"),
     "measured_tflops": ("measured_flops", 1e12, units.parse_flops, "90TFLOPS"),
 }
@@ -523,11 +513,7 @@ def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
 
 
 def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[str, str] | None = None) -> DeviceSpec:
-    """Return `base` with the numbers of a device table. `described` are the fields of a description.
-
-    Raises:
-        ConfigError: with every mistake.
-    """
+    """Return `base` with the numbers of a device table. `described` are the fields of a description."""
     problems = _unknown_keys(table, (*_DEVICE_KEYS, "like", "name"), "device")
     values: dict[str, object] = {}
     for key, value in table.items():
@@ -556,8 +542,8 @@ def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[s
 def _number(value: object, factor: float, parse: Callable[[str], float]) -> float:
     """Return a number in its base unit, from a number in the file's unit or from text with a unit; nan for others."""
     if isinstance(value, str):
-        try:
-            return float(parse(value))
+        try:  # a size has a unit
+            return math.nan if parse is units.parse_bytes and value[-1:].isdigit() else float(parse(value))
         except ValueError:
             return math.nan
     return cast(float, value) * factor if value == 0 or _is_positive(value) else math.nan
