@@ -205,7 +205,7 @@ class ClusterSpec:
         spec = device(description or name)
         if not second:
             nodes, devices = _largest_nodes(text, int(devices), spec)
-        spec = _linked(spec, int(devices))
+        spec = linked(spec, int(devices))
         return cls(nodes=int(nodes), devices_per_node=int(devices), device=spec)
 
     @classmethod
@@ -238,7 +238,7 @@ class ClusterSpec:
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
         nodes, devices = counts["nodes"], counts["devices_per_node"]
-        spec = _linked(spec, devices)
+        spec = linked(spec, devices)
         return cls(
             nodes=nodes, devices_per_node=devices, device=spec, rack_nodes=racks[0], oversubscription=racks[1]
         )  # fmt: skip
@@ -402,7 +402,7 @@ def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
     return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=tuple(counts.items()))
 
 
-def _linked(spec: DeviceSpec, count: int) -> DeviceSpec:
+def linked(spec: DeviceSpec, count: int) -> DeviceSpec:
     """Return the device with a domain of `count` devices if it has links and its domain is not given."""
     is_open = spec.scale_up_bytes_per_s > 0 and spec.scale_up_domain == 1
     return replace(spec, scale_up_domain=count) if is_open else spec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft import units
-from weft.config.cluster import ClusterSpec, DeviceSpec, capped, device
+from weft.config.cluster import ClusterSpec, DeviceSpec, capped, device, linked
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
@@ -136,7 +136,9 @@ LEVERS: dict[str, Lever] = {
         parse=lambda text: units.parse_flops(text) / 1e12,
         example="120TFLOPS",
     ),
-    "watts": Lever("watts", lambda q: q.cluster.device.watts or 0.0, _watts, parse=lambda text: float(text[:-1])),
+    "watts": Lever(
+        "watts", lambda q: q.cluster.device.watts or 0.0, _watts, parse=lambda text: float(text.removesuffix("W"))
+    ),
 }
 
 
@@ -175,7 +177,9 @@ def change(question: Question, text: str) -> Question:
             raise _error("what-if", f"what-if={word!r}: a change is name=value. Write e.g. 'gpus=16,nic=2x,seq=16384'.")
         if name in ("cluster", "device"):
             machines = (
-                ClusterSpec.parse(value) if name == "cluster" else replace(question.cluster, device=device(value))
+                ClusterSpec.parse(value)
+                if name == "cluster"
+                else replace(question.cluster, device=linked(device(value), question.cluster.devices_per_node))
             )
             question = replace(question, cluster=machines)
             continue
