@@ -546,7 +546,8 @@ def _number(value: object, factor: float, parse: Callable[[str], float]) -> floa
             return math.nan if parse is units.parse_bytes and value[-1:].isdigit() else float(parse(value))
         except ValueError:
             return math.nan
-    return cast(float, value) * factor if value == 0 or _is_positive(value) else math.nan
+    is_zero = value == 0 and not isinstance(value, bool)
+    return cast(float, value) * factor if is_zero or _is_positive(value) else math.nan
 
 
 def _peaks(value: object, problems: list[Problem], is_described: bool) -> list[tuple[str, float]]:

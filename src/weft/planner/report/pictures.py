@@ -327,9 +327,11 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
 
 def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> Iterator[Bar]:
     """Yield one bar, or two for a pair, which divide its time equally."""
-    actions = [(step, "")]
-    if isinstance(step, Pair):
-        actions = [(step.forward, f", beside {step.backward}"), (step.backward, f", beside {step.forward}")]
+    actions = (
+        [(step.forward, f", beside {step.backward}"), (step.backward, f", beside {step.forward}")]
+        if isinstance(step, Pair)
+        else [(step, "")]
+    )
     length = (end - start) / len(actions)
     for place, (action, beside) in enumerate(actions):
         is_later = action.stage != schedule.stages_of(rank)[0]

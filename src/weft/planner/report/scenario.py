@@ -98,7 +98,7 @@ def _of_device(
 ) -> Lever:  # fmt: skip
     """Return the lever of a device's field. `scale` is the base units of one `unit`."""
 
-    def change(question: Question, value: float) -> Question:
+    def set_value(question: Question, value: float) -> Question:
         number = value * scale
         changes = {field: int(number) if field in ("memory_bytes", "scale_up_domain") else number}
         return _cluster(question, device=_changed(question.cluster.device, **changes))
@@ -106,7 +106,7 @@ def _of_device(
     return Lever(
         unit,
         lambda question: (getattr(question.cluster.device, field) or 0.0) / scale,
-        change,
+        set_value,
         whole=whole,
         parse=lambda text: parse(text) / scale,
         example=example,

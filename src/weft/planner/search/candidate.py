@@ -108,10 +108,11 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     tokens = job.tokens
     flops = sum(share * flops_per_token(job.shape, length, causal=causal) for length, share in job.segments)
     if job.adapter is not None:  # frozen weights have no gradients to make
-        shape = job.shape
-        is_traced = isinstance(shape, TracedShape)
-        per_sequence = float(shape.traced.weight_flops(1.0, float(job.seq_len))) if is_traced else 0.0
-        flops -= per_sequence / job.seq_len if is_traced else 2.0 * matmul_params(shape)
+        shape, length = job.shape, float(job.seq_len)
+        if isinstance(shape, TracedShape):
+            flops -= float(shape.traced.weight_flops(1.0, length)) / length
+        else:
+            flops -= 2.0 * matmul_params(shape)
     return flops * tokens / (step_s * cluster.num_devices * peak)
 
 
@@ -310,18 +311,19 @@ class Estimated:
     def candidate(self, row: int, plan: Plan) -> Candidate:
         """Return the candidate of a row with its plan."""
         question, columns, found = self._of
-        terms, memory, sums = (
-            {name: values.item(row) for name, values in each.items()}
-            for each in (found.terms, found.memory, self._sums)
-        )
+        sums = {name: float(values[row]) for name, values in self._sums.items()}
         return Candidate(
             question=question,
             plan=plan,
-            microbatch=columns.microbatch.item(row),
-            terms=terms,
-            memory=memory,
+            microbatch=int(columns.microbatch[row]),
+            terms={name: float(values[row]) for name, values in found.terms.items()},
+            step_s=sums["step_s"],
+            memory={name: float(values[row]) for name, values in found.memory.items()},
+            allocated_bytes=sums["allocated_bytes"],
+            reserved_bytes=sums["reserved_bytes"],
+            total_bytes=sums["total_bytes"],
             usable_bytes=found.usable_bytes,
             fits=self.fits[row],
+            host_bytes=sums["host_bytes"],
             host_limit=found.host_limit,
-            **sums,
         )
