@@ -18,7 +18,7 @@ from weft.cli.console import print_line
 from weft.cli.plan_view import Findings, print_findings, print_fits, print_json, print_runs, write_files
 from weft.config.cluster import described_clusters
 from weft.config.model_spec import size_hides
-from weft.config.toml_values import MODEL_CODE
+from weft.config.parsing import MODEL_CODE
 from weft.config.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem, WeftError
 from weft.planner.measured.laws import learn, lesson_words

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from weft.config.plan import AXES, MISSING, PLAN_FIELDS, OpenPlan, Plan
-from weft.config.rule import Facts, Rule
+from weft.config.rules.rule import Facts, Rule
 from weft.planner.space.columns import Job
 
 #: The values of a plan's fields.
