@@ -102,3 +102,28 @@ def test_counted():
 def test_a_printed_size_reads_back_to_three_digits(num_bytes):
     again = units.parse_bytes(units.format_bytes(num_bytes))
     assert abs(again - num_bytes) <= 0.006 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("300GB/s", 3e11),
+        ("400Gb/s", 5e10),
+        ("400Gbps", 5e10),
+        ("3.35 TB/s", 3.35e12),
+        ("1GiB/s", 2**30),
+        ("8kB/s", 8e3),
+    ],
+)
+def test_parse_rate(text, rate):
+    assert units.parse_rate(text) == rate
+
+
+def test_what_is_no_rate_and_no_speed():
+    for text in ("300", "300GB", "300gb/s", "GB/s", "-3GB/s", "3 4GB/s", "1e3GB/s", ""):
+        with pytest.raises(ValueError, match="is not a rate"):
+            units.parse_rate(text)
+    for text in ("120", "120T", "120TB/s", "TFLOPS", "-1TFLOPS"):
+        with pytest.raises(ValueError, match="is no speed"):
+            units.parse_flops(text)
+    assert units.parse_flops("120TFLOPS") == units.parse_flops("0.12 PFLOP/s") == 120e12

@@ -16,10 +16,14 @@ _BYTE_UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50,
 }  # fmt: skip
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 # At most 18 digits: a longer number is a typing error, and the product stays far below the limits of a float.
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]{0,17}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]*)\s*$", re.ASCII)
 _SCIENTIFIC = re.compile(r"\s*[0-9]{1,18}(?:\.[0-9]{1,18})?[eE]\+?[0-9]{1,2}\s*", re.ASCII)
+_MEASURED = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z/]*)\s*", re.ASCII)
+_RATE = re.compile(r"([kKMGTP]?)(i?)(?:(B)|(b|bit))(?:/s|ps)")
+_FLOPS = re.compile(r"([kKMGTP]?)(?:FLOPS|FLOP/s|OPS|flops)")
 # Several numbers, each with its unit: 3h30m.
 _PART = re.compile(r"[0-9]{1,9}(?:d|h|min|ms|m|s)", re.ASCII)
 _SEVERAL = re.compile(rf"{_PART.pattern}(?:{_PART.pattern})+", re.ASCII)
@@ -63,6 +67,33 @@ def parse_count(text: str | int) -> int:
         return round(Fraction(text.strip()))
     number, unit = _split(text, _COUNT_UNITS, "a count", "4M")
     return round(number * int(unit))
+
+
+def parse_rate(text: str) -> float:
+    """Parse bytes per second: '300GB/s' -> 3e11; '400Gb/s' and '400Gbps' -> 5e10, as b is a bit and B a byte.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    number = _MEASURED.fullmatch(text)
+    unit = _RATE.fullmatch(number[2]) if number else None
+    if number is None or unit is None:
+        raise ValueError(f"{text!r} is not a rate. Write a number and a unit, such as '300GB/s' (bytes) or '400Gb/s'")
+    scale = _BYTE_UNITS[f"{unit[1].lower()}ib"] if unit[1] and unit[2] else _PREFIXES[unit[1]]
+    return float(number[1]) * scale / (1 if unit[3] else 8)
+
+
+def parse_flops(text: str) -> float:
+    """Parse operations per second: '120TFLOPS' or '120TFLOP/s' -> 1.2e14.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    number = _MEASURED.fullmatch(text)
+    unit = _FLOPS.fullmatch(number[2]) if number else None
+    if number is None or unit is None:
+        raise ValueError(f"{text!r} is no speed of arithmetic. Write a number and a unit, such as '120TFLOPS'")
+    return float(number[1]) * _PREFIXES[unit[1]]
 
 
 def parse_seconds(text: str | float) -> float:

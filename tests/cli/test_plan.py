@@ -151,6 +151,18 @@ def test_a_schedule_is_drawn(capsys, tmp_path):
     assert len(ElementTree.parse(path).getroot()) > 20
 
 
+def test_a_described_device(capsys):
+    words = ["--seq-len", "1024", "--global-batch", "48"]
+    described = "mine memory=24GiB bf16=120TFLOPS bandwidth=800GB/s link=25GB/s"
+    assert run(["plan", "small", "2x4xmine", "--device", described, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "on 2x4xmine: 48 sequences of 1024 tokens a step (assumed: nic=12.5GB/s)" in lines[0]
+    assert run(["plan", "small", f"4x{described}", *words]) == 0
+    assert "(assumed" not in capsys.readouterr().out.splitlines()[0]
+    assert run(["plan", "small", "4xh100", "--device", described]) == 2
+    assert "cluster=4xh100: --device describes mine. Write e.g. '8xmine'." in capsys.readouterr().err
+
+
 def test_words_that_no_plan_keeps_are_named_with_what_helps(capsys):
     assert run(["plan", "llama3-8b", "6xh100", "--fix", "tp=3"]) == NOTHING_FITS
     text = capsys.readouterr().out

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from weft.config.cluster import TOPOLOGIES, ClusterSpec, device, device_by_torch_name, devices
+from weft.config.cluster import TOPOLOGIES, ClusterSpec, described_clusters, device, device_by_torch_name, devices
 from weft.errors import ConfigError
 
 
@@ -25,15 +25,16 @@ def test_shorthand():
 
 def test_the_table_is_complete_and_plausible():
     table = devices()
-    assert len(table) == 31
+    assert len(table) == 54
     for spec in table.values():
         assert spec.title
         assert spec.sources
         assert set(spec.sources.split(",")) <= {"D", "S", "W"}
         assert spec.scale_up_topology in TOPOLOGIES
-        assert 16 * 2**30 <= spec.memory_bytes < 300 * 2**30
-        assert 0.5e12 < spec.memory_bytes_per_s < 10e12
-        assert all(30e12 < peak < 2e16 for _, peak in spec.peaks)
+        least = 0.1 if spec.title.startswith("Apple") else 1.0
+        assert 16 * 2**30 <= spec.memory_bytes < 520 * 2**30
+        assert least * 0.3e12 <= spec.memory_bytes_per_s + 40e9 < 10e12
+        assert all(least * 20e12 < peak < 2e16 for _, peak in spec.peaks)
         top = spec.peak_flops("bf16") or spec.peak_flops("fp16")
         assert top is not None
         assert spec.measured_flops is None or 0.4 * top < spec.measured_flops < top
@@ -68,6 +69,8 @@ def test_rows_of_the_table():
         ("Tesla V100-SXM2-32GB", "v100"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA L40S", "l40s"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
@@ -79,7 +82,7 @@ def test_names_that_torch_prints(torch_name, name):
 
 @pytest.mark.parametrize(
     "torch_name",
-    ["", "NVIDIA H2000", "NVIDIA L40", "Tesla T4", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla V100-SXM2-16GB"],
+    ["", "NVIDIA H2000", "NVIDIA L40", "Tesla T40", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla V100-SXM2-16GB"],
 )
 def test_names_that_are_not_in_the_table(torch_name):
     assert device_by_torch_name(torch_name) is None
@@ -213,8 +216,7 @@ def test_spellings_of_devices_and_counts(text, cluster):
     [
         (
             "v100-16gb",
-            "device=v100-16gb: there are data for the v100 with 32 GiB. "
-            'For another size write device = {like = "v100", memory_gib = 16} in a cluster file.',
+            "device=v100-16gb: there are data for the v100 with 32 GiB. For another size write 'v100 memory=16GiB'.",
         ),
         (
             "12xh100",
@@ -227,3 +229,96 @@ def test_other_memory_and_uneven_nodes_are_refused(text, message):
     with pytest.raises(ConfigError) as caught:
         ClusterSpec.parse(text)
     assert str(caught.value) == message
+
+
+NPU = "npu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s"
+
+
+def test_a_device_is_described_in_text():
+    found = ClusterSpec.parse(
+        f"2x8x{NPU} link=300GB/s nic=400Gb/s host=25GB/s host_memory=64GiB watts=300W measured=90TFLOPS"
+    )
+    spec = found.device
+    assert (str(found), found.num_devices, spec.peak_flops("bf16"), spec.measured_flops) == (
+        "2x8xnpu",
+        16,
+        120e12,
+        90e12,
+    )
+    assert (spec.memory_bytes, spec.memory_bytes_per_s, spec.watts) == (24 * 2**30, 800e9, 300)
+    assert (spec.scale_up_bytes_per_s, spec.scale_up_domain, spec.nic_bytes_per_s) == (300e9, 8, 50e9)
+    assert (spec.host_bytes_per_s, spec.host_memory_bytes) == (25e9, 64 * 2**30)
+    assert device(NPU) == device(f"{NPU[:-4]} GB/s") == device("NPU memory = 24 GiB bf16=120TFLOP/s bandwidth=0.8TB/s")
+    table = {"devices_per_node": 8, "device": f"{NPU} link=300GB/s"}
+    assert ClusterSpec.from_mapping(table) == ClusterSpec.parse(f"8x{NPU} link=300GB/s")
+    units = {"name": "npu", "tflops": {"bf16": "120TFLOPS"}, "memory_gib": "24GiB", "memory_gb_s": "800GB/s"}
+    assert ClusterSpec.from_mapping({"devices_per_node": 1, "device": units}).device == device(NPU)
+    assert ClusterSpec.parse(f"64x{NPU} domain=8 link=1GB/s").nodes == 8
+
+
+def test_a_description_changes_a_known_device():
+    found = ClusterSpec.parse("8xh100 memory=96GiB").device
+    assert (
+        found == ClusterSpec.from_mapping({"devices_per_node": 8, "device": {"like": "h100", "memory_gib": 96}}).device
+    )
+    capped = ClusterSpec.from_mapping({"devices_per_node": 8, "device": {"like": "h100", "watts": 500}}).device
+    assert device("h100 watts=500") == capped
+    assert device("mine like=h100 memory=96GiB").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "npu memory=24GiB",
+            "device=npu: a device that is not built in needs memory=, bandwidth= and a peak such as bf16=",
+        ),
+        ("npu memory=24 bf16=1TFLOPS bandwidth=1GB/s", r"memory=24: .*with its unit is needed. Use e.g. memory=24GiB."),
+        (NPU.replace("800GB/s", "800gb/s"), r"bandwidth=800gb/s: .*Use e.g. bandwidth=800GB/s."),
+        (NPU.replace("120TFLOPS", "120"), r"bf16=120: a dense peak with its unit is needed. Use e.g. bf16=120TFLOPS."),
+        (f"{NPU} memry=3GiB", "memry=3GiB: unknown field. Did you mean 'memory'"),
+        (f"{NPU} memory=3GiB", "npu memory=3GiB: it is repeated"),
+        (f"{NPU} fast", "npu fast: not name=value"),
+        (f"{NPU} link=0GB/s", "link=0GB/s: a number above 0"),
+        (f"{NPU} domain=2.5", "domain=2.5: a whole number above 0"),
+        (f"{NPU} topology=ring", "scale_up_topology=ring: not one of switch"),
+        (f"{NPU} like=h1oo", "device=h1oo: unknown device"),
+        ("memory=24GiB bf16=1TFLOPS", "a description begins with a name"),
+    ],
+)
+def test_bad_descriptions_are_refused_in_one_sentence(text, message):
+    for source in (text, f"8x{text}"):
+        with pytest.raises(ConfigError, match=message):
+            ClusterSpec.parse(source)
+
+
+def test_described_clusters():
+    assert described_clusters(NPU, "2x8xnpu") == f"2x8x{NPU}"
+    assert described_clusters(NPU, None) == NPU
+    assert described_clusters(NPU, "8xNPU,8xh100") == f"8x{NPU},8xh100"
+    with pytest.raises(ConfigError, match=r"cluster=8xh100: --device describes npu\. Write e\.g\. '8xnpu'"):
+        described_clusters(NPU, "8xh100")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gib"),
+    [
+        ("T4", "t4", 16), ("l4-24gb", "l4", 24), ("a10", "a10", 24), ("a10g-24gb", "a10g", 24),
+        ("rtx a6000", "a6000", 48), ("l40s", "l40s", 48), ("3090", "rtx3090", 24), ("RTX 5090", "rtx5090", 32),
+        ("rtx pro 6000", "rtxpro6000", 96),
+        ("mi350x", "mi350x", 288), ("v5e", "tpu-v5e", 16), ("v5p", "tpu-v5p", 95), ("v6e", "tpu-v6e", 32),
+        ("M4 Max", "m4-max", 128), ("apple-m2-ultra", "m2-ultra", 192), ("m1", "m1", 16),
+    ],
+)  # fmt: skip
+def test_everyday_devices_are_known(text, name, gib):
+    spec = device(text)
+    assert (spec.name, spec.memory_bytes) == (name, gib * 2**30)
+
+
+def test_this_machines_cpu():
+    one, four = (ClusterSpec.parse(text) for text in ("cpu", "4xcpu"))
+    assert (str(one), str(four), four.num_devices) == ("1xcpu", "4xcpu", 4)
+    assert 0 < four.device.memory_bytes <= one.device.memory_bytes
+    assert 0 < four.device.peak_flops("fp32") <= one.device.peak_flops("fp32")
+    assert one.device.is_cpu
+    assert one.device.pinnable_bytes == 0  # it has no other memory to offload to

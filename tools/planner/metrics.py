@@ -206,12 +206,15 @@ def _tau(members: Sequence[Prediction]) -> float | None:
 
 
 def _regret(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Return the relative loss of the plan with the best prediction, in each sweep of plans for one job."""
+    """Return the relative loss of the plan with the best prediction, in each sweep of plans for one job.
+
+    A sweep is within one table, since tables of one source differ in software.
+    """
     sweeps: dict[Any, list[list[Prediction]]] = defaultdict(list)
     for members in _grouped(predictions).values():
         run = members[0].run
         device = run.cluster.device.name
-        sweeps[run.source, run.job, run.precision, run.num_devices, device].append(members)
+        sweeps[run.source, run.table, run.job, run.precision, run.num_devices, device].append(members)
     regrets: list[float] = []
     for plans in sweeps.values():
         if len(plans) < 2:

@@ -15,15 +15,22 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line
-from weft.cli.plan_view import Findings, print_findings, print_json
+from weft.cli.plan_view import Findings, print_findings, print_fits, print_json, print_runs, write_files
+from weft.config.cluster import described_clusters
+from weft.config.model_spec import size_hides
+from weft.config.parsing import MODEL_CODE
+from weft.config.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem, WeftError
 from weft.planner.measured.laws import learn, lesson_words
 from weft.planner.measured.machine_profile import default_path, load_profile
+from weft.planner.report import scenario
+from weft.planner.report.verdict import compare as compare_plans
+from weft.planner.report.verdict import why_not as judge
+from weft.planner.search.best_plans import answer
+from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
+from weft.planner.search.question import Question, tuned_question
 
 if TYPE_CHECKING:
-    from weft.config.traced_model import TracedModel
-    from weft.planner.search.model_source import PlannedModel
-    from weft.planner.search.question import Question
     from weft.train.tasks.base import Task
 
 Model = Annotated[
@@ -40,6 +47,15 @@ Cluster = Annotated[
     typer.Argument(
         metavar="CLUSTER",
         help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), here, 4xhere, a profile or a .toml file.",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="'NAME memory=24GiB bf16=120TFLOPS bandwidth=800GB/s'",
+        help="Describe a device that CLUSTER names: also link=, nic=, host= (rates), domain=, watts=, like=h100.",
         show_default=False,
     ),
 ]
@@ -165,13 +181,13 @@ def learn_from(run: Path, path: Path | None) -> None:
 
 #: Exit code if no plan fits: the code of a rank that runs out of memory.
 NOTHING_FITS = 4
-_NOTHING_TO_WRITE = "{}: no plan fits, so there is nothing to write. Leave it out to see what would fit."
 
 
 def plan(
     model: Model = None,
     cluster: Cluster = None,
     more: More = None,
+    device: Device = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     documents: Documents = None,
@@ -209,6 +225,8 @@ def plan(
             learn_from(learn, profile)
             if model is None:
                 return
+        if device is not None:
+            cluster = described_clusters(device, cluster)
         if model is None or cluster is None:
             raise ConfigError("weft plan needs MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
         sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
@@ -216,10 +234,15 @@ def plan(
         described = _described(model, save_model)
         if _answer_several_clusters(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
             return
-        found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
-        _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
-        if html is not None:
-            _write_page(found, html, price)
+        settings = {**sizes, **search}
+        question = (
+            Question.of(described, cluster, **settings)
+            if tune is None
+            else tuned_question(described, cluster, tune, **settings)
+        )
+        found = _find(question, why_not, compare, what_if or [])
+        files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
+        write_files(found, price, **files)
         if json:
             print_json(found, top, price)
         else:
@@ -255,15 +278,6 @@ def _errors_as_json() -> Iterator[None]:
         raise
 
 
-def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any]) -> Question:
-    from weft.planner.search.question import Question
-    from weft.planner.search.tuning import tuned_question
-
-    if tune is None:
-        return Question.of(model, cluster, **settings)
-    return tuned_question(model, cluster, tune, **settings)
-
-
 def _answer_several_clusters(
     model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
     as_json: bool,
@@ -272,25 +286,14 @@ def _answer_several_clusters(
     tune, run, price = asked
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
-    if run is not None:
-        from weft.cli.plan_view import print_runs
-
-        if not print_runs(model, clusters, run, price, settings, as_json=as_json):
-            raise typer.Exit(NOTHING_FITS)
-    if tune == "all":
-        _print_what_fits(model, clusters, settings, as_json=as_json)
-    return run is not None or tune == "all"
-
-
-def _print_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
-    """Print the table of models that fit on clusters. Exits with the code for no fit if nothing fits."""
-    from weft.cli import plan_view as tune_view
-    from weft.planner.search.tuning import what_fits
-
-    found = what_fits(model, clusters, **settings)
-    (tune_view.print_fits_json if as_json else tune_view.print_fits)(found)
-    if all(one.best is None for one in found):
+    if run is not None and not print_runs(model, clusters, run, price, settings, as_json=as_json):
         raise typer.Exit(NOTHING_FITS)
+    if tune == "all":
+        found = scenario.what_fits(model, clusters, **settings)
+        print_fits(found, as_json=as_json)
+        if all(one.answer.best is None for one in found):
+            raise typer.Exit(NOTHING_FITS)
+    return run is not None or tune == "all"
 
 
 def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
@@ -298,12 +301,6 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
 
     Only tracing needs torch.
     """
-    from weft.cli.console import print_line
-    from weft.config.model_spec import size_hides
-    from weft.config.parsing import MODEL_CODE
-    from weft.config.traced_model import TracedModel
-    from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
-
     if note := size_hides(model):
         print_line(note)
     if model.endswith(".toml") and (task := _task_of(model)) is not None:
@@ -332,7 +329,6 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
 
 
 def _task_of(file: str) -> Task | None:
-    """Return the task of a config, or None."""
     from weft.config.files import load_config
 
     config = load_config(file, ["plan=auto"]).config
@@ -345,59 +341,13 @@ def _task_of(file: str) -> Task | None:
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
     """Search for plans, and evaluate the named ones. If no implemented plan fits, search all plans."""
-    from weft.planner.search.best_plans import answer
-
     found = answer(asked)
     if found.best is None and asked.built_only:
         asked = replace(asked, built_only=False)
         found = answer(asked)
-    judged = comparison = None
-    if plan_text is not None:
-        from weft.planner.report.verdict import why_not
-
-        judged = why_not(plan_text, asked, found)
-    if pair is not None:
-        from weft.planner.report.comparison import compare
-
-        comparison = compare(*pair, asked)
-    scenarios = ()
-    if changes:
-        from weft.planner.report.scenario import what_if
-
-        scenarios = tuple(what_if(text, asked) for text in changes)
-    return Findings(answer=found, why_not=judged, comparison=comparison, scenarios=scenarios)
-
-
-def _write_page(found: Findings, path: Path, hour_price: float | None) -> None:
-    """Write the HTML page of an answer. Raise ConfigError without a plan to show."""
-    from weft.cli import plan_view as plan_files
-
-    if found.answer.best is None:
-        raise ConfigError(_NOTHING_TO_WRITE.format(path))
-    plan_files.write_page(found.answer, path, hour_price)
-
-
-def _write_files(
-    found: Findings,
-    *,
-    draw: Path | None,
-    pareto: Path | None,
-    waterfall: Path | None,
-    memory: Path | None,
-    out: Path | None,
-) -> None:
-    """Write the requested files."""
-    from weft.cli import plan_view as plan_files
-
-    for path, write in (
-        (draw, plan_files.write_schedule),
-        (waterfall, plan_files.write_waterfall),
-        (memory, plan_files.write_memory),
-        (out, plan_files.write_config),
-    ):
-        if path is not None and found.answer.best is not None:
-            write(found.answer.best, path)
-        elif path is not None:
-            raise ConfigError(_NOTHING_TO_WRITE.format(path))
-    if pareto is not None:
-        plan_files.write_pareto(found.answer, pareto)
+    return Findings(
+        answer=found,
+        why_not=None if plan_text is None else judge(plan_text, asked, found),
+        comparison=None if pair is None else compare_plans(*pair, asked),
+        scenarios=tuple(scenario.what_if(text, asked) for text in changes),
+    )

@@ -23,11 +23,11 @@ from weft.planner.report.verdict import nearest_yes
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from weft.planner.report.comparison import Comparison
     from weft.planner.report.pictures import Drawing
-    from weft.planner.report.scenario import Scenario
-    from weft.planner.report.verdict import WhyNot
+    from weft.planner.report.scenario import Fit, Scenario
+    from weft.planner.report.verdict import Comparison, WhyNot
     from weft.planner.search.candidate import Answer, Candidate
+    from weft.planner.search.question import Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,28 @@ class Findings:
 _WIDE = 150
 
 
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+
+
+def _assumed(question: Question) -> str:
+    return f" (assumed: {' '.join(question.assumed)})" if question.assumed else ""
+
+
+def _table(texts: Sequence[str], numbers: Sequence[str], last: str) -> Table:
+    """Return a table with columns of short texts, of numbers, and of text that may be folded."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for title in texts:
+        table.add_column(title, no_wrap=True)
+    for title in numbers:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column(last, overflow="fold")
+    return table
+
+
 def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: float | None) -> None:
     """Print all results."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    console = _console()
     _heading(console, found.answer)
     if found.scenarios:  # the results that the user requested, before those of the unchanged question
         console.print(_scenarios(found.answer, found.scenarios))
@@ -65,7 +84,13 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
         console.print()
         console.print(explain(found.answer.best, hour_price), markup=False, soft_wrap=True)
     if reasons:
-        console.print(_reasons(found.answer))
+        table = Table(box=None, pad_edge=False, header_style="bold", title="\nrefused", title_justify="left")
+        table.add_column("plans", justify="right", no_wrap=True)
+        table.add_column("reason", no_wrap=True)
+        table.add_column("an example and its error", overflow="fold")
+        for each in found.answer.refused:
+            table.add_row(f"{each.count:,}", each.name, f"{each.example}\n{each.message}")
+        console.print(table)
     for part in (found.why_not, found.comparison):
         if part is not None:
             console.print()
@@ -74,10 +99,9 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
 
 def _heading(console: Console, answer: Answer[Candidate]) -> None:
     question = answer.question
-    assumed = f" (assumed: {' '.join(question.assumed)})" if question.assumed else ""
     console.print(
         f"[bold]{question.model.name}[/], {format_count(question.job.shape.num_params)} parameters, on "
-        f"[bold]{question.cluster}[/]: {question.work}{assumed}"
+        f"[bold]{question.cluster}[/]: {question.work}{_assumed(question)}"
     )
     kind = "plans" if question.built_only else "plans, including those that Weft does not run yet"
     console.print(
@@ -91,9 +115,8 @@ def _heading(console: Console, answer: Answer[Candidate]) -> None:
 
 def _ranking(answer: Answer[Candidate], top: int, hour_price: float | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    table.add_column("#", justify="right")
     unit = answer.question.unit
-    for title in ("step", f"{unit}/s", "MFU", "memory", f"$/B {unit}"):
+    for title in ("#", "step", f"{unit}/s", "MFU", "memory", f"$/B {unit}"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     table.add_column("plan (the best of each layout)", overflow="fold")
@@ -115,19 +138,7 @@ def _figures(one: Candidate, hour_price: float | None) -> tuple[str, ...]:
     )
 
 
-def _reasons(answer: Answer[Candidate]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", title="\nrefused", title_justify="left")
-    table.add_column("plans", justify="right", no_wrap=True)
-    table.add_column("reason", no_wrap=True)
-    table.add_column("an example and its error", overflow="fold")
-    for each in answer.refused:
-        table.add_row(f"{each.count:,}", each.name, f"{each.example}\n{each.message}")
-    return table
-
-
 def _nothing(console: Console, answer: Answer[Candidate]) -> None:
-    from weft.planner.report.verdict import nearest_yes
-
     question = answer.question
     if answer.num_estimated:
         console.print(f"\n[bold red]No plan fits[/] {question.model.name} on {question.cluster}.")
@@ -153,49 +164,26 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
 
 
 def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("what if", no_wrap=True)
-    unit = answer.question.unit
-    for title in ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("best plan", overflow="fold")
-    base = answer.best
-    if base is not None:
-        table.add_row("(unchanged)", *_scenario(base, base), str(base.plan))
-    for each in scenarios:
-        best = each.answer.best
+    base, unit = answer.best, answer.question.unit
+    table = _table(("what if",), ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"), "best plan")
+    rows = [(each.text, each.answer.best) for each in scenarios]
+    for text, best in rows if base is None else [("(unchanged)", base), *rows]:
         if best is None:
-            table.add_row(each.text, "-", "-", "-", "-", "-", "-", "no plan fits")
-        else:
-            table.add_row(each.text, *_scenario(best, base), str(best.plan))
+            table.add_row(text, *"------", "no plan fits")
+            continue
+        step, tokens, mfu, memory, price, _ = _figures(best, None)
+        speed = "" if base is None else f"{best.tokens_per_s / base.tokens_per_s:.2f}x"
+        table.add_row(text, step, tokens, speed, mfu, memory, price, str(best.plan))
     return table
 
 
-def _scenario(one: Candidate, base: Candidate | None) -> tuple[str, ...]:
-    step, tokens, mfu, memory, price, _ = _figures(one, None)
-    speed = "" if base is None else f"{one.tokens_per_s / base.tokens_per_s:.2f}x"
-    return step, tokens, speed, mfu, memory, price
-
-
 # Output of `weft plan --run`: a complete run on each cluster, the cheapest first, and details of the first.
-
-#: An entry of the result of `full_runs`.
-Run = Any
 
 
 def print_runs(
     model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool
 ) -> bool:
-    """Print the runs, and return True if any cluster can hold the model.
-
-    Args:
-        model: the model to train.
-        clusters: clusters, separated by commas.
-        text: description of the run.
-        price: dollars per device and hour.
-        settings: settings of the question.
-        as_json: print JSON for programs.
-    """
+    """Print the runs, and return True if any cluster can hold the model."""
     found = full_runs(model, clusters, text, price, **settings)
     if as_json:
         rows = [
@@ -205,17 +193,18 @@ def print_runs(
         ]
         print(json.dumps(rows, indent=2))
         return any(run is not None for _, run in found)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("on", no_wrap=True)
-    for title in ("tokens", "days", "dollars", "goodput", "step"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("best plan", overflow="fold")
+    console, table = _console(), _table(("on",), ("tokens", "days", "dollars", "goodput", "step"), "best plan")
     for reply, run in found:
-        table.add_row(str(reply.question.cluster), *_row(run))
+        cluster = str(reply.question.cluster)
+        if run is None:
+            table.add_row(cluster, *"-----", "no plan fits")
+            continue
+        money = "-" if run.dollars is None else f"{run.dollars:,.0f}"
+        figures = format_count(run.tokens), f"{run.days:,.3g}", money, f"{run.goodput:.1%}"
+        table.add_row(cluster, *figures, format_seconds(run.candidate.step_s), str(run.candidate.plan))
     first = found[0][0].question
-    assumed = f" (assumed: {' '.join(first.assumed)})" if first.assumed else ""
-    console.print(f"[bold]{first.model.name}[/], {format_count(first.job.shape.num_params)} parameters{assumed}")
+    params = format_count(first.job.shape.num_params)
+    console.print(f"[bold]{first.model.name}[/], {params} parameters{_assumed(first)}")
     console.print(table)
     best = found[0][1]
     if best is not None:
@@ -224,75 +213,44 @@ def print_runs(
     return best is not None
 
 
-def _row(run: Run | None) -> tuple[str, ...]:
-    if run is None:
-        return "-", "-", "-", "-", "-", "no plan fits"
-    money = "-" if run.dollars is None else f"{run.dollars:,.0f}"
-    step = format_seconds(run.candidate.step_s)
-    return format_count(run.tokens), f"{run.days:,.3g}", money, f"{run.goodput:.1%}", step, str(run.candidate.plan)
-
-
 # Output of `weft plan --tune all`: fine-tuning methods by machine, with the best fitting plan of each.
 
-#: An entry of the result of `what_fits`.
-Fit = Any
 
-
-def print_fits(found: Sequence[Fit]) -> None:
-    """Print the table of methods that fit on machines."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
-    first = found[0].question
-    assumed = f" (assumed: {' '.join(first.assumed)})" if first.assumed else ""
+def print_fits(found: Sequence[Fit], *, as_json: bool) -> None:
+    """Print the methods that fit on machines, as a table or as JSON."""
+    if as_json:
+        rows = [
+            {
+                "cluster": str(one.question.cluster),
+                "tune": one.tune,
+                "num_trained": _num_trained(one),
+                "fits": one.answer.best is not None,
+                "plan": None if one.smallest is None else report.candidate_table(one.smallest),
+            }
+            for one in found
+        ]
+        print(json.dumps(rows, indent=1))
+        return
+    console, first = _console(), found[0].question
     params = format_count(first.job.shape.num_params)
-    console.print(f"[bold]{first.model.name}[/], {params} parameters: {first.work}{assumed}")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("on", "tune"):
-        table.add_column(title, no_wrap=True)
-    for title in ("trained", "memory", "of", "step", f"{first.unit}/s"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("best plan", overflow="fold")
+    console.print(f"[bold]{first.model.name}[/], {params} parameters: {first.work}{_assumed(first)}")
+    table = _table(("on", "tune"), ("trained", "memory", "of", "step", f"{first.unit}/s"), "best plan")
     for one in found:
-        table.add_row(*_tune_row(one))
+        cells, plan = [str(one.question.cluster), one.tune, format_count(_num_trained(one))], one.smallest
+        if plan is None:
+            table.add_row(*cells, *"----", "no plan keeps all rules")
+            continue
+        cells += [format_bytes(plan.total_bytes), format_bytes(plan.usable_bytes)]
+        if one.answer.best is None:
+            table.add_row(*cells, "-", "-", f"does not fit; needs least: {plan.plan}")
+        else:
+            table.add_row(*cells, format_seconds(plan.step_s), format_count(plan.tokens_per_s), str(plan.plan))
     console.print(table)
-
-
-def _tune_row(one: Fit) -> tuple[str, ...]:
-    cluster, plan = str(one.question.cluster), one.smallest
-    if plan is None:
-        return (cluster, one.tune, _trained(one), "-", "-", "-", "-", "no plan keeps all rules")
-    sizes = format_bytes(plan.total_bytes), format_bytes(plan.usable_bytes)
-    if one.best is None:
-        return (cluster, one.tune, _trained(one), *sizes, "-", "-", f"does not fit; needs least: {plan.plan}")
-    return (
-        cluster, one.tune, _trained(one), *sizes, format_seconds(plan.step_s), format_count(plan.tokens_per_s),
-        str(plan.plan),
-    )  # fmt: skip
-
-
-def _trained(one: Fit) -> str:
-    return format_count(_num_trained(one))
 
 
 def _num_trained(one: Fit) -> float:
     job = one.question.job
     return job.shape.num_params if job.adapter is None else job.shape.layers * job.adapter.params
-
-
-def print_fits_json(found: Sequence[Fit]) -> None:
-    """Print the same table as JSON."""
-    from weft.planner.report import tables as report
-
-    tables: list[dict[str, Any]] = [
-        {
-            "cluster": str(one.question.cluster),
-            "tune": one.tune,
-            "num_trained": _num_trained(one),
-            "fits": one.best is not None,
-            "plan": None if one.smallest is None else report.candidate_table(one.smallest),
-        }
-        for one in found
-    ]
-    print(json.dumps(tables, indent=1))
 
 
 # `weft plan --json`: all results, for programs.
@@ -315,46 +273,40 @@ def print_json(found: Findings, top: int, hour_price: float | None) -> None:
 # Files that `weft plan` writes: figures and a config.
 
 
-def write_pareto(found: Answer[Candidate], path: Path) -> None:
-    """Write a figure of memory against speed, as .svg or .png."""
-    from weft.planner.report.pictures import pareto
+def write_files(found: Findings, hour_price: float | None, **paths: Path | None) -> None:
+    """Write the requested files: figures (draw, pareto, waterfall, memory), a page (html) and a config (out).
 
-    _write(path, _picture(pareto(found), path))
+    Raises:
+        ConfigError: for a file of another type, or one that cannot be written, or if there is no plan to show.
+    """
+    for name, path in paths.items():
+        best = found.answer.best
+        if path is None:
+            continue
+        if best is None and name != "pareto":
+            rule = "no plan fits, so there is nothing to write"
+            raise ConfigError(f"{path}: {rule}. Leave it out to see what would fit.")
+        if name == "out" and best is not None:
+            _write_config(best, path)
+            continue
+        from weft.planner.report import pictures
+        from weft.planner.search.pipeline_clock import memory_by_rank, timed_schedule
 
-
-def write_waterfall(best: Candidate, path: Path) -> None:
-    """Write a figure of the parts of the best plan's step."""
-    from weft.planner.report.pictures import waterfall
-
-    _write(path, _picture(waterfall(best), path))
-
-
-def write_memory(best: Candidate, path: Path) -> None:
-    """Write a figure of the best plan's memory by pipeline rank."""
-    from weft.planner.report.pictures import memory_by_rank
-    from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
-
-    _write(path, _picture(memory_by_rank(best, bytes_by_rank(best)), path))
-
-
-def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -> None:
-    """Write the complete answer as one HTML page."""
-    from weft.planner.report.pictures import html_page
-
-    if path.suffix not in (".html", ".htm"):
-        raise ConfigError(f"html={path}: a page is an HTML file. Use {path.with_suffix('.html')}.")
-    _write(path, html_page(found, hour_price).encode())
-
-
-def write_schedule(best: Candidate, path: Path) -> None:
-    """Write the best plan's pipeline schedule with its estimated seconds."""
-    from weft.planner.report.pictures import draw_schedule
-    from weft.planner.search.ranks import timed_schedule
-
-    _write(path, _picture(draw_schedule(*timed_schedule(best)), path))
+        if name == "html":
+            if path.suffix not in (".html", ".htm"):
+                raise ConfigError(f"html={path}: a page is an HTML file. Use {path.with_suffix('.html')}.")
+            _write(path, pictures.html_page(found.answer, hour_price).encode())
+        elif best is None or name == "pareto":
+            _write(path, _picture(pictures.pareto(found.answer), path))
+        elif name == "draw":
+            _write(path, _picture(pictures.draw_schedule(*timed_schedule(best)), path))
+        elif name == "waterfall":
+            _write(path, _picture(pictures.waterfall(best), path))
+        else:
+            _write(path, _picture(pictures.memory_by_rank(best, memory_by_rank(best)), path))
 
 
-def write_config(best: Candidate, path: Path) -> None:
+def _write_config(best: Candidate, path: Path) -> None:
     """Write a config with which `weft train` runs the best plan."""
     from weft.planner.report.write_config import config_text
 

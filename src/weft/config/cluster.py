@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean, shown
 
+#: fp32 FLOP/s of a CPU core, with vectors of eight and fused multiply-add.
+_CORE_FLOPS = 2.5e9 * 16
 #: Fraction of host memory that all ranks of a host may pin; the default of `memory.pinned_limit`.
 _PINNED_SHARE = 0.6
-#: The name of a host's cores as a device.
-HERE = "here"
+#: Names of this machine's cores as a device: as measured by `weft calibrate`, and by rough figures.
+HERE, CPU = "here", "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +57,8 @@ class DeviceSpec:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a rank's share of the cores of a host that was measured (`planner/measured/here.py`)."""
-        return self.name == HERE
+        """True for a rank's share of a host's cores."""
+        return self.name in (HERE, CPU)
 
     @property
     def pinnable_bytes(self) -> float:
@@ -97,9 +101,7 @@ def slowest_of(kinds: Sequence[tuple[DeviceSpec, int]]) -> DeviceSpec:
 
 
 def _least(values: Iterable[float | None]) -> float | None:
-    """Return the smallest value that is not None, or None."""
-    known = [value for value in values if value is not None]
-    return min(known, default=None)
+    return min((value for value in values if value is not None), default=None)
 
 
 # Clusters: nodes, devices per node, and their description in text or TOML.
@@ -116,23 +118,34 @@ _MEMORY_TOLERANCE = 0.07
 #: Numbers and multiplication signs around the name of a device.
 _BESIDE = re.compile(r"[0-9]{1,7}")
 _BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
-#: Number of a device file -> (field of DeviceSpec, factor to its base unit).
-_NUMBERS = {
-    "memory_gib": ("memory_bytes", 2**30),
-    "memory_gb_s": ("memory_bytes_per_s", 1e9),
-    "scale_up_gb_s": ("scale_up_bytes_per_s", 1e9),
-    "scale_up_domain": ("scale_up_domain", 1),
-    "nic_gb_s": ("nic_bytes_per_s", 1e9),
-    "host_gb_s": ("host_bytes_per_s", 1e9),
-    "host_memory_gib": ("host_memory_bytes", 2**30),
-    "watts": ("watts", 1),
-    "measured_tflops": ("measured_flops", 1e12),
+#: Number of a device file -> (field of DeviceSpec, factor to its base unit, parser of text with a unit, example).
+_NUMBERS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
+    "memory_gib": ("memory_bytes", 2**30, units.parse_bytes, "24GiB"),
+    "memory_gb_s": ("memory_bytes_per_s", 1e9, units.parse_rate, "800GB/s"),
+    "scale_up_gb_s": ("scale_up_bytes_per_s", 1e9, units.parse_rate, "25GB/s"),
+    "scale_up_domain": ("scale_up_domain", 1, int, "8"),
+    "nic_gb_s": ("nic_bytes_per_s", 1e9, units.parse_rate, "400Gb/s"),
+    "host_gb_s": ("host_bytes_per_s", 1e9, units.parse_rate, "25GB/s"),
+    "host_memory_gib": ("host_memory_bytes", 2**30, units.parse_bytes, "128GiB"),
+    "watts": ("watts", 1, lambda text: float(text.removesuffix("W")), "300W"),
+    "measured_tflops": ("measured_flops", 1e12, units.parse_flops, "90TFLOPS"),
 }
-_WHOLE = ("memory_gib", "scale_up_domain")
+#: Field of a device's description in text -> key of a device file.
+_FIELDS = {
+    "memory": "memory_gib", "bandwidth": "memory_gb_s", "link": "scale_up_gb_s", "domain": "scale_up_domain",
+    "topology": "scale_up_topology", "nic": "nic_gb_s", "host": "host_gb_s", "host_memory": "host_memory_gib",
+    "watts": "watts", "measured": "measured_tflops", "like": "like",
+}  # fmt: skip
+_INTEGERS = ("memory_bytes", "scale_up_domain")
+_DESCRIPTION = "npu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s"
+_COUNTS = re.compile(r"((?:[0-9]{1,7}x){0,2})(.*)", re.DOTALL)
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _TEXTS = ("title", "scale_up_topology", "sources", "note")
 _LISTS = ("aliases", "torch_names")
 _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+#: Peaks of which a described device needs one.
+_PEAKS = ("bf16", "fp16", "fp32")
 _DEVICE_KEYS = (*_NUMBERS, *_TEXTS, *_LISTS, "tflops")
 _CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link", "rack_nodes", "oversubscription")
 
@@ -163,28 +176,36 @@ class ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
         A single count above the largest node of the device is divided into such nodes: "64xh100" is "8x8xh100".
-        "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest.
+        "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest. "4xcpu" is four ranks on this
+        machine's cores. A device may be described: "8xnpu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s link=25GB/s".
 
         Raises:
             ConfigError: for text that cannot be read, and for an unknown device.
         """
         if "+" in text:
             return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
-        match = _SHORTHAND.fullmatch(re.sub(r"\s+", "-", text.strip().lower()))
+        shorthand, description = text, ""
+        if "=" in text and (parts := _COUNTS.fullmatch(text.strip())):
+            description = parts[2]
+            shorthand = f"{parts[1]}{_split_description(description)[0]}"
+        match = _SHORTHAND.fullmatch(re.sub(r"\s+", "-", shorthand.strip().lower()))
         if "," in text:
             rule = "a list of clusters is for --run and --tune all"
             raise _error(f"cluster={text!r}: {rule}. For one job on all of them write '{text.replace(',', '+')}'.")
         first, second, name = match.groups() if match else ("", "", "")
-        if _known_device(name or "") is None:
+        if not description and name != CPU and _known_device(name or "") is None:
             _expect_order(text)
         if match is None:
             raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
         nodes, devices = (first, second) if second else ("1", first or "1")
         if int(nodes) < 1 or int(devices) < 1:
             raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
-        spec = device(name)
+        if name == CPU and not description:
+            return cls(nodes=int(nodes), devices_per_node=int(devices), device=this_cpu(int(devices)))
+        spec = device(description or name)
         if not second:
             nodes, devices = _largest_nodes(text, int(devices), spec)
+        spec = linked(spec, int(devices))
         return cls(nodes=int(nodes), devices_per_node=int(devices), device=spec)
 
     @classmethod
@@ -217,6 +238,7 @@ class ClusterSpec:
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
         nodes, devices = counts["nodes"], counts["devices_per_node"]
+        spec = linked(spec, devices)
         return cls(
             nodes=nodes, devices_per_node=devices, device=spec, rack_nodes=racks[0], oversubscription=racks[1]
         )  # fmt: skip
@@ -252,23 +274,110 @@ def devices() -> Mapping[str, DeviceSpec]:
 
 
 def device(name: str) -> DeviceSpec:
-    """Return a built-in device by its name or an alias.
+    """Return a device by its name or an alias, or by a description such as "npu memory=24GiB bf16=120TFLOPS ...".
+
+    A description of a built-in device changes its numbers.
 
     Raises:
         ConfigError: for any other name; the message lists the built-in ones.
     """
-    found = _known_device(name)
+    if "=" in name:
+        return _described(name)
+    found = this_cpu(1) if name.strip().lower() == CPU else _known_device(name)
     if found is not None:
         return found
     wanted = name.strip().lower()
     sized = _MEMORY_SUFFIX.fullmatch(wanted)
     if sized and (base := _known_device(sized[1])) is not None:
         rule = f"there are data for the {base.name} with {base.memory_bytes / 2**30:.0f} GiB"
-        remedy = f'device = {{like = "{base.name}", memory_gib = {sized[2]}}} in a cluster file'
+        remedy = f"'{base.name} memory={sized[2]}GiB'"
         raise _error(f"device={shown(name)}: {rule}. For another size write {remedy}.", "device")
-    known = [*devices(), *(alias for spec in devices().values() for alias in spec.aliases)]
+    known = [*devices(), CPU, *(alias for spec in devices().values() for alias in spec.aliases)]
     hint = did_you_mean(wanted, known)
-    raise _error(f"device={shown(name)}: unknown device.{hint} Known: {', '.join(devices())}.", "device")
+    rule = f"unknown device.{hint} Known: {', '.join((*devices(), CPU))}"
+    raise _error(f"device={shown(name)}: {rule}. Describe another one: '{_DESCRIPTION}'.", "device")
+
+
+def _split_description(text: str) -> tuple[str, dict[str, str]]:
+    """Return the name and the fields of a device's description.
+
+    Raises:
+        ConfigError: for text that is not name=value, and a repeated field.
+    """
+    start = re.search(r"(?:^|\s)\S+\s*=", text)
+    name = re.sub(r"[\s_]+", "-", text[: start.start()].strip().lower()) if start else ""
+    if start is None or not _NAME.fullmatch(name):
+        raise _error(f"device={shown(text)}: a description begins with a name. Write e.g. '{_DESCRIPTION}'.", "device")
+    found: dict[str, str] = {}
+    joined = re.sub(r"\s*=\s*", "=", text[start.start() :].strip())
+    for part in re.sub(r"(?<=[0-9])\s+(?=[A-Za-z/]+(?:\s|$))", "", joined).split():  # "800 GB/s"
+        key, equals, value = part.partition("=")
+        if not equals or not value or key in found:
+            rule = "it is repeated" if key in found else "not name=value"
+            raise _error(f"device={name} {shown(part)}: {rule}. Write e.g. '{_DESCRIPTION}'.", "device")
+        found[key] = value
+    return name, found
+
+
+def _described(text: str) -> DeviceSpec:
+    """Return the device of a description. Raise ConfigError with every mistake."""
+    name, fields = _split_description(text)
+    known, problems = [*_FIELDS, *_DTYPES], list[Problem]()
+    table: dict[str, object] = {_FIELDS[field]: value for field, value in fields.items() if field in _FIELDS}
+    for field in (each for each in fields if each not in known):
+        hint = did_you_mean(field, known) or f" Known: {', '.join(known)}."
+        problems.append(Problem("device", f"device={name} {field}={shown(fields[field])}: unknown field.{hint}"))
+    if base := _known_device(name):
+        table.setdefault("like", base.name)
+    is_complete = {"memory", "bandwidth"} <= fields.keys() and any(dtype in fields for dtype in _PEAKS)
+    if "like" not in table and not is_complete and not problems:
+        rule = "a device that is not built in needs memory=, bandwidth= and a peak such as bf16="
+        hint = did_you_mean(name, devices())
+        problems.append(Problem("device", f"device={name}: {rule}.{hint} Write e.g. '{_DESCRIPTION}'."))
+    if problems:
+        raise ConfigError(problems)
+    if peaks := {field: value for field, value in fields.items() if field in _DTYPES}:
+        table["tflops"] = peaks
+    found = _device_of(table, fields)
+    return found if base else replace(found, name=name)
+
+
+def described_clusters(description: str, clusters: str | None) -> str:
+    """Replace the name of a described device in a list of clusters. No list is one device.
+
+    Raises:
+        ConfigError: for a description that cannot be read, or that no cluster uses.
+    """
+    name = _split_description(description)[0]
+    parts = re.split(r"([,+])", name if clusters is None else clusters)
+    read = [_COUNTS.fullmatch(part.strip()) for part in parts]
+    named = [match is not None and re.sub(r"[\s_]+", "-", match[2].strip().lower()) == name for match in read]
+    if not any(named):
+        raise _error(f"cluster={clusters}: --device describes {name}. Write e.g. '8x{name}'.")
+    return "".join(
+        f"{match[1]}{description.strip()}" if match and is_named else part
+        for part, match, is_named in zip(parts, read, named, strict=True)
+    )
+
+
+def this_cpu(num_ranks: int) -> DeviceSpec:
+    """Return one rank's share of this machine's cores and memory, in rough figures. `weft calibrate` measures them."""
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // num_ranks)
+    return DeviceSpec(
+        name=CPU,
+        title="CPU",
+        peaks=(("fp32", _CORE_FLOPS * share),),
+        memory_bytes=psutil.virtual_memory().available // num_ranks,
+        memory_bytes_per_s=5e9 * share,
+        scale_up_bytes_per_s=2e9,
+        scale_up_domain=num_ranks,
+        host_bytes_per_s=5e9,
+        host_memory_bytes=0,  # a CPU has no other memory to offload to
+        note="rough figures for any CPU",
+    )
 
 
 def device_by_torch_name(name: str) -> DeviceSpec | None:
@@ -291,6 +400,12 @@ def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
         return replace(parts[0], nodes=nodes)
     found = slowest_of([(part.device, part.num_devices) for part in parts])
     return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=tuple(counts.items()))
+
+
+def linked(spec: DeviceSpec, count: int) -> DeviceSpec:
+    """Return the device with a domain of `count` devices if it has links and its domain is not given."""
+    is_open = spec.scale_up_bytes_per_s > 0 and spec.scale_up_domain == 1
+    return replace(spec, scale_up_domain=count) if is_open else spec
 
 
 def _known_device(name: str) -> DeviceSpec | None:
@@ -368,7 +483,7 @@ def _expect_order(text: str) -> None:
         return
 
 
-def _device_of(value: object) -> DeviceSpec:
+def _device_of(value: object, described: Mapping[str, str] | None = None) -> DeviceSpec:
     if isinstance(value, str):
         return device(value)
     if not isinstance(value, dict):
@@ -379,7 +494,7 @@ def _device_of(value: object) -> DeviceSpec:
     if not isinstance(like, str | None) or not isinstance(name, str):
         raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
-    changed = _changed(base, table)
+    changed = _changed(base, table, described)
     if "watts" in table and "measured_tflops" not in table:
         changed = capped(changed, base.watts)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
@@ -397,20 +512,26 @@ def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
     return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
 
 
-def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:
-    """`base` with the numbers of a device table; ConfigError with every mistake."""
+def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[str, str] | None = None) -> DeviceSpec:
+    """Return `base` with the numbers of a device table. `described` are the fields of a description."""
     problems = _unknown_keys(table, (*_DEVICE_KEYS, "like", "name"), "device")
     values: dict[str, object] = {}
     for key, value in table.items():
         if key in _NUMBERS:
-            field, factor = _NUMBERS[key]
-            if not _is_positive(value) or (key in _WHOLE and not isinstance(value, int)):
-                kind = "whole number" if key in _WHOLE else "number"
-                problems.append(Problem(key, f"device.{key}={shown(value)}: a {kind} above 0 is needed. Use e.g. 8."))
+            field, factor, parse, example = _NUMBERS[key]
+            number = _number(value, factor, parse)
+            is_none = key == "host_memory_gib" and number == 0  # memory shared with the host
+            if not (is_none or _is_positive(number)) or (key == "scale_up_domain" and number % 1):
+                rule = "a whole number above 0" if key == "scale_up_domain" else "a number above 0 with its unit"
+                label, used = f"device.{key}", f'{key} = "{example}"'
+                if described is not None:
+                    label = next((name for name in described if _FIELDS.get(name) == key), key)
+                    used = f"{label}={example}"
+                problems.append(Problem(key, f"{label}={shown(value)}: {rule} is needed. Use e.g. {used}."))
             else:
-                values[field] = cast(float, value) * factor
+                values[field] = round(number) if field in _INTEGERS else number
         elif key == "tflops":
-            values["peaks"] = tuple(_peaks(value, problems))
+            values["peaks"] = tuple(_peaks(value, problems, described is not None))
         elif key in _TEXTS or key in _LISTS:
             values[key] = _text(key, value, problems)
     if problems:
@@ -418,14 +539,28 @@ def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:
     return replace(base, **values)  # pyright: ignore[reportArgumentType]  # checked when it is made
 
 
-def _peaks(value: object, problems: list[Problem]) -> list[tuple[str, float]]:
+def _number(value: object, factor: float, parse: Callable[[str], float]) -> float:
+    """Return a number in its base unit, from a number in the file's unit or from text with a unit; nan for others."""
+    if isinstance(value, str):
+        try:  # a size has a unit
+            return math.nan if parse is units.parse_bytes and value[-1:].isdigit() else float(parse(value))
+        except ValueError:
+            return math.nan
+    is_zero = value == 0 and not isinstance(value, bool)
+    return cast(float, value) * factor if is_zero or _is_positive(value) else math.nan
+
+
+def _peaks(value: object, problems: list[Problem], is_described: bool) -> list[tuple[str, float]]:
     table = cast(dict[str, object], value) if isinstance(value, dict) else {"": value}
-    for dtype, peak in table.items():
-        if dtype not in _DTYPES or not _is_positive(peak):
-            rule = f"peaks are numbers keyed by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
-            problems.append(Problem("tflops", f"device.tflops={shown(table)}: {rule}"))
-            return []
-    return [(dtype, cast(float, peak) * 1e12) for dtype, peak in table.items()]
+    peaks = [(dtype, _number(peak, 1e12, units.parse_flops)) for dtype, peak in table.items()]
+    wrong = [dtype for dtype, peak in peaks if dtype not in _DTYPES or not _is_positive(peak)]
+    if wrong and is_described:
+        rule = f"a dense peak with its unit is needed. Use e.g. {wrong[0]}=120TFLOPS."
+        problems.append(Problem("tflops", f"{wrong[0]}={shown(table[wrong[0]])}: {rule}"))
+    elif wrong:
+        rule = f"peaks are numbers keyed by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
+        problems.append(Problem("tflops", f"device.tflops={shown(table)}: {rule}"))
+    return [] if wrong else peaks
 
 
 def _text(key: str, value: object, problems: list[Problem]) -> str | tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
+from weft.config.cluster import ClusterSpec, device_by_torch_name, this_cpu
 from weft.config.plan import Plan, auto_fields
 from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
@@ -40,8 +40,6 @@ from weft.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from weft.comm.mesh import Mesh
 
-#: fp32 operations per second of one CPU core, with vectors of eight and fused multiply-add.
-_CORE_FLOPS = 2.5e9 * 16
 #: File of a run folder with the estimate of the chosen plan.
 CHOSEN = "planned.json"
 
@@ -170,7 +168,7 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
         rule = f"{world_size} ranks do not fill machines of {local_size} ranks each"
         raise PlanError([Problem("plan", f"plan=auto: {rule}. Write the plan itself.")])
     if device == "cpu" or not torch.cuda.is_available():
-        spec = _this_cpu(local_size)
+        spec = this_cpu(local_size)
     else:
         name = torch.cuda.get_device_name()
         found = device_by_torch_name(name)
@@ -179,24 +177,6 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
             raise PlanError([Problem("plan", f"plan=auto: the planner has no data of the device {name!r}. {remedy}.")])
         spec = replace(found, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
     return ClusterSpec(nodes=world_size // local_size, devices_per_node=local_size, device=spec)
-
-
-def _this_cpu(num_ranks: int) -> DeviceSpec:
-    import psutil
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // num_ranks)
-    return DeviceSpec(
-        name="cpu",
-        title="CPU",
-        peaks=(("fp32", _CORE_FLOPS * share),),
-        memory_bytes=psutil.virtual_memory().available // num_ranks,
-        memory_bytes_per_s=5e9 * share,
-        scale_up_bytes_per_s=2e9,
-        scale_up_domain=num_ranks,
-        host_bytes_per_s=5e9,
-        note="rough figures for any CPU",
-    )
 
 
 # Deviation of a run from its plan: the parts of a step that drifted, and by how much.

@@ -16,8 +16,8 @@ from weft.config.plan import SCHEDULES, Plan
 from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory_terms import axis_groups, lanes
 from weft.planner.estimator import estimate
+from weft.planner.search.pipeline_clock import memory_by_rank
 from weft.planner.search.question import Question
-from weft.planner.search.ranks import memory_by_rank
 from weft.planner.search.refine import estimated
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape, Stack

@@ -14,9 +14,9 @@ from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory_terms import passes_in_flight
 from weft.planner.estimator import Estimates, estimate
 from weft.planner.measured.profile_tables import cluster_of
-from weft.planner.report.comparison import compare
 from weft.planner.report.explanation import explain
 from weft.planner.report.scenario import what_if
+from weft.planner.report.verdict import compare
 from weft.planner.search.best_plans import answer
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns, Job

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weft.planner.report.verdict import read_plan
-from weft.planner.search.pipeline_clock import clocked
+from weft.planner.search.pipeline_clock import best_split, clocked, memory_by_rank, passes, stage_layers, timed_schedule
 from weft.planner.search.question import Question
-from weft.planner.search.ranks import best_split, memory_by_rank, passes, stage_layers, timed_schedule
 from weft.planner.search.refine import estimated
 
 QUESTION = Question.of("llama3-70b", "8x8xh100", seq_len=8192, global_batch=512, built_only=False)

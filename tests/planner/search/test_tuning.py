@@ -14,8 +14,12 @@ from weft.config.files import load_config
 from weft.config.model_spec import decoder_spec
 from weft.config.sections import AdapterSection
 from weft.errors import ModelError
+from weft.planner.report.scenario import what_fits
+from weft.planner.report.verdict import read_plan
+from weft.planner.search.best_plans import answer
 from weft.planner.search.model_source import read_model
-from weft.planner.search.tuning import tuned_question, what_fits
+from weft.planner.search.question import tuned_question
+from weft.planner.search.refine import estimated
 from weft.planner.space.shape import Shape
 from weft.planner.space.trained_part import AdapterSize
 
@@ -56,7 +60,7 @@ def test_latent_attention_has_five_products_and_stacked_experts_none():
 
 def test_an_adapter_fits_where_all_weights_do_not(folder):
     found = {(str(one.question.cluster), one.tune): one for one in what_fits(folder, "1xrtx4090,1xa100", fixed=FIXED)}
-    assert found["1xrtx4090", "full"].best is None
+    assert found["1xrtx4090", "full"].answer.best is None
     full, lora = (found["1xa100", tune].smallest for tune in ("full", "lora"))
     # An 8 B base in bf16 is 15 GiB; trained, each weight has its gradient, and 12 bytes of master and moments.
     assert lora.memory["parameters"] == pytest.approx(2 * 8.03e9, rel=0.02)
@@ -111,7 +115,11 @@ def test_a_base_in_four_bits_fits_where_a_stored_one_does_not(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 85, "vocab_size": 32000}))
     fixed = "precision=bf16 recompute=full compile=off offload=none"
     found = {one.tune: one for one in what_fits(str(folder), "1xrtx4090", fixed=fixed, global_batch=1, seq_len=512)}
-    assert {name: one.best is not None for name, one in found.items()} == {"full": False, "lora": False, "qlora": True}
+    assert {name: one.answer.best is not None for name, one in found.items()} == {
+        "full": False,
+        "lora": False,
+        "qlora": True,
+    }
     out = tmp_path / "qlora.toml"
     sizes = ["--global-batch", "1", "--seq-len", "512", "--out", str(out)]
     assert run(["plan", str(folder), "1xrtx4090", "--tune", "qlora=8", "--fix", fixed, *sizes]) == 0
@@ -165,3 +173,17 @@ def test_gpt2_of_transformers_has_no_packed_base(tmp_path):
         tuned_question(str(tmp_path), "1xa100", "qlora")
     found = what_fits(str(tmp_path), "1xa100", fixed="precision=bf16 compile=off")
     assert [one.tune for one in found] == ["full", "lora"]
+
+
+def test_a_frozen_base_in_host_memory_is_read_twice_in_every_pass():
+    """The largest model that fits is not priced as if its weights were on the device."""
+    asked = tuned_question("llama3-70b", "a100", "lora")
+    plans = [
+        read_plan(f"zero=3 accumulation={passes} precision=bf16 offload=params compile=on", asked) for passes in (16, 1)
+    ]
+    often, once = estimated(plans, asked)
+    read_s = 2 * 2 * asked.job.shape.num_params / asked.cluster.device.host_bytes_per_s
+    assert often.step_s > 0.95 * 16 * read_s
+    assert often.terms["offload"] > 10 * max(once.terms["offload"], 1.0)
+    best = answer(asked).best
+    assert best.plan.accumulation < 16

@@ -20,7 +20,7 @@ from weft.planner.report.pictures import (
 )
 from weft.planner.report.pictures import waterfall as draw_waterfall
 from weft.planner.report.verdict import read_plan
-from weft.planner.search import ranks
+from weft.planner.search import pipeline_clock as ranks
 from weft.planner.search.best_plans import answer
 from weft.planner.search.question import Question
 from weft.planner.search.refine import estimated

@@ -10,9 +10,8 @@ from tests.planner import stub
 from weft.config.cluster import ClusterSpec, device
 from weft.config.rules.plan_rules import LASTING, check
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.planner.report.comparison import compare
 from weft.planner.report.tables import comparison_table, why_not_table
-from weft.planner.report.verdict import nearest_yes, why_not
+from weft.planner.report.verdict import compare, nearest_yes, why_not
 from weft.planner.search import best_plans as search
 from weft.planner.search import refine as moves
 from weft.planner.search.best_plans import answer
@@ -48,8 +47,8 @@ def test_out_of_memory_in_numbers_with_the_smallest_changes(question):
         "  accumulation=8                               11.0 s a step, +8.6% time; 78.5 GiB, fits (99%)\n"
         "  recompute=full                               13.1 s a step, +29.6% time; 77.0 GiB, fits (99%)\n"
         "  dp_replicate=4 tp=2 accumulation=2           10.8 s a step, +6.2% time; 66.0 GiB, fits (99%)\n"
-        "best    dp_replicate=8 precision=bf16 offload=optimizer\n"
-        "        10.1 s a step, +0.0% time; 71.0 GiB, fits (99%)"
+        "best    dp_shard=8 zero=1 precision=bf16\n"
+        "        10.1 s a step, +0.0% time; 78.5 GiB, fits (99%)"
     )
 
 

@@ -28,6 +28,8 @@ from weft.planner.space.columns import Job
         ("gb200-nvl72", "gb200", 186),
         ("rtx-4090-24gb", "rtx4090", 24),
         ("mi300x-192gb", "mi300x", 192),
+        ("a10g-24gb", "a10g", 24),
+        ("a10g", "a10g", 24),
     ],
 )
 def test_devices_by_the_names_of_tables(name, device, gib):

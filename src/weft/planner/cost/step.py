@@ -117,6 +117,7 @@ class _Rank:
     Attributes:
         stages: layers of the ranks.
         own: parameters that a rank steps.
+        every: all parameters of a rank, in the format in which they are gathered.
         each_sum: seconds to accumulate a pass's gradients.
         optimizer: seconds of the optimizer step.
         spread: slowdown of the slowest device relative to the mean, in standard deviations.
@@ -125,6 +126,7 @@ class _Rank:
     stages: Stages
     traffic: RankTraffic
     own: Array
+    every: Array
     each_sum: Array
     optimizer: Array
     spread: Array
@@ -158,6 +160,7 @@ class _Rank:
             stages=stages,
             traffic=traffic_of(job, columns, fabric, moved, layers / chunks),
             own=own,
+            every=(moved[0].dense + moved[0].ends) / group + moved[0].experts / inside,
             each_sum=_sum_s(job, columns, tables, trained),
             optimizer=optimizer + _turning_s(job, tables, layers / group),
             spread=np.sqrt(2 * np.log(nodes)),
@@ -363,6 +366,7 @@ def _step_terms(
             backward=backward / held,
             layers=layers,
             own=rank.own[kind],
+            every=rank.every[kind],
             kept=each.kept[rows.layers.index],
         )
         terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)

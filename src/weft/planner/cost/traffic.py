@@ -28,6 +28,7 @@ class LayerWork:
         forward, backward: seconds of one pass of one layer.
         layers: layers of a rank.
         own: parameters that the rank steps.
+        every: all parameters of the rank, in the format in which they are gathered.
         kept: activation bytes of one pass in a mean layer.
     """
 
@@ -35,6 +36,7 @@ class LayerWork:
     backward: Array
     layers: Array
     own: Array
+    every: Array
     kept: Array
 
 
@@ -63,7 +65,7 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     back = optimizer * work.own * job.stack.weight_bytes / rate
     sums = np.where(columns.reduces_once, 1.0, passes)
     gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
-    moved = params * work.own * (gathers * job.stack.gather_bytes + sums * job.stack.grad_bytes) / rate
+    moved = params * (gathers * work.every * job.stack.gather_bytes + sums * work.own * job.stack.grad_bytes) / rate
     late = np.maximum(0.0, out + moved - whole_s * (2 / 3))
     each = activations * work.kept / rate
     waits = np.maximum(0.0, each - work.forward) + np.maximum(0.0, each - work.backward)

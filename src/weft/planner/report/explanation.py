@@ -6,7 +6,7 @@ predicted without its source (`planner/uncertainty.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -71,10 +71,6 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
     """Return the band of a candidate's step time, as factors, or None if no similar run was measured.
 
     A measured host also has no band, since its errors have a different distribution.
-
-    Args:
-        one: the candidate.
-        level: share of cases in the band.
     """
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
         return None
@@ -152,6 +148,10 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     cost = one.cost(hour_price)
     money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
     energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]
+    lines = list[str]()
+    if (profile := one.question.profile) is not None:
+        lines.append(f"        the profile of {profile.machine.device}, measured {profile.made}")
+        lines += [f"        {words}"] if (words := lesson_words(profile)) else []
     waiting = [] if one.built else ["note    Weft does not run this plan yet (see docs/reference/rules.md)"]
     slow = f"note    all devices have equal work, so each rate and size here is the least of {cluster}"
     return [
@@ -164,20 +164,11 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
         "without recompute",
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
         *band_words(one),
-        *_learned(one.question),
+        *lines,
         *_with_graphs(one),
         *([slow] if cluster.kinds else []),
         *waiting,
     ]
-
-
-def _learned(question: Question) -> list[str]:
-    """Return lines about the profile in use and the corrections learned from runs."""
-    profile = question.profile
-    if profile is None:
-        return []
-    lines = [f"        the profile of {profile.machine.device}, measured {profile.made}"]
-    return lines + ([f"        {words}"] if (words := lesson_words(profile)) else [])
 
 
 def _with_graphs(one: Candidate) -> list[str]:
@@ -238,12 +229,8 @@ def fit_words(probability: float) -> str:
 def differences(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """Return (name, before, after) for differences above a thousandth of the total, largest change first."""
     whole = max(sum(before.values()), sum(after.values()), 1e-12)
-    rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in _names(before, after)]
+    rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in {**before, **after}]
     return sorted((row for row in rows if abs(row[2] - row[1]) > whole / 1000), key=lambda row: -abs(row[2] - row[1]))
-
-
-def _names(*tables: Mapping[str, float]) -> Iterable[str]:
-    return dict.fromkeys(name for table in tables for name in table)
 
 
 def _cells(value: float, whole: float) -> int:

@@ -103,14 +103,15 @@ class FullRun:
         job, count = self.candidate.question.job, self.candidate.question.cluster.num_devices
         band = self.band
         words = "" if band is None else f" ({self.days * band.low:.3g} to {self.days * band.high:.3g} in 80% of cases)"
-        steps = math.ceil(self.tokens / job.tokens)
+        steps, kwh = math.ceil(self.tokens / job.tokens), self.kwh or 0.0
+        unit, size = ("GWh", 1e6) if kwh >= 1e6 else ("MWh", 1e3) if kwh >= 1e3 else ("kWh", 1.0)
         known = [
-            *([] if self.dollars is None else [_money(self.dollars)]),
-            *([] if self.kwh is None else [f"{_energy(self.kwh)}"]),
+            *([] if self.dollars is None else [f"${self.dollars:,.0f}"]),
+            *([] if self.kwh is None else [f"{self.kwh / size:,.3g} {unit}"]),
             *([] if self.co2_kg is None else [f"{self.co2_kg / 1e3:,.3g} t CO2"]),
         ]
         failures = (
-            f"a failure every {_hours(self.failure_s)} on {units.counted(count, 'device')} "
+            f"a failure every {self.failure_s / 3600:,.3g} h on {units.counted(count, 'device')} "
             f"({self.terms.device_hours:,.0f} h each), {units.format_seconds(self.terms.restart_s)} to restart"
         )
         lines = [
@@ -151,22 +152,27 @@ def expected_loss(question: Question, tokens: float) -> float | None:
 def full_run(one: Candidate, terms: RunTerms) -> FullRun:
     """Compute duration, cost and loss of a run with one plan.
 
-    Args:
-        one: the plan.
-        terms: parameters of the run.
-
     Raises:
         ConfigError: if the parameters do not define the run's end, a loss cannot be reached, or checkpoints are
             requested faster than the storage allows.
     """
     question = one.question
     failure_s = terms.device_hours * 3600 / question.cluster.num_devices
-    stall_s = _copy_s(one) if terms.stall_s is None else terms.stall_s
+    states = one.memory.get("parameters", 0.0) + one.memory.get("optimizer", 0.0)
+    copy_s = _LEAST_STALL_S + states / (question.cluster.device.host_bytes_per_s or _COPY_RATE)
+    stall_s = copy_s if terms.stall_s is None else terms.stall_s
     write_s = _write_s(question, terms)
-    save_s = terms.save_s or max(_best_interval(stall_s, failure_s, one.step_s), write_s or 0.0)
+    # Young's interval, from 5 minutes to a day.
+    best_s = min(_DAY, max(one.step_s, _LEAST_SAVE_S, math.sqrt(2 * stall_s * failure_s)))
+    save_s = terms.save_s or max(best_s, write_s or 0.0)
     good = goodput(failure_s, save_s, stall_s, terms.restart_s)
     if good < _LEAST_GOODPUT:
-        raise _no_headway(terms, question.cluster.num_devices, failure_s)
+        failing = (
+            f"{units.counted(question.cluster.num_devices, 'device')} fail every {units.format_seconds(failure_s)}"
+        )
+        rule = f"{failing}, and no step between two failures lasts"
+        remedy = "Use a longer mtbf, or a shorter save and restart"
+        raise _error("mtbf", f"mtbf={units.format_seconds(terms.device_hours * 3600)}: {rule}. {remedy}.")
     cost = one.cost(terms.price)
     per_token = one.step_s / good / question.job.tokens
     price = None if cost.price is None else cost.price / one.step_s
@@ -196,15 +202,6 @@ def full_run(one: Candidate, terms: RunTerms) -> FullRun:
     )
 
 
-def _no_headway(terms: RunTerms, num_devices: int, failure_s: float) -> ConfigError:
-    failing = f"{units.counted(num_devices, 'device')} fail every {units.format_seconds(failure_s)}"
-    return _error(
-        "mtbf",
-        f"mtbf={units.format_seconds(terms.device_hours * 3600)}: {failing}, and no step between two failures lasts. "
-        "Use a longer mtbf, or a shorter save and restart.",
-    )
-
-
 def goodput(failure_s: float, save_s: float, stall_s: float, restart_s: float) -> float:
     """Return the share of time that becomes lasting steps, with random failures.
 
@@ -219,16 +216,6 @@ def goodput(failure_s: float, save_s: float, stall_s: float, restart_s: float) -
     """
     work = min(700.0, (save_s + stall_s) / failure_s)
     return save_s / (failure_s * math.exp(min(700.0, restart_s / failure_s)) * math.expm1(work))
-
-
-def _best_interval(stall_s: float, failure_s: float, step_s: float) -> float:
-    """Return Young's interval, the square root of 2 x stall x time between failures, from 5 minutes to a day."""
-    return min(_DAY, max(step_s, _LEAST_SAVE_S, math.sqrt(2 * stall_s * failure_s)))
-
-
-def _copy_s(one: Candidate) -> float:
-    states = one.memory.get("parameters", 0.0) + one.memory.get("optimizer", 0.0)
-    return _LEAST_STALL_S + states / (one.question.cluster.device.host_bytes_per_s or _COPY_RATE)
 
 
 def _write_s(question: Question, terms: RunTerms) -> float | None:
@@ -263,10 +250,6 @@ def _tokens_for(question: Question, loss: float | None) -> float:
 def read_run(text: str, price: float | None = None) -> RunTerms:
     """Read "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
 
-    Args:
-        text: the user's text.
-        price: dollars per device hour.
-
     Raises:
         ConfigError: for an unknown name or an invalid value.
     """
@@ -295,15 +278,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
 def full_runs(
     model: Any, clusters: str, text: str, price: float | None = None, **options: Any
 ) -> list[tuple[Answer[Candidate], FullRun | None]]:
-    """Compute a run on each of some clusters, cheapest first. The run is None if no plan fits.
-
-    Args:
-        model: as for `Question.of`.
-        clusters: comma-separated clusters, such as "a.toml,8xh100".
-        text: parameters of the run.
-        price: dollars per device hour.
-        **options: options of `Question.of`.
-    """
+    """Compute a run on each of some clusters, cheapest first. The run is None if no plan fits."""
     terms = read_run(text, price)
     if not clusters.strip(" ,"):
         raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")
@@ -311,32 +286,11 @@ def full_runs(
     for cluster in filter(None, (each.strip() for each in clusters.split(","))):
         reply = answer(Question.of(model, cluster, **options))
         found.append((reply, None if reply.best is None else full_run(reply.best, terms)))
-    return sorted(found, key=_order)
 
+    def order(run: FullRun | None) -> tuple[bool, float, float]:  # most tokens per dollar, then least time
+        return (True, 0.0, 0.0) if run is None else (False, (run.dollars or math.inf) / run.tokens, run.seconds)
 
-def _order(one: tuple[Answer[Candidate], FullRun | None]) -> tuple[bool, float, float]:
-    """Return the sort key: most tokens per dollar, then least time."""
-    run = one[1]
-    if run is None:
-        return True, 0.0, 0.0
-    return False, (run.dollars or math.inf) / run.tokens, run.seconds
-
-
-def _as_hours(text: str) -> float:
-    return units.parse_seconds(text) / 3600
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:,.3g} h"
-
-
-def _energy(kwh: float) -> str:
-    unit, size = next(((unit, size) for unit, size in (("GWh", 1e6), ("MWh", 1e3)) if kwh >= size), ("kWh", 1.0))
-    return f"{kwh / size:,.3g} {unit}"
-
-
-def _money(dollars: float) -> str:
-    return f"${dollars:,.0f}"
+    return sorted(found, key=lambda one: order(one[1]))
 
 
 def _error(field: str, message: str) -> ConfigError:
@@ -358,7 +312,7 @@ _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
     "tokens": ("tokens", units.parse_count, "1T"),
     "loss": ("loss", float, "2.2"),
     "budget": ("budget", lambda text: float(text.lower().removesuffix("usd").lstrip("$")), "5000usd"),
-    "mtbf": ("device_hours", _as_hours, "50000h"),
+    "mtbf": ("device_hours", lambda text: units.parse_seconds(text) / 3600, "50000h"),
     "restart": ("restart_s", units.parse_seconds, "10m"),
     "save": ("save_s", units.parse_seconds, "15m"),
     "stall": ("stall_s", units.parse_seconds, "5s"),

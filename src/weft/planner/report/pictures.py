@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape as escape_answer_page
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from weft.config.pipeline_schedule import Action, Pair, Schedule, Step, parts
+from weft.config.pipeline_schedule import Pair, Schedule, Step, parts
 from weft.planner.cost.memory import CLASSES
 from weft.planner.cost.pipeline import Durations, Timeline, simulate
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, headline
 from weft.planner.search.candidate import Answer, Candidate
-from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
-from weft.planner.search.ranks import timed_schedule
+from weft.planner.search.pipeline_clock import memory_by_rank as bytes_by_rank
+from weft.planner.search.pipeline_clock import timed_schedule
 from weft.units import format_bytes, format_count, format_seconds
 
 #: Colours that also differ in lightness, for colour-blind readers and for print.
@@ -88,14 +88,7 @@ class Drawing:
         self.shapes.extend(shapes)
 
     def legend(self, names: Sequence[tuple[str, str]], x: float, y: float, width: float) -> float:
-        """Draw names with their colours in lines, and return the y below them.
-
-        Args:
-            names: (name, colour).
-            x: left edge.
-            y: baseline of the first line.
-            width: width of a line.
-        """
+        """Draw names with their colours in lines, and return the y below them."""
         left = x
         for name, colour in names:
             needed = 22 + 6.6 * len(name)
@@ -257,12 +250,7 @@ def _head(drawing: Drawing, title: str, one: Candidate) -> float:
 
 
 def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing:
-    """Draw the bytes by class on every rank of the pipeline.
-
-    Args:
-        one: the plan.
-        ranks: bytes by class, rank by rank; one entry if all ranks are equal.
-    """
+    """Draw the bytes by class on every rank of the pipeline."""
     most = max(one.usable_bytes, max(sum(each.values()) for each in ranks))
     row = 26.0 if len(ranks) <= 32 else 12.0
     drawing = Drawing(_LEFT + _WIDTH + _BESIDE, 0.0)
@@ -337,21 +325,19 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
-def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> list[Bar]:
-    """Return one bar, or two for a pair, which divide its time equally."""
-    if isinstance(step, Pair):
-        middle = start + (end - start) / 2
-        return [
-            _bar(schedule, rank, step.forward, start, middle, f", beside {step.backward}"),
-            _bar(schedule, rank, step.backward, middle, end, f", beside {step.forward}"),
-        ]
-    return [_bar(schedule, rank, step, start, end, "")]
-
-
-def _bar(schedule: Schedule, rank: int, action: Action, start: float, end: float, beside: str) -> Bar:
-    is_later = action.stage != schedule.stages_of(rank)[0]
-    title = f"{_WORDS[action.kind]} of microbatch {action.microbatch} on stage {action.stage}{beside}"
-    return Bar(start, end, _COLOURS[action.kind][is_later], str(action.microbatch), title)
+def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> Iterator[Bar]:
+    """Yield one bar, or two for a pair, which divide its time equally."""
+    actions = (
+        [(step.forward, f", beside {step.backward}"), (step.backward, f", beside {step.forward}")]
+        if isinstance(step, Pair)
+        else [(step, "")]
+    )
+    length = (end - start) / len(actions)
+    for place, (action, beside) in enumerate(actions):
+        is_later = action.stage != schedule.stages_of(rank)[0]
+        title = f"{_WORDS[action.kind]} of microbatch {action.microbatch} on stage {action.stage}{beside}"
+        begin = start + place * length
+        yield Bar(begin, begin + length, _COLOURS[action.kind][is_later], str(action.microbatch), title)
 
 
 def draw_bars(
@@ -420,12 +406,7 @@ svg { max-width: 100%; height: auto; } .faint { color: #666666; }
 
 
 def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
-    """Return the page of an answer that has a best plan.
-
-    Args:
-        found: the answer of the search.
-        hour_price: dollars per device hour.
-    """
+    """Return the page of an answer that has a best plan."""
     best, question = found.ranked[0], found.question
     title = f"{question.model.name} on {question.cluster}"
     rest = found.num_plans - found.num_estimated

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft import units
-from weft.config.cluster import ClusterSpec, capped, device
+from weft.config.cluster import ClusterSpec, DeviceSpec, capped, device, linked
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
-from weft.planner.search.question import Question
+from weft.planner.search.model_source import read_model
+from weft.planner.search.question import PACKED, RANK, TUNES, Question, tuned_question
 from weft.planner.search.refine import estimated
 
 #: Formats that can be estimated although no search chooses them, and the number of layouts to estimate.
@@ -28,8 +29,7 @@ class Scenario:
 
 
 def _devices(question: Question, value: float) -> Question:
-    cluster, count = question.cluster, int(value)
-    per_node = cluster.devices_per_node
+    count, per_node = int(value), question.cluster.devices_per_node
     if count <= per_node:
         return _cluster(question, nodes=1, devices_per_node=count)
     if count % per_node:
@@ -41,22 +41,17 @@ def _cluster(question: Question, **changes: Any) -> Question:
     return replace(question, cluster=replace(question.cluster, **changes))
 
 
-def _device(question: Question, field: str, value: float) -> Question:
-    spec = question.cluster.device
-    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
-    return _cluster(question, device=replace(spec, **{"name": name, field: value}))
+def _changed(spec: DeviceSpec, **changes: Any) -> DeviceSpec:
+    return replace(spec, name=f"{spec.name.rstrip('*')}*", **changes)
 
 
 def _flops(question: Question, value: float) -> Question:
     """Set the bf16 peak in TFLOP/s. Other precisions are scaled by the same factor."""
     spec = question.cluster.device
-    base = spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0
-    factor = value * 1e12 / base
-    changed = replace(spec, peaks=tuple((name, peak * factor) for name, peak in spec.peaks))
-    if spec.measured_flops is not None:
-        changed = replace(changed, measured_flops=spec.measured_flops * factor)
-    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
-    return _cluster(question, device=replace(changed, name=name))
+    factor = value * 1e12 / (spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0)
+    peaks = tuple((name, peak * factor) for name, peak in spec.peaks)
+    measured = None if spec.measured_flops is None else spec.measured_flops * factor
+    return _cluster(question, device=_changed(spec, peaks=peaks, measured_flops=measured))
 
 
 def _watts(question: Question, value: float) -> Question:
@@ -65,8 +60,7 @@ def _watts(question: Question, value: float) -> Question:
     if not spec.watts or value > spec.watts:
         rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"
         raise _error("watts", f"watts={value:g}: {rule}. {'Use less.' if spec.watts else 'Leave it out.'}")
-    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
-    return _cluster(question, device=capped(replace(spec, name=name, watts=value), spec.watts))
+    return _cluster(question, device=capped(_changed(spec, watts=value), spec.watts))
 
 
 def _job(question: Question, field: str, value: float) -> Question:
@@ -84,12 +78,43 @@ def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """Condition that can be changed: its unit, its current value, and a function that sets it."""
+    """Condition that can be changed: its unit, its current value, and a function that sets it.
+
+    Attributes:
+        parse: parser of a value with a unit, such as "300GB/s".
+        example: such a value.
+    """
 
     unit: str
     now: Callable[[Question], float]
     set: Callable[[Question, float], Question]
     whole: bool = False
+    parse: Callable[[str], float] = units.parse_count
+    example: str = ""
+
+
+def _of_device(
+    unit: str, field: str, scale: float, parse: Callable[[str], float], example: str, whole: bool = False
+) -> Lever:  # fmt: skip
+    """Return the lever of a device's field. `scale` is the base units of one `unit`."""
+
+    def set_value(question: Question, value: float) -> Question:
+        number = value * scale
+        changes = {field: int(number) if field in ("memory_bytes", "scale_up_domain") else number}
+        return _cluster(question, device=_changed(question.cluster.device, **changes))
+
+    return Lever(
+        unit,
+        lambda question: (getattr(question.cluster.device, field) or 0.0) / scale,
+        set_value,
+        whole=whole,
+        parse=lambda text: parse(text) / scale,
+        example=example,
+    )
+
+
+def _rank_now(question: Question) -> float:
+    return question.job.adapter.rank if question.job.adapter else RANK
 
 
 LEVERS: dict[str, Lever] = {
@@ -97,45 +122,24 @@ LEVERS: dict[str, Lever] = {
     "nodes": Lever("nodes", lambda q: q.cluster.nodes, lambda q, v: _cluster(q, nodes=int(v)), whole=True),
     "seq": Lever("tokens", lambda q: q.job.seq_len, lambda q, v: _job(q, "seq_len", v), whole=True),
     "batch": Lever("sequences", lambda q: q.job.global_batch, lambda q, v: _job(q, "global_batch", v), whole=True),
-    "adapter": Lever(
-        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, _adapter, whole=True
-    ),
-    "qlora": Lever(
-        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, lambda q, v: _adapter(q, v, "nf4"), whole=True
-    ),
-    "nic": Lever(
-        "GB/s for each device",
-        lambda q: (q.cluster.device.nic_bytes_per_s or 0.0) / 1e9,
-        lambda q, v: _device(q, "nic_bytes_per_s", v * 1e9),
-    ),
-    "link": Lever(
-        "GB/s for each device",
-        lambda q: q.cluster.device.scale_up_bytes_per_s / 1e9,
-        lambda q, v: _device(q, "scale_up_bytes_per_s", v * 1e9),
-    ),
-    "domain": Lever(
-        "devices",
-        lambda q: q.cluster.device.scale_up_domain,
-        lambda q, v: _device(q, "scale_up_domain", int(v)),
-        whole=True,
-    ),
-    "hbm": Lever(
-        "GiB",
-        lambda q: q.cluster.device.memory_bytes / 2**30,
-        lambda q, v: _device(q, "memory_bytes", int(v * 2**30)),
-    ),
-    "bandwidth": Lever(
-        "GB/s",
-        lambda q: q.cluster.device.memory_bytes_per_s / 1e9,
-        lambda q, v: _device(q, "memory_bytes_per_s", v * 1e9),
-    ),
+    "adapter": Lever("ranks", _rank_now, _adapter, whole=True),
+    "qlora": Lever("ranks", _rank_now, lambda q, v: _adapter(q, v, "nf4"), whole=True),
+    "nic": _of_device("GB/s for each device", "nic_bytes_per_s", 1e9, units.parse_rate, "400Gb/s"),
+    "link": _of_device("GB/s for each device", "scale_up_bytes_per_s", 1e9, units.parse_rate, "300GB/s"),
+    "domain": _of_device("devices", "scale_up_domain", 1, units.parse_count, "", whole=True),
+    "hbm": _of_device("GiB", "memory_bytes", 2**30, units.parse_bytes, "96GiB"),
+    "bandwidth": _of_device("GB/s", "memory_bytes_per_s", 1e9, units.parse_rate, "800GB/s"),
     "tflops": Lever(
         "bf16 TFLOP/s",
         lambda q: (q.cluster.device.peak_flops("bf16") or q.cluster.device.peak_flops("fp16") or 0.0) / 1e12,
         _flops,
+        parse=lambda text: units.parse_flops(text) / 1e12,
+        example="120TFLOPS",
     ),
-    "watts": Lever("watts", lambda q: q.cluster.device.watts or 0.0, _watts),
-}  # fmt: skip
+    "watts": Lever(
+        "watts", lambda q: q.cluster.device.watts or 0.0, _watts, parse=lambda text: float(text.removesuffix("W"))
+    ),
+}
 
 
 #: Conditions with a fixed set of values.
@@ -159,13 +163,6 @@ def _worded(question: Question, name: str, value: str) -> Question:
     return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))
 
 
-def _recorded(question: Question, value: str) -> Question:
-    """Return the question with `graphs` fixed. Without this, no search tries plans with CUDA graphs."""
-    if value not in ("on", "off"):
-        raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
-    return replace(question, fixed={**question.fixed, "graphs": value == "on"})
-
-
 def change(question: Question, text: str) -> Question:
     """Change the question by a text such as "gpus=16,nic=2x", which sets conditions to a value or to a multiple.
 
@@ -180,12 +177,16 @@ def change(question: Question, text: str) -> Question:
             raise _error("what-if", f"what-if={word!r}: a change is name=value. Write e.g. 'gpus=16,nic=2x,seq=16384'.")
         if name in ("cluster", "device"):
             machines = (
-                ClusterSpec.parse(value) if name == "cluster" else replace(question.cluster, device=device(value))
+                ClusterSpec.parse(value)
+                if name == "cluster"
+                else replace(question.cluster, device=linked(device(value), question.cluster.devices_per_node))
             )
             question = replace(question, cluster=machines)
             continue
-        if name == "graphs":
-            question = _recorded(question, value)
+        if name == "graphs":  # which no search tries by itself
+            if value not in ("on", "off"):
+                raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
+            question = replace(question, fixed={**question.fixed, "graphs": value == "on"})
             continue
         if name in _WORDS:
             question = _worded(question, name, value)
@@ -196,26 +197,25 @@ def change(question: Question, text: str) -> Question:
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))
-    if question.job.seq_len > 1 and not question.model.reads_sequence:
-        raise _error(
-            "seq", f"seq={question.job.seq_len}: {question.model.name} has no sequence dimension. Leave it out."
-        )
-    if question.job.seq_len > question.model.spec.max_seq_len:
-        rule = f"{question.model.name} reads at most {question.model.spec.max_seq_len} tokens"
-        raise _error("seq", f"seq={question.job.seq_len}: {rule}. Use less.")
+    length, model = question.job.seq_len, question.model
+    if length > 1 and not model.reads_sequence:
+        raise _error("seq", f"seq={length}: {model.name} has no sequence dimension. Leave it out.")
+    if length > model.spec.max_seq_len:
+        raise _error("seq", f"seq={length}: {model.name} reads at most {model.spec.max_seq_len} tokens. Use less.")
     return question
 
 
 def _number(name: str, text: str, lever: Lever, now: float) -> float:
     try:
         plain = text.replace(".", "", 1).isdigit()
-        value = now * float(text[:-1]) if text.endswith("x") else float(text) if plain else units.parse_count(text)
+        value = now * float(text[:-1]) if text.endswith("x") else float(text) if plain else lever.parse(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e12 or (lever.whole and value != int(value)):
         kind = "whole number" if lever.whole else "number"
         rule = f"a {kind} of {lever.unit} above 0 is needed, or a multiple of today's {now:g}"
-        raise _error(name, f"{name}={text}: {rule}. Write e.g. {name}={max(1, round(2 * now))} or {name}=2x.")
+        written = lever.example or max(1, round(2 * now))
+        raise _error(name, f"{name}={text}: {rule}. Write e.g. {name}={written} or {name}=2x.")
     return value
 
 
@@ -255,3 +255,36 @@ def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
 
 def _error(field: str, message: str) -> ConfigError:
     return ConfigError([Problem(field, message)])
+
+
+# Fine-tuning methods on clusters.
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Result of one tuning method on one cluster."""
+
+    tune: str
+    question: Question
+    answer: Answer[Candidate]
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """Best plan. If no plan fits, the plan with the least memory."""
+        return self.answer.best or self.answer.nearest
+
+
+def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
+    """Return the best plan of each tuning method that the model supports, on each cluster.
+
+    Raises:
+        ConfigError: as in `tuned_question`.
+    """
+    planned, found = read_model(model), list[Fit]()
+    for cluster in filter(None, clusters.split(",")):
+        for tune in TUNES:
+            if planned.is_transposed and tune in PACKED:
+                continue
+            asked = tuned_question(planned, cluster, tune, **dict(options))
+            found.append(Fit(tune, asked, answer(asked)))
+    return found

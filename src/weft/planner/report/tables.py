@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.planner.report.comparison import Comparison
 from weft.planner.report.explanation import band_of, context, time_by_rung
 from weft.planner.report.scenario import Scenario
-from weft.planner.report.verdict import WhyNot
+from weft.planner.report.verdict import Comparison, WhyNot
 from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.question import Question
 from weft.planner.uncertainty import unmeasured
@@ -62,13 +61,7 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
 
 
 def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None = None) -> dict[str, Any]:
-    """Return the ranked plans, the Pareto front of memory and speed, and the reasons against all others.
-
-    Args:
-        found: the answer.
-        limit: maximum number of ranked plans.
-        hour_price: dollars per device hour.
-    """
+    """Return the ranked plans, the Pareto front of memory and speed, and the reasons against all others."""
     return {
         "question": question_table(found.question),
         "num_plans": found.num_plans,

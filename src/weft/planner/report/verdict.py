@@ -6,16 +6,16 @@ enough to rank remedies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.config.cluster import DeviceSpec, devices
+from weft.config.cluster import devices
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
 from weft.config.plan_text import split_plan
 from weft.config.rules.plan_rules import LASTING, check
 from weft.config.rules.rule import Facts, Violation
-from weft.errors import PlanError
+from weft.errors import PlanError, Problem
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words
 from weft.planner.report.scenario import Scenario, change
@@ -71,12 +71,6 @@ def activation_bytes(shape: DecoderSpec, num_tokens: int, precision: str, recomp
     """Return the bytes that one microbatch of a decoder stores at the end of forward, including fp32 logits and loss.
 
     With recompute, one layer is stored in full during its backward. A budget may keep everything.
-
-    Args:
-        shape: shape of the decoder.
-        num_tokens: tokens of the microbatch.
-        precision: precision of the plan.
-        recompute: recompute policy of the plan.
     """
     width = _WIDTHS[precision]
     job = Job(shape=Shape.of_decoder(shape), seq_len=num_tokens, global_batch=1)
@@ -117,7 +111,9 @@ def remedies(
             continue
         saved = _saved(plan, candidate, usage, shape)
         if saved > 0:
-            found.append(MemoryRemedy(candidate, _words(plan, candidate), saved, saved >= missing_bytes))
+            old, new = (set(each.format().split()) for each in (plan, candidate))
+            words = " ".join(sorted(new - old, key=candidate.format().split().index)) or str(candidate)
+            found.append(MemoryRemedy(candidate, words, saved, saved >= missing_bytes))
     enough = [remedy for remedy in found if remedy.enough]
     rest = sorted((remedy for remedy in found if not remedy.enough), key=lambda remedy: -remedy.saved_bytes)
     return [*enough, *rest][:3]
@@ -126,7 +122,14 @@ def remedies(
 def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
     """Return changes, least disruptive first. Each is the smallest of its kind that suffices, or the largest."""
     ranks = plan.dp_size
-    changes: list[dict[str, object]] = [*_more_passes(plan, usage, missing, shape)]
+    changes: list[dict[str, object]] = []
+    field, passes = ("microbatches", plan.microbatches) if plan.pp > 1 else ("accumulation", plan.accumulation)
+    factors = [factor for factor in range(2, usage.num_rows + 1) if usage.num_rows % factor == 0]
+    for factor in factors:
+        more = {field: passes * factor}
+        if factor == factors[-1] or _saved(plan, plan.replace(**more), usage, shape) >= missing:
+            changes.append({**more})
+            break
     sharded: dict[str, object] = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
     stages = range(plan.zero + 1, 4) if ranks > 1 else range(0)
     changes += [{"zero": zero, **sharded} for zero in stages if zero < 3]
@@ -145,20 +148,8 @@ def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) 
     return changes
 
 
-def _more_passes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
-    field, passes = ("microbatches", plan.microbatches) if plan.pp > 1 else ("accumulation", plan.accumulation)
-    factors = [factor for factor in range(2, usage.num_rows + 1) if usage.num_rows % factor == 0]
-    for factor in factors:
-        change: dict[str, object] = {field: passes * factor}
-        if factor == factors[-1] or _saved(plan, plan.replace(**change), usage, shape) >= missing:
-            return [change]
-    return []
-
-
 def _saved(plan: Plan, other: Plan, usage: Usage, shape: DecoderSpec | None) -> int:
-    """Return the bytes that the other plan saves on a rank."""
-    before, after = _total(plan, plan, usage, shape), _total(plan, other, usage, shape)
-    return int(before - after)
+    return int(_total(plan, plan, usage, shape) - _total(plan, other, usage, shape))
 
 
 def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) -> float:
@@ -188,20 +179,10 @@ def _activations(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | 
     passes = measured.microbatches_per_step / plan.microbatches_per_step
     if shape is not None and usage.num_tokens and measured.recompute in _LEFT and plan.recompute in _LEFT:
         return activation_bytes(shape, int(usage.num_tokens * passes), plan.precision, plan.recompute)
-    left = _left(plan, usage) / _left(measured, usage)
+    kept, before = (_LEFT.get(each.recompute, 0.5) for each in (plan, measured))
+    # The current block is complete.
+    left = (kept + (1 - kept) / usage.num_blocks) / (before + (1 - before) / usage.num_blocks)
     return usage.activations * passes * left * _WIDTHS[plan.precision] / _WIDTHS[measured.precision]
-
-
-def _left(plan: Plan, usage: Usage) -> float:
-    """Return the share of the activations that recompute keeps, with the current block in full."""
-    kept = _LEFT.get(plan.recompute, 0.5)
-    return kept + (1 - kept) / usage.num_blocks
-
-
-def _words(plan: Plan, other: Plan) -> str:
-    """Return the differing fields as plan text."""
-    old, new = (set(value.format().split()) for value in (plan, other))
-    return " ".join(sorted(new - old, key=other.format().split().index)) or str(other)
 
 
 # If no plan fits: the smallest changes of the question that have an answer.
@@ -216,22 +197,18 @@ def nearest_yes(question: Question) -> list[Scenario]:
 
     Fewer decided fields, an adapter, more devices, a larger device, shorter sequences.
     """
-    found: list[Scenario] = []
-    breaks_rules = bool(question.fixed) and not _keeps_rules(question)
-    for ways in (_fewer_words,) if breaks_rules else _WAYS:
-        scenario = _first_that_fits(ways(question))
-        if scenario is not None:
-            found.append(scenario)
-    return found
-
-
-def _first_that_fits(ways: Iterator[tuple[str, Question]]) -> Scenario | None:
-    for text, changed in ways:
-        asked = replace(changed, most_plans=_FEW_PLANS)
-        found = answer(asked)
-        if found.best is not None:
-            return Scenario(text, asked, found)
-    return None
+    few = replace(question, most_plans=_FEW_PLANS)
+    keeps_rules = not question.fixed or answer(few).num_estimated > 0
+    shorter = _changed(few, _lengths(few))
+    more = (_adapters(few), _more_devices(few), _larger_devices(few), shorter) if keeps_rules else ()
+    scenarios = (
+        next(
+            (found for found in (Scenario(text, asked, answer(asked)) for text, asked in ways) if found.answer.best),
+            None,
+        )
+        for ways in (_fewer_words(few), *more)
+    )
+    return [found for found in scenarios if found is not None]
 
 
 def _changed(question: Question, texts: Iterable[str]) -> Iterator[tuple[str, Question]]:
@@ -250,7 +227,7 @@ def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
 def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
     """Yield questions with the next powers of two of devices, in full nodes of eight beyond one node."""
     cluster = question.cluster
-    count = 1
+    count = 1 if not cluster.device.is_cpu else 2 * _MOST_DEVICES  # more ranks share the same cores
     while count <= cluster.num_devices:
         count *= 2
     while count <= _MOST_DEVICES:
@@ -262,24 +239,16 @@ def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
 
 def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
     """Yield questions with devices of the same vendor with more memory, in rising order."""
-    cluster = question.cluster
-    maker = _maker(cluster.device)
+    now = question.cluster.device
+    maker = now.title.partition(" ")[0]
     larger = [
         one
         for one in devices().values()
-        if one.memory_bytes > cluster.device.memory_bytes and (not maker or _maker(one) == maker)
+        if one.memory_bytes > now.memory_bytes
+        and (not maker or one.title.startswith(f"{maker} "))
+        and (now.peak_flops("bf16") is None or one.peak_flops("bf16") is not None)  # older devices are no alternative
     ]
-    ranked = sorted(larger, key=lambda one: one.memory_bytes)
-    yield from _changed(question, (f"device={one.name}" for one in ranked if _keeps_formats(cluster.device, one)))
-
-
-def _keeps_formats(now: DeviceSpec, other: DeviceSpec) -> bool:
-    """Return True if another device supports bf16 as the current one does. Older devices are no alternative."""
-    return now.peak_flops("bf16") is None or other.peak_flops("bf16") is not None
-
-
-def _maker(device: DeviceSpec) -> str:
-    return device.title.partition(" ")[0]
+    yield from _changed(question, (f"device={one.name}" for one in sorted(larger, key=lambda one: one.memory_bytes)))
 
 
 def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
@@ -292,23 +261,11 @@ def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
         yield from _changed(question, [*ways, *(f"{way},{shorter}" for way in ways for shorter in _lengths(question))])
 
 
-def _shorter_sequences(question: Question) -> Iterator[tuple[str, Question]]:
-    return _changed(question, _lengths(question))
-
-
 def _lengths(question: Question) -> Iterator[str]:
     length = question.job.seq_len // 2
     while length >= 512:
         yield f"seq={length}"
         length //= 2
-
-
-def _keeps_rules(question: Question) -> bool:
-    """Return True if any plan with the decided fields satisfies the rules."""
-    return answer(replace(question, most_plans=_FEW_PLANS)).num_estimated > 0
-
-
-_WAYS = (_fewer_words, _adapters, _more_devices, _larger_devices, _shorter_sequences)
 
 
 # Reasons against a plan: the first limit that it exceeds, in numbers, and the smallest changes that fix it.
@@ -351,9 +308,7 @@ class WhyNot:
         """Return the verdict as text."""
         lines = [f"plan    {self.plan}", f"why not {self.sentence}", *(f"        {line}" for line in self.details)]
         if self.remedies:
-            lines.append(
-                "changes " + ("that fit" if self.kind == "memory" else "that mend it") + ", the smallest first"
-            )
+            lines.append(f"changes that {'fit' if self.kind == 'memory' else 'mend it'}, the smallest first")
         base = self.candidate.step_s if self.candidate else None
         for one in self.remedies:
             lines.append(f"  {one.words:<44} {_outcome(one.after, base)}")
@@ -371,34 +326,38 @@ def _outcome(one: Candidate, base: float | None) -> str:
 def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
     """Judge a user's plan.
 
-    Args:
-        text: the plan.
-        question: the question.
-        found: the answer to the same question.
-
     Raises:
         PlanError: if the text is not a plan.
     """
     plan = read_plan(text, question)
-    meant = _meant(text, plan, question)
-    unsaid = () if meant is plan else (_UNSAID.format(meant.precision),)
+    # In half precision, if the text does not set the precision.
+    half = "bf16" if question.cluster.device.peak_flops("bf16") else "fp16"
+    names = {word.partition("=")[0] for word in text.split()}
+    is_open = "precision" not in names and plan.precision == "fp32" and question.cluster.device.peak_flops(half)
+    meant = plan.replace(precision=half) if is_open else plan
+    unsaid = (_UNSAID.format(half),) if is_open else ()
     violations = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
     best = found.best
     if violations:
-        return _with_details(_against_rules(plan, meant, violations, question, found), unsaid)
+        judged = _against_rules(plan, meant, violations, question, found)
+        return replace(judged, details=(*judged.details, *unsaid))
     candidate = estimated([plan], question)[0]
     if candidate.fits < question.fits:
-        return _with_details(_too_large(candidate, meant, question, best), unsaid)
-    if best is None or candidate.step_s <= best.step_s * 1.0005:
+        judged = _too_large(candidate, meant, question, best)
+        return replace(judged, details=(*judged.details, *unsaid))
+    if best is None or candidate.rank_s <= best.rank_s * 1.0005:
         sentence = "this is the best plan: no other plan that was tried is faster."
         return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
     slower = candidate.step_s / best.step_s - 1
-    sentence = (
-        f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, "
-        f"{slower:.1%} more than the best."
-    )
+    gap = f"{slower:.1%} more than the best" if slower > 0 else (
+        f"{-slower:.1%} less than the best, but a plan with offload is preferred only if it gains 2 %"
+    )  # fmt: skip
+    sentence = f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, {gap}."
     rows = differences(best.terms, candidate.terms)[:5]
-    details = [f"{TERM_WORDS.get(name, name)}: {_signed(after - before)}" for name, before, after in rows]
+    details = [
+        f"{TERM_WORDS.get(name, name)}: {'+' if after >= before else ''}{format_seconds(after - before)}"
+        for name, before, after in rows
+    ]
     return WhyNot(
         kind="slower",
         sentence=sentence,
@@ -408,22 +367,6 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
         best=best,
         details=(*details, *unsaid),
     )
-
-
-def _meant(text: str, plan: Plan, question: Question) -> Plan:
-    """Return the plan that the user probably meant: in half precision if the text does not set the precision.
-
-    If the text sets it, return the plan itself.
-    """
-    named = {word.partition("=")[0] for word in text.split()}
-    half = "bf16" if question.cluster.device.peak_flops("bf16") else "fp16"
-    if "precision" in named or plan.precision != "fp32" or not question.cluster.device.peak_flops(half):
-        return plan
-    return plan.replace(precision=half)
-
-
-def _with_details(found: WhyNot, more: tuple[str, ...]) -> WhyNot:
-    return replace(found, details=(*found.details, *more))
 
 
 def read_plan(text: str, question: Question) -> Plan:
@@ -496,19 +439,12 @@ def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Cand
     else:
         ends = _ends(estimated([meant], question)[0], question)
         remedies = [Remedy(changed_words(candidate.plan, each.plan), each) for each in ends]
-    if candidate.host_bytes > candidate.host_limit:
-        return WhyNot(
-            kind="memory",
-            sentence=f"out of memory on the host: {host_message(candidate.host_bytes, candidate.host_limit)}",
-            plan=candidate.plan,
-            candidate=candidate,
-            remedies=tuple(remedies),
-            best=best,
-        )
     sentence = (
         f"out of memory on {where}: {format_bytes(candidate.total_bytes)} of {format_bytes(candidate.usable_bytes)}, "
         f"{short} ({fit_words(candidate.fits)})."
     )
+    if on_host := candidate.host_bytes > candidate.host_limit:
+        sentence = f"out of memory on the host: {host_message(candidate.host_bytes, candidate.host_limit)}"
     return WhyNot(
         kind="memory",
         sentence=sentence,
@@ -516,7 +452,7 @@ def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Cand
         candidate=candidate,
         remedies=tuple(remedies),
         best=best,
-        details=(f"{shown}.",),
+        details=() if on_host else (f"{shown}.",),
     )
 
 
@@ -535,17 +471,16 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
         if fitting:
             return _smallest(candidate, fitting)
         seen |= set(reached)
-        beam = [one.plan for one in sorted(nearby, key=_need)[:_BEAM]]
+        # By the needed share of the available memory, on the device or on its host.
+        needs = {
+            one.plan: max(one.total_bytes / one.usable_bytes, one.host_bytes / max(1.0, one.host_limit))
+            for one in nearby
+        }
+        beam = sorted(needs, key=needs.__getitem__)[:_BEAM]
     return []
 
 
-def _need(one: Candidate) -> float:
-    """Return the needed share of the available memory, on the device or on its host, whichever is larger."""
-    return max(one.total_bytes / one.usable_bytes, one.host_bytes / one.host_limit)
-
-
 def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
-    """Return one remedy for each set of changed fields."""
     found: dict[tuple[str, ...], Remedy] = {}
     for one in sorted(fitting, key=lambda one: one.step_s):
         words = changed_words(before.plan, one.plan)
@@ -555,11 +490,68 @@ def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
 
 
 def _faster(candidate: Candidate, question: Question) -> list[Remedy]:
-    """Return single changes that fit and are faster, fastest first."""
     nearby = [one for one in estimated(neighbours(candidate.plan, question), question) if one.fits >= question.fits]
     better = sorted((one for one in nearby if one.step_s < candidate.step_s * 0.999), key=lambda one: one.step_s)
     return [Remedy(changed_words(candidate.plan, one.plan), one) for one in better[:_MOST]]
 
 
-def _signed(seconds: float) -> str:
-    return f"+{format_seconds(seconds)}" if seconds >= 0 else format_seconds(seconds)
+# Comparison of two plans: time by term, memory by class.
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two candidates of one question."""
+
+    left: Candidate
+    right: Candidate
+
+    @property
+    def time_rows(self) -> list[tuple[str, float, float]]:
+        """(term, left, right) in seconds, largest difference first, without equal terms."""
+        return differences(self.left.terms, self.right.terms)
+
+    @property
+    def memory_rows(self) -> list[tuple[str, float, float]]:
+        """(class, left, right) in bytes, largest difference first, without equal classes."""
+        return differences(self.left.memory, self.right.memory)
+
+    def lines(self) -> list[str]:
+        """Return the comparison as text."""
+        left, right = self.left, self.right
+        lines = [f"A       {left.plan}", f"B       {right.plan}"]
+        lines.append(f"change  {changed_words(left.plan, right.plan) or 'none'}")
+        lines.append(_row("", "A", "B", "B - A"))
+        lines += [_differing(TERM_WORDS.get(row[0], row[0]), *row[1:], format_seconds) for row in self.time_rows]
+        lines.append(_differing("step", left.step_s, right.step_s, format_seconds))
+        lines += [_differing(*row, format_bytes) for row in self.memory_rows]
+        lines.append(_differing("memory", left.total_bytes, right.total_bytes, format_bytes))
+        lines.append(_row("", fit_words(left.fits), fit_words(right.fits)))
+        more = right.total_bytes - left.total_bytes
+        change = f"{'+' if more >= 0 else ''}{format_bytes(more)}"
+        lines.append(f"B takes {right.step_s / left.step_s - 1:+.1%} time and {change} memory.")
+        return lines
+
+
+def compare(left: str, right: str, question: Question) -> Comparison:
+    """Compare two plans, given as text.
+
+    Raises:
+        PlanError: if a text is not a plan or breaks a rule.
+    """
+    plans = [read_plan(text, question) for text in (left, right)]
+    problems = [
+        Problem(violation.field, f"{name}: {violation.message}")
+        for name, plan in zip("AB", plans, strict=True)
+        for violation in check(plan, question.facts, LASTING)
+    ]
+    if problems:
+        raise PlanError(problems)
+    return Comparison(*estimated(plans, question))
+
+
+def _row(name: str, left: str, right: str, change: str = "") -> str:
+    return f"  {name:<40} {left:>14} {right:>14} {change:>14}".rstrip()
+
+
+def _differing(name: str, before: float, after: float, write: Callable[[float], str]) -> str:
+    return _row(name, write(before), write(after), f"{'+' if after >= before else ''}{write(after - before)}")

@@ -99,10 +99,6 @@ def learning_rate(num_params: float, *, is_adapter: bool) -> float:
     For random weights it is 3e-4 at 8 B parameters and falls with the cube root of the size. This matches Llama 3
     (arXiv 2407.21783, table 3: 3e-4 at 8 B, 1.5e-4 at 70 B, 8e-5 at 405 B). The maximum is Weft's default, 1e-3. For
     adapters it follows QLoRA (arXiv 2305.14314): 2e-4, and 1e-4 from 33 B on.
-
-    Args:
-        num_params: parameters of the full model.
-        is_adapter: only an adapter is trained.
     """
     if is_adapter:
         return 2e-4 if num_params < _LARGE else 1e-4

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weft.config.plan import Plan
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import Estimates, estimate, estimate_memory, estimate_seconds
-from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
+from weft.planner.search.candidate import Answer, Candidate, candidates, layouts, rank_seconds
 from weft.planner.search.pipeline_clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
 from weft.planner.search.refine import anneal, descend
@@ -81,30 +81,21 @@ def _joint_parts(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
 
 
 def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
-    """Return the ranking with plans from descent, annealing and pipeline simulation."""
     if not ranked:
         return ranked
     cells: dict[tuple[int, int, int], Candidate] = {}
     for one in ranked:
         cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
     num_cells = _CELLS[question.cluster.num_devices > _MANY_DEVICES]
-    first = [*list(cells.values())[:num_cells], *_kinds(ranked)[:_KINDS]]
+    kinds: dict[tuple[object, ...], Candidate] = {}  # from some, two changes lead to a faster plan, but no single one
+    for one in ranked:
+        kinds.setdefault((one.plan.compile, one.plan.schedule, one.plan.zero, one.plan.recompute), one)
+    first = [*list(cells.values())[:num_cells], *list(kinds.values())[:_KINDS]]
     starts = list({one.plan: one for one in [*first, *cells.values(), *layouts(ranked)]}.values())
     found = descend(starts, question, num_cells + _KINDS)
     found += anneal([*found, *starts], question, question.refine_s)
     merged = {one.plan: one for one in [*ranked, *found]}
-    return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)
-
-
-def _kinds(ranked: list[Candidate]) -> list[Candidate]:
-    """Return the best plan of each kind.
-
-    From some of them, two changes lead to a faster plan, but no single change does.
-    """
-    found: dict[tuple[object, ...], Candidate] = {}
-    for one in ranked:
-        found.setdefault((one.plan.compile, one.plan.schedule, one.plan.zero, one.plan.recompute), one)
-    return list(found.values())
+    return _with_clock(sorted(merged.values(), key=lambda one: one.rank_s), question)
 
 
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
@@ -144,17 +135,12 @@ def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
     """Return the plans, fastest first. Ties in four digits are ordered by text, the same on every machine."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
-        times[float(f"{one.step_s:.3e}")].append(one)
+        times[float(f"{one.rank_s:.3e}")].append(one)
     order: list[Candidate] = []
     for _, alike in sorted(times.items()):
-        order += sorted(alike, key=_words) if len(alike) > 1 else alike
+        texts = {id(one): str(one.plan) for one in alike} if len(alike) > 1 else {}
+        order += sorted(alike, key=lambda one: (len(texts[id(one)].split()), texts[id(one)])) if texts else alike
     return order
-
-
-def _words(one: Candidate) -> tuple[int, str]:
-    """Return the number of terms in a plan's text, and the text. Computed only for ties."""
-    text = str(one.plan)
-    return len(text.split()), text
 
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[PlanGrid]]:
@@ -162,9 +148,13 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Plan
     space = question.space
     while True:
         tally.refused.clear()
-        if _is_far_off(space, question, tally):
-            space = _narrower(space, 3)
-            continue
+        if question.cluster.num_devices >= _MANY_DEVICES and (part := space.of_last_meshes()) is not None:
+            # The tables of this part are small, and narrower spaces reuse them.
+            blocks = enumerate_space(part, question.job, question.cluster, question.pruning_rules, tally)
+            tally.refused.clear()
+            if sum(block.num_rows for block in blocks) > _FAR * question.limit:
+                space = _narrower(space, 3)
+                continue
         blocks = enumerate_space(space, question.job, question.cluster, question.pruning_rules, tally)
         smaller = space.narrower()
         rows = sum(block.num_rows for block in blocks)
@@ -177,22 +167,9 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Plan
 
 
 def _narrower(space: Space, steps: int) -> Space:
-    """Return the space narrowed `steps` times, or as often as possible."""
     for _ in range(steps):
         space = space.narrower() or space
     return space
-
-
-def _is_far_off(space: Space, question: Question, tally: Tally) -> bool:
-    """Return True if a part of a space is already far over the limit.
-
-    The tables of this part are small. Narrower spaces reuse them.
-    """
-    if question.cluster.num_devices < _MANY_DEVICES or (part := space.of_last_meshes()) is None:
-        return False
-    blocks = enumerate_space(part, question.job, question.cluster, question.pruning_rules, tally)
-    tally.refused.clear()
-    return sum(block.num_rows for block in blocks) > _FAR * question.limit
 
 
 @dataclass(slots=True)
@@ -236,7 +213,10 @@ class _Keep:
             return
         too_much = found.host_bytes[rows] > found.host_limit
         if too_much.any():
-            self._refuse_host(columns, found, rows[too_much])
+            one = int(rows[too_much][np.argmin(found.host_bytes[rows[too_much]])])
+            known = self.refused.setdefault("memory-host", Refused("memory-host", 0, columns.plan(one), ""))
+            known.count += int(too_much.sum())
+            known.message = known.message or host_message(float(found.host_bytes[one]), found.host_limit)
             rows = rows[~too_much]
             if not len(rows):
                 return
@@ -249,18 +229,14 @@ class _Keep:
             one = rows[of_class][np.argmin(needed[of_class])]
             name = f"memory-{names[code]}"
             if name not in self.refused:
-                message = _memory_message(self.question, names[code], _rows(found, [one]))
+                message = (
+                    f"the fullest rank needs {format_bytes(float(total[one]))} of {format_bytes(found.usable_bytes)}; "
+                    f"the largest part is {names[code]} ({format_bytes(float(found.memory[names[code]][one]))})."
+                )
                 self.refused[name] = Refused(name, 0, columns.plan(int(one)), message)
             self.refused[name].count += int(of_class.sum())
         if needed.min() < self.least:
             self.least, self.nearest_row = float(needed.min()), columns[rows[[np.argmin(needed)]]]
-
-    def _refuse_host(self, columns: Columns, found: Estimates, rows: NDArray[Any]) -> None:
-        """Count plans that need more host memory than is available."""
-        one = int(rows[np.argmin(found.host_bytes[rows])])
-        known = self.refused.setdefault("memory-host", Refused("memory-host", 0, columns.plan(one), ""))
-        known.count += len(rows)
-        known.message = known.message or host_message(float(found.host_bytes[one]), found.host_limit)
 
     @property
     def nearest(self) -> Candidate | None:
@@ -279,7 +255,8 @@ class _Keep:
         memory, speed = found.total_bytes, found.step_s
         chosen = _promising(columns, memory, speed, np.arange(len(columns)))
         columns, found, memory, speed = columns[chosen], _rows(found, chosen), memory[chosen], speed[chosen]
-        order, border = _order(memory, speed), _border(memory, speed)
+        ranks = rank_seconds(columns, speed)
+        order, border = np.lexsort((memory, np.round(ranks / ranks.min(), 4))), _border(memory, speed)
         ranked = candidates(self.question, columns[order], _rows(found, order))
         return ranked, candidates(self.question, columns[border], _rows(found, border))
 
@@ -292,20 +269,12 @@ def host_message(needed: float, limit: float) -> str:
     )
 
 
-def _memory_message(question: Question, largest: str, found: Estimates) -> str:
-    needed, part = float(found.total_bytes[0]), float(found.memory[largest][0])
-    return (
-        f"the fullest rank needs {format_bytes(needed)} of {format_bytes(found.usable_bytes)}; the largest part is "
-        f"{largest} ({format_bytes(part)})."
-    )
-
-
 def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[Any]) -> NDArray[Any]:
     """Return the rows to retain: the fastest, the fastest of each layout, and the Pareto front of memory and time."""
-    memory, speed = memory[rows], speed[rows]
-    fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(speed, _KEPT)[:_KEPT]]
+    memory, speed, ranks = memory[rows], speed[rows], rank_seconds(columns, speed)[rows]
+    fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(ranks, _KEPT)[:_KEPT]]
     cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
-    order = np.lexsort((speed, cells))
+    order = np.lexsort((ranks, cells))
     starts = np.r_[True, cells[order][1:] != cells[order][:-1]]
     place = np.arange(len(order)) - np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
     worth = np.zeros(len(columns), dtype=np.bool_)
@@ -322,17 +291,10 @@ def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
 
 
 def _best_border(found: list[Candidate]) -> list[Candidate]:
-    """Return the candidates on the Pareto front of memory and time."""
     if not found:
         return []
     memory, speed = (np.array([getattr(one, name) for one in found]) for name in ("total_bytes", "step_s"))
     return [found[row] for row in _border(memory, speed)]
-
-
-def _order(memory: Floats, speed: Floats) -> NDArray[Any]:
-    """Return the order by time. Ties in four digits are ordered by memory."""
-    rounded = np.asarray(np.round(speed / speed.min(), 4), dtype=np.float64)
-    return np.lexsort((memory, rounded))
 
 
 def _rows(found: Estimates, rows: Any) -> Estimates:

@@ -53,13 +53,6 @@ def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
     return 6.0 * matmul_params(shape) + attention
 
 
-def _weight_gradients(job: Job) -> float:
-    """Return the FLOPs of all weight gradients for one token."""
-    if isinstance(job.shape, TracedShape):
-        return float(job.shape.traced.weight_flops(1.0, float(job.seq_len))) / job.seq_len
-    return 2.0 * matmul_params(job.shape)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """Cost of one step.
@@ -74,14 +67,7 @@ class Cost:
 
 
 def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: float | None = None) -> Cost:
-    """Return price and energy of one step.
-
-    Args:
-        cluster: the cluster.
-        step_s: seconds of the step.
-        busy: share of the step in which devices compute.
-        hour_price: dollars per device hour; None uses the device's usual price, if there is one.
-    """
+    """Return price and energy of one step, in whose share `busy` devices compute."""
     devices = cluster.num_devices
     price = usual_price(cluster) if hour_price is None else hour_price
     watts = cluster.device.watts
@@ -112,13 +98,6 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
 
     The peak depends on the precision. Few fp32 peaks are published, so that fp32 counts against the TF32 peak, as tf32
     does.
-
-    Args:
-        job: model, sequence and batch.
-        cluster: the cluster.
-        step_s: seconds of a step.
-        precision: precision of the plan.
-        causal: count only the causal half of attention.
     """
     peak = cluster.device.peak_flops(precision)
     if peak is None and precision == "fp32":
@@ -129,8 +108,22 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     tokens = job.tokens
     flops = sum(share * flops_per_token(job.shape, length, causal=causal) for length, share in job.segments)
     if job.adapter is not None:  # frozen weights have no gradients to make
-        flops -= _weight_gradients(job)
+        shape, length = job.shape, float(job.seq_len)
+        if isinstance(shape, TracedShape):
+            flops -= float(shape.traced.weight_flops(1.0, length)) / length
+        else:
+            flops -= 2.0 * matmul_params(shape)
     return flops * tokens / (step_s * cluster.num_devices * peak)
+
+
+#: Share by which a plan must be faster to be preferred if it offloads: the host's rates vary more than a device's.
+_OFFLOAD_MARGIN = 0.02
+
+
+def rank_seconds(columns: Columns, step_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds by which plans are ranked: plans with offload rank 2 % lower."""
+    offloads = (columns.offload_optimizer > 0) | (columns.offload_params > 0) | (columns.offload_activations > 0)
+    return np.where(offloads, 1 + _OFFLOAD_MARGIN, 1.0) * step_s
 
 
 # Answer of the planner: ranked candidates with their metrics, and the reasons against all other plans.
@@ -172,6 +165,11 @@ class Candidate:
     host_bytes: float = 0.0
     host_limit: float = math.inf
     products: str = ""
+
+    @property
+    def rank_s(self) -> float:
+        """Seconds by which plans are ranked, as in `rank_seconds`."""
+        return self.step_s * (1 + _OFFLOAD_MARGIN) if self.plan.offload else self.step_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -286,57 +284,29 @@ def layouts(ranked: Iterable[One]) -> list[One]:
 def candidates(
     question: Question, columns: Columns, found: Estimates, plans: Sequence[Plan] | None = None
 ) -> list[Candidate]:
-    """Return rows of columns with their estimates as candidates, in order.
-
-    Args:
-        question: the question.
-        columns: the rows.
-        found: estimates of the rows.
-        plans: plans of the rows, if already available.
-    """
-    sums = {
-        name: getattr(found, name).tolist()
-        for name in ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "fits_probability", "host_bytes")
-    }
-    plans = columns.plans() if plans is None else plans
-    microbatches, terms, memory = columns.microbatch.tolist(), _by_row(found.terms), _by_row(found.memory)
-    return [
-        Candidate(
-            question=question,
-            plan=plans[row],
-            microbatch=microbatches[row],
-            terms=terms[row],
-            step_s=sums["step_s"][row],
-            memory=memory[row],
-            allocated_bytes=sums["allocated_bytes"][row],
-            reserved_bytes=sums["reserved_bytes"][row],
-            total_bytes=sums["total_bytes"][row],
-            usable_bytes=found.usable_bytes,
-            fits=sums["fits_probability"][row],
-            host_bytes=sums["host_bytes"][row],
-            host_limit=found.host_limit,
-        )
-        for row in range(len(columns))
-    ]
+    """Return rows of columns with their estimates as candidates, in order. `plans` are their plans, if available."""
+    rows = Estimated(question, columns, found)
+    return [rows.candidate(*each) for each in enumerate(columns.plans() if plans is None else plans)]
 
 
 class Estimated:
     """Rows of columns with their estimates. Only requested rows become candidates.
 
     Attributes:
-        step_s: seconds of a step, row by row.
+        rank_s: seconds by which rows are ranked.
         fits: probability that memory suffices, row by row.
     """
 
     def __init__(self, question: Question, columns: Columns, found: Estimates):
         self._of = question, columns, found
-        self.step_s: list[float] = found.step_s.tolist()
+        self.rank_s: list[float] = rank_seconds(columns, found.step_s).tolist()
         self.fits: list[float] = found.fits_probability.tolist()
 
     @functools.cached_property
     def _sums(self) -> dict[str, NDArray[np.float64]]:
-        """Sums over all rows, as `candidates` computes them. Sums of single rows may differ in the last digit."""
-        return {name: getattr(self._of[2], name) for name in ("allocated_bytes", "reserved_bytes", "total_bytes")}
+        """Sums over all rows. Sums of single rows may differ in the last digit."""
+        names = ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "host_bytes")
+        return {name: getattr(self._of[2], name) for name in names}
 
     def candidate(self, row: int, plan: Plan) -> Candidate:
         """Return the candidate of a row with its plan."""
@@ -347,19 +317,13 @@ class Estimated:
             plan=plan,
             microbatch=int(columns.microbatch[row]),
             terms={name: float(values[row]) for name, values in found.terms.items()},
-            step_s=self.step_s[row],
+            step_s=sums["step_s"],
             memory={name: float(values[row]) for name, values in found.memory.items()},
             allocated_bytes=sums["allocated_bytes"],
             reserved_bytes=sums["reserved_bytes"],
             total_bytes=sums["total_bytes"],
             usable_bytes=found.usable_bytes,
             fits=self.fits[row],
-            host_bytes=float(found.host_bytes[row]),
+            host_bytes=sums["host_bytes"],
             host_limit=found.host_limit,
         )
-
-
-def _by_row(arrays: Mapping[str, NDArray[np.float64]]) -> list[dict[str, float]]:
-    """Return the arrays' values by name, row by row. Python numbers are read many times faster than array elements."""
-    rows = zip(*(values.tolist() for values in arrays.values()), strict=True)
-    return [dict(zip(arrays, row, strict=True)) for row in rows]

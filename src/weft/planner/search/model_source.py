@@ -90,10 +90,6 @@ class PlannedModel:
     def adapter_of(self, rank: int, base: str = "stored") -> AdapterSize:
         """Return the size of an adapter on all linear layers that may have one.
 
-        Args:
-            rank: rank of its matrices.
-            base: storage of frozen linear layers: "stored", "int8" or "nf4".
-
         Raises:
             ModelError: for a packed base that the runtime does not support.
         """
@@ -133,13 +129,7 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
 
 
 def of_decoder(name: str, spec: DecoderSpec, config: RunConfig | None = None) -> PlannedModel:
-    """Return one of Weft's decoders as a planned model.
-
-    Args:
-        name: display name.
-        spec: its shape.
-        config: the config that defines it, or None.
-    """
+    """Return one of Weft's decoders as a planned model."""
     return PlannedModel(name=name, shape=Shape.of_decoder(spec), spec=spec, config=config)
 
 
@@ -240,7 +230,6 @@ def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> S
 
 
 def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
-    """Return the shape for plan rules: heads, widths and layers."""
     spec = DecoderSpec(
         family="llama" if shape.gated else "gpt2",
         vocab_size=shape.vocab,
@@ -280,11 +269,6 @@ def default_batch(model: PlannedModel, seq_len: int, num_devices: int) -> int:
     It is half a million tokens for small models, up to 16 million for the largest, in a power of two of sequences, with
     at least one for each device of a small cluster. Without sequences, it is eight samples for each device, at least
     256.
-
-    Args:
-        model: the model.
-        seq_len: tokens of a sequence.
-        num_devices: devices of the cluster.
     """
     if model.config:
         return model.config.train.global_batch

@@ -1,13 +1,18 @@
-"""Plans as rows of values, in the order of PLAN_FIELDS. A search creates thousands; few become a Plan."""
+"""Plans as rows of values, in the order of PLAN_FIELDS, and cached verdicts of plan rules on them.
+
+A search creates thousands of rows; few become a Plan. A rule reads few fields, so its verdict is reused for equal
+values.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from weft.config.plan import AXES, PLAN_FIELDS, Plan
+from weft.config.plan import AXES, MISSING, PLAN_FIELDS, OpenPlan, Plan
+from weft.config.rules.rule import Facts, Rule
 from weft.planner.space.columns import Job
 
 #: The values of a plan's fields.
@@ -23,18 +28,8 @@ _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 _NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in PLAN_FIELDS.items() if known.needs)
 
 
-def plan_of(row: Row) -> Plan:
-    """Return the plan of a row with normalized values."""
-    return Plan.of_normal(row)
-
-
 def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Row:
     """Return the row with the change. Fields of axes that are not in use get their default.
-
-    Args:
-        before: values of all fields, in order.
-        change: changed values.
-        job: model, sequence and batch.
 
     Raises:
         PlanError: for a value that its field does not accept.
@@ -83,3 +78,73 @@ def differing(before: Row, after: Row) -> frozenset[str]:
     """Return the fields in which two rows differ."""
     values = zip(PLAN_FIELDS, before, after, strict=True)
     return frozenset([name for name, one, another in values if one is not another and one != another])
+
+
+class _Watched(OpenPlan):
+    """Plan that records which of its fields are read."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: Row):
+        super().__init__()
+        self._row = row
+
+    def decided(self, name: str) -> Any:
+        place = PLACES.get(name)
+        return MISSING if place is None else self._row[place]
+
+
+class _Known:
+    """Verdicts of one rule, by the values of the fields that it has read so far."""
+
+    __slots__ = ("fields", "more", "rule", "said", "values")
+
+    def __init__(self, rule: Rule, more: Callable[[], None]):
+        """Create an empty cache. `more` is called when the rule reads a new field."""
+        self.rule, self.more = rule, more
+        self.fields: tuple[str, ...] = ()
+        self.values: Callable[[Row], object] = lambda row: ()  # no field was read yet
+        self.said: dict[object, bool] = {}
+
+    def is_broken(self, row: Row, facts: Facts) -> bool:
+        if (said := self.said.get(self.values(row))) is not None:
+            return said
+        watched = _Watched(row)
+        broken = self.rule.is_broken(cast(Plan, watched), facts)
+        if not watched.reads.issubset(self.fields):  # what was said before goes by too few fields
+            self.fields = tuple(sorted(watched.reads.union(self.fields)))
+            self.values = operator.itemgetter(*(PLACES[name] for name in self.fields))
+            self.said.clear()
+            self.more()
+        self.said[self.values(row)] = broken
+        return broken
+
+
+class Verdicts:
+    """Verdicts of rules on plans, evaluated once for the values that each rule reads."""
+
+    def __init__(self, rules: Iterable[Rule], facts: Facts):
+        self._readers: dict[frozenset[str], list[_Known]] = {}
+        self._known = [_Known(rule, self._readers.clear) for rule in rules]
+        self._facts = facts
+
+    def near(self, row: Row) -> Callable[[Row], bool]:
+        """Return a function that checks if a plan near this one satisfies all rules.
+
+        It evaluates only rules that read a differing field. The verdicts of the others are the same as for this plan.
+        """
+        broken = [known for known in self._known if known.is_broken(row, self._facts)]
+
+        def allows(other: Row) -> bool:
+            changed = differing(row, other)
+            if any(changed.isdisjoint(known.fields) for known in broken):
+                return False
+            return not any(known.is_broken(other, self._facts) for known in self._readers_of(changed))
+
+        return allows
+
+    def _readers_of(self, changed: frozenset[str]) -> list[_Known]:
+        found = self._readers.get(changed)
+        if found is None:
+            found = self._readers[changed] = [known for known in self._known if not changed.isdisjoint(known.fields)]
+        return found

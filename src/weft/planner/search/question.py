@@ -18,12 +18,12 @@ from weft.config.plan_text import split_plan
 from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
 from weft.config.rules.rule import Facts, Rule
 from weft.config.traced_model import TracedModel
-from weft.errors import ConfigError, PlanError, Problem
+from weft.errors import ConfigError, PlanError, Problem, did_you_mean
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import profile_tables
 from weft.planner.measured.machine_profile import Profile, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
-from weft.planner.search.verdicts import Verdicts
+from weft.planner.search.plan_rows import Verdicts
 from weft.planner.space.columns import Job
 from weft.planner.space.enumerate import Space
 from weft.planner.space.shape import Shape, Stack
@@ -123,7 +123,7 @@ class Question:
             job=_packed(_job(planned, seq_len, _positive("global-batch", global_batch)), documents, planned, known),
             fixed=decided,
             profile=known,
-            assumed=tuple(words[name] for name in assumed),
+            assumed=(*(words[name] for name in assumed), *_assumed_links(machines)),
             **options,
         )
 
@@ -178,6 +178,17 @@ class Question:
         return _tables(self.profile, self.cluster, self.tier)
 
 
+def _assumed_links(cluster: ClusterSpec) -> list[str]:
+    """Return the rates of links that a plan may need and that the device's data do not have."""
+    device, tables = cluster.device, _tables(None, cluster, "tables")
+    node = min(device.scale_up_domain, cluster.devices_per_node)
+    needs_links = node > 1 and not device.scale_up_bytes_per_s
+    needs_network = cluster.num_devices > node and device.nic_bytes_per_s is None
+    return [f"link={tables.link_rate / 1e9:g}GB/s"] * needs_links + [
+        f"nic={tables.nic_rate / 1e9:g}GB/s"
+    ] * needs_network
+
+
 def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
     """Return the job, which no plan changes. For Weft's decoders, groups with lr=0 are frozen."""
     job = Job(
@@ -215,7 +226,6 @@ def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile 
 
 
 def _stack(planned: PlannedModel) -> Stack:
-    """Return Weft's software stack, with the config's optimizer state format and float8 scales."""
     config = planned.config
     states = "fp32" if config is None else config.optimizer.states
     by_row = config is None or config.train.fp8_recipe == "rowwise"
@@ -281,7 +291,6 @@ def read_fixed(text: str) -> dict[str, Any]:
 
 
 def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
-    """Raise ConfigError if the decided axis sizes do not divide the number of devices."""
     sizes = {axis: decided[axis] for axis in AXES if isinstance(decided.get(axis), int)}
     needed = math.prod(sizes.values())
     if needed and num_devices % needed:
@@ -293,7 +302,6 @@ def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
 
 
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
-    """Raise ConfigError for a decided number format that is not in the host's profile for this number of ranks."""
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16", "fp8"):
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
@@ -312,3 +320,58 @@ def _positive(name: str, value: int) -> int:
 
 def _error(field: str, message: str) -> ConfigError:
     return ConfigError([Problem(field, message)])
+
+
+# Fine-tuning: all weights or an adapter.
+
+#: Defaults of an adapter's rank and of the batch: fine-tuning reads little data per step.
+RANK, SEQ_LEN, BATCH = 16, 2048, 16
+TUNES = ("full", "lora", "qlora")
+#: Storage of frozen weights with `--tune qlora`.
+PACKED = {"qlora": "nf4"}
+
+
+def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **options: Any) -> Question:
+    """Return the question of fine-tuning a model.
+
+    Args:
+        model: as for `read_model`.
+        cluster: as for `Question.of`.
+        tune: "full", "lora", "qlora" (a base in nf4), or "lora=64" for another rank than 16.
+        **options: options of `Question.of`. The defaults of seq_len and global_batch are 2048 and 16, unless a config
+            sets them.
+
+    Raises:
+        ConfigError: for another value of `tune`, and as in `Question.of`.
+    """
+    planned = read_model(model)
+    rank = _rank(tune)
+    if rank and planned.traced is not None and not planned.traced.linears:
+        raise _wrong(tune, f"{planned.name} has no linear layer that an adapter fits", "full")
+    assumed = list[str]()
+    if planned.config is None and planned.reads_sequence:
+        for name, usual in (("seq_len", min(SEQ_LEN, planned.spec.max_seq_len)), ("global_batch", BATCH)):
+            if options.get(name) is None:
+                options[name] = usual
+                assumed.append(f"--{name.replace('_', '-')} {usual}")
+    asked = Question.of(planned, cluster, **options)
+    adapter = planned.adapter_of(rank, PACKED.get(tune.partition("=")[0], "stored")) if rank else None
+    return replace(asked, job=replace(asked.job, adapter=adapter), assumed=(*assumed, *asked.assumed))
+
+
+def _rank(tune: str) -> int:
+    """Return the adapter's rank, or 0 if all weights are trained."""
+    kind, equals, number = tune.partition("=")
+    if kind not in TUNES or (equals and kind == "full"):
+        rule = f"it is full, lora, lora=RANK, qlora, qlora=RANK or all.{did_you_mean(kind, TUNES)}"
+        raise _wrong(tune, rule, "lora", is_ended=True)
+    if not equals:
+        return 0 if kind == "full" else RANK
+    if not number.isdecimal() or not 1 <= int(number) <= 65536:
+        raise _wrong(tune, "an adapter's rank is a whole number from 1 to 65536", "lora=64")
+    return int(number)
+
+
+def _wrong(tune: str, rule: str, remedy: str, *, is_ended: bool = False) -> ConfigError:
+    end = "" if is_ended else "."
+    return ConfigError([Problem("", f"tune={tune}: {rule}{end} Use --tune {remedy}.")])

@@ -18,46 +18,27 @@ from weft.config.plan import AXES, PLAN_FIELDS, Plan
 from weft.errors import PlanError
 from weft.planner.estimator import Estimates, estimate
 from weft.planner.search.candidate import Candidate, Estimated, candidates
-from weft.planner.search.plan_rows import PLACES, Row, differing, fitted, plan_of, row_of, values_by_field
+from weft.planner.search.plan_rows import PLACES, Row, differing, fitted, row_of, values_by_field
 from weft.planner.search.question import Question
 from weft.planner.space import enumerate as plan_space
 from weft.planner.space.columns import PRECISIONS, Columns
-from weft.planner.space.enumerate import Space
 
 #: Fields that trade time for memory.
 ROOM = ("recompute", "offload")
 
 
 def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
-    """Yield the legal plans that are one change apart, without duplicates. Decided fields stay unchanged.
-
-    Args:
-        plan: current plan of the search.
-        question: the question.
-        fine: use small steps.
-    """
-    yield from map(plan_of, near_rows(plan, question, fine=fine))
+    """Yield the legal plans that are one change apart, without duplicates. Decided fields stay unchanged."""
+    yield from map(Plan.of_normal, near_rows(plan, question, fine=fine))
 
 
 def near_rows(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
-    """Yield the neighbours as rows of values.
-
-    Args:
-        plan: current plan of the search.
-        question: the question.
-        fine: use small steps.
-    """
-    yield from _legal(plan, _changes(plan, question.space, question, fine), question)
+    """Yield the neighbours as rows of values."""
+    yield from _legal(plan, _changes(plan, question, fine), question)
 
 
 def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
-    """Yield the legal plans with all combinations of the fields that trade time for memory, as rows of values.
-
-    Args:
-        plan: current plan of the search.
-        question: the question.
-        fine: use small steps.
-    """
+    """Yield the legal plans with all combinations of the fields that trade time for memory, as rows of values."""
     facts = plan_space.search_facts(question.job, question.cluster)
     each: list[list[dict[str, Any]]] = []
     for name in ROOM:
@@ -79,15 +60,12 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
             found = fitted(before, change, job)
         except PlanError:
             continue
-        if found not in seen and _keeps(found, question.fixed):
+        if found not in seen and all(
+            found[PLACES[name]] == value or _is_idle(name, found) for name, value in question.fixed.items()
+        ):
             seen.add(found)
             if is_legal(found):
                 yield found
-
-
-def _keeps(row: Row, fixed: Mapping[str, Any]) -> bool:
-    """Return True if every decided field has its value."""
-    return all(row[PLACES[name]] == value or _is_idle(name, row) for name, value in fixed.items())
 
 
 def _is_idle(name: str, row: Row) -> bool:
@@ -96,32 +74,28 @@ def _is_idle(name: str, row: Row) -> bool:
     return bool(known.auto_value) and all(row[PLACES[axis]] == 1 for axis in known.needs)
 
 
-def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
+def _changes(plan: Plan, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
     facts = plan_space.search_facts(question.job, question.cluster)
     for name, known in PLAN_FIELDS.items():
         if known.needs and all(getattr(plan, axis) == 1 for axis in known.needs):
             continue  # it has its default
-        for chosen in (*space.choices[name], plan_space.default_choice(name)) if known.searched else ():
+        for chosen in (*question.space.choices[name], plan_space.default_choice(name)) if known.searched else ():
             yield plan_space.as_values(name, chosen)
         for value in known.nearby(plan, facts, fine) if known.nearby else ():
             yield {name: value}
-    yield from _batches(plan, question, 4 if fine else 2)
-    yield from _meshes(plan, question)
-
-
-def _batches(plan: Plan, question: Question, most: int) -> Iterator[dict[str, Any]]:
-    """Yield other numbers of passes: the next lower and higher ones."""
-    legal = shares.even_passes(question.job.global_batch, plan.dp_size)
+    legal, most = shares.even_passes(question.job.global_batch, plan.dp_size), 4 if fine else 2
     now = plan.microbatches_per_step
     for passes in [*[each for each in legal if each < now][-most:], *[each for each in legal if each > now][:most]]:
         yield _passes(plan.pp, passes)
+    yield from _meshes(plan, question)
 
 
 def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
     """Yield meshes with a prime factor moved from one axis to another. The microbatch is kept as far as possible."""
     sizes = plan.axis_sizes()
     for source in AXES:
-        for factor in _primes(sizes[source]):
+        divisors = common_divisors(sizes[source])
+        for factor in (each for each in divisors if each > 1 and all(each % low for low in range(2, each))):  # primes
             for target in AXES:
                 if target == source:
                     continue
@@ -143,18 +117,11 @@ def _passes(pp: int, count: int) -> dict[str, Any]:
     return {"microbatches": count, "accumulation": 1} if pp > 1 else {"microbatches": 1, "accumulation": count}
 
 
-def _primes(number: int) -> list[int]:
-    return [each for each in common_divisors(number) if each > 1 and all(each % low for low in range(2, each))]
-
-
 def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:
-    """Return the plans with their estimates, in order, with resolved modes of context parallelism.
+    """Return legal plans with their estimates, in order, with resolved modes of context parallelism.
 
-    Args:
-        plans: legal plans.
-        question: the question.
-        products: fp8 or fp4, to estimate matmuls in this format with everything else unchanged. Weft has no fp4
-            matmuls; they are estimated as in Megatron.
+    `products` (fp8 or fp4) is the format of all matmuls, with everything else unchanged. Weft has no fp4 matmuls; they
+    are estimated as in Megatron.
     """
     listed = [question.job.settled(plan) for plan in plans]
     if not listed:
@@ -167,12 +134,6 @@ def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> 
         question = replace(question, job=replace(question.job, stack=stack))
     found = candidates(question, columns, _estimate(question, columns), listed)
     return [replace(one, products=products) for one in found] if products else found
-
-
-def estimated_rows(rows: Sequence[Row], question: Question) -> Estimated:
-    """Return the estimates of resolved plans, as rows of values. At least one row is needed."""
-    columns = Columns.of_values(values_by_field(rows), question.job)
-    return Estimated(question, columns, _estimate(question, columns))
 
 
 def _estimate(question: Question, columns: Columns) -> Estimates:
@@ -201,27 +162,27 @@ _TEMPTING, _OF_KINDS, _ROOMY = 4, 8, 2
 _FINE, _WHOLE, _BARE = 4, 3, 5
 _CHAINS = 4
 _HOT, _COLD = 0.02, 0.0005
-#: A change that gains less than this share is not worth longer plan text.
-_WORTH = 0.001
+#: A change is worth longer plan text below this share of the time.
+_WORTH = 1 - 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Neighbour of a plan: values of its fields, seconds of a step, and probability that memory suffices.
+    """Neighbour of a plan: values of its fields, seconds by which it is ranked, and probability that memory suffices.
 
     Attributes:
         place: index among the rows that were estimated together.
     """
 
     row: Row
-    step_s: float
+    rank_s: float
     fits: float
     place: int
     found: Estimated
 
     def candidate(self) -> Candidate:
         """Return it as a candidate with its full estimate."""
-        return self.found.candidate(self.place, plan_of(self.row))
+        return self.found.candidate(self.place, Plan.of_normal(self.row))
 
 
 def descend(starts: Sequence[Candidate], question: Question, count: int) -> list[Candidate]:
@@ -231,40 +192,35 @@ def descend(starts: Sequence[Candidate], question: Question, count: int) -> list
     best plans of some layouts, and for plans that would be best without a memory limit, all combinations of these are
     tried in small steps. This includes the smallest microbatch, which needs the least memory. The descent continues
     from the results.
-
-    Args:
-        starts: candidates, best first.
-        question: the question.
-        count: number of starts.
     """
     found = _descent(starts[:count], question)
     layouts: dict[tuple[int, int, int], Candidate] = {}
-    for one in sorted((*starts, *found), key=lambda one: one.step_s):
+    for one in sorted((*starts, *found), key=_rank_s):
         layouts.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
     whole = [one for one in layouts.values() if one.plan.pp == 1]
     best = [*list(layouts.values())[:_FINE], *whole[:_WHOLE]]
-    roots = [*((one, plan) for one in best for plan in _by_microbatch(one)), *_fastest_bare(whole, question)]
-    roots = list({plan: (one, plan) for one, plan in roots}.values())
-    better: list[Candidate] = []
-    nearby = _estimated([list(with_room(plan, question, fine=True)) for _, plan in roots], question)
-    for (one, _), finer in zip(roots, nearby, strict=True):
-        worth = [each for each in finer if _is_better(each, one) and each.fits >= question.fits]
-        if worth:
-            better.append(min(worth, key=lambda each: each.step_s).candidate())
-    return [*found, *better, *_descent(sorted(better, key=lambda one: one.step_s), question)] if better else found
+    bare = [(one, plan) for one in whole for plan in _by_microbatch(one)]
+    times = _estimated([[_without_room(row_of(plan)) for _, plan in bare]], question)[0]
+    fastest = [bare[each.place] for each in sorted(times, key=_rank_s)[:_BARE]]
+    roots = {plan: one for one, plan in [*((one, plan) for one in best for plan in _by_microbatch(one)), *fastest]}
+    nearby = _estimated([list(with_room(plan, question, fine=True)) for plan in roots], question)
+    better = [
+        gain for one, finer in zip(roots.values(), nearby, strict=True) for gain in _best_gain(one, finer, question)
+    ]
+    return [*found, *better, *_descent(sorted(better, key=_rank_s), question)] if better else found
 
 
-def _fastest_bare(layouts: Sequence[Candidate], question: Question) -> list[tuple[Candidate, Plan]]:
-    """Return the layouts that would be fastest without a memory limit, each with its start plan."""
-    plans = [(one, plan) for one in layouts for plan in _by_microbatch(one)]
-    rows = [_without_room(row_of(plan)) for _, plan in plans]
-    bare = _estimated([rows], question)[0]
-    order = sorted(zip(bare, plans, strict=True), key=lambda each: each[0].step_s)
-    return [each for _, each in order[:_BARE]]
+def _rank_s(one: Candidate | Neighbour) -> float:
+    return one.rank_s
+
+
+def _best_gain(one: Candidate, near: Iterable[Neighbour], question: Question) -> list[Candidate]:
+    """Return the best neighbour that fits and is better than the plan, or an empty list."""
+    better = [each for each in near if each.rank_s < one.rank_s * _WORTH and each.fits >= question.fits]
+    return [min(better, key=_rank_s).candidate()] if better else []
 
 
 def _by_microbatch(one: Candidate) -> list[Plan]:
-    """Return the plan, and the plan with microbatches of one sample."""
     if one.microbatch == 1:
         return [one.plan]
     name = "microbatches" if one.plan.pp > 1 else "accumulation"
@@ -278,20 +234,16 @@ def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]
     for _ in range(_ROUNDS):
         if not active:
             break
-        moved: list[Candidate] = []
         every = _around(active, question)
         roomy = _with_room(active, every, question, tried)
-        for one, around, more in zip(active, every, roomy, strict=True):
-            better = [near for near in (*around, *more) if _is_better(near, one) and near.fits >= question.fits]
-            if better:
-                moved.append(min(better, key=lambda near: near.step_s).candidate())
+        moved = [
+            gain
+            for one, around, more in zip(active, every, roomy, strict=True)
+            for gain in _best_gain(one, (*around, *more), question)
+        ]
         active = list({one.plan: one for one in moved if one.plan not in found}.values())
         found |= {one.plan: one for one in active}
     return list(found.values())
-
-
-def _is_better(near: Neighbour, one: Candidate) -> bool:
-    return near.step_s < one.step_s * (1 - _WORTH)
 
 
 def _with_room(
@@ -301,45 +253,26 @@ def _with_room(
 
     They start from the neighbours that would gain most without a memory limit, each used once, with coarse steps of
     both.
-
-    Args:
-        centres: the plans.
-        around: the neighbours of each.
-        question: the question.
-        tried: neighbours that were used before; the new ones are added.
     """
-    fastest = sorted(centres, key=lambda one: one.step_s)[:_ROOMY]
+    fastest = sorted(centres, key=_rank_s)[:_ROOMY]
     listed: list[list[Row]] = []
     bare: list[list[Row]] = []
     for one, near in zip(centres, around, strict=True):
-        own = _room(row_of(one.plan))
-        rows = [each.row for each in near if _room(each.row) == own] if one in fastest else []
+        own = row_of(one.plan)
+        rows = [each.row for each in near if differing(own, each.row).isdisjoint(ROOM)] if one in fastest else []
         bare.append(list(dict.fromkeys(map(_without_room, rows))))
     for one, each_bare in zip(centres, _estimated(bare, question), strict=True):
         centre = row_of(one.plan)
-        best = sorted(each_bare, key=lambda each: each.step_s)
-        tempting = [each.row for each in best if _is_better(each, one) and each.row not in tried]
+        best = sorted(each_bare, key=_rank_s)
+        tempting = [each.row for each in best if each.rank_s < one.rank_s * _WORTH and each.row not in tried]
         kinds: dict[tuple[object, ...], Row] = {}
         for row in tempting:
-            kinds.setdefault((*_changed(centre, row), _refinement_passes(row)), row)
+            passes = row[PLACES["microbatches" if row[PLACES["pp"]] > 1 else "accumulation"]]
+            kinds.setdefault((differing(centre, row).difference(ROOM), passes), row)
         chosen = list(dict.fromkeys([*tempting[:_TEMPTING], *list(kinds.values())[:_OF_KINDS]]))
         tried.update(chosen)
-        listed.append([row for root in chosen for row in with_room(plan_of(root), question)])
+        listed.append([row for root in chosen for row in with_room(Plan.of_normal(root), question)])
     return _estimated(listed, question)
-
-
-def _changed(before: Row, after: Row) -> tuple[str, ...]:
-    """Return the differing fields without the ones in ROOM."""
-    return tuple(sorted(differing(before, after).difference(ROOM)))
-
-
-def _refinement_passes(row: Row) -> int:
-    """Return the passes of a step."""
-    return row[PLACES["microbatches" if row[PLACES["pp"]] > 1 else "accumulation"]]
-
-
-def _room(row: Row) -> tuple[object, ...]:
-    return tuple(row[PLACES[name]] for name in ROOM)
 
 
 def _without_room(row: Row) -> Row:
@@ -350,36 +283,30 @@ def _without_room(row: Row) -> Row:
 
 
 def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed: int = 0) -> list[Candidate]:
-    """Return the best plans that annealing finds within a time limit; empty if none of them fits.
-
-    Args:
-        starts: candidates, best first.
-        question: the question.
-        seconds: time limit.
-        seed: seed of the random choices.
-    """
+    """Return the best plans that annealing finds within a time limit; empty if none of them fits."""
     if seconds <= 0 or not starts:
         return []
     draw = random.Random(seed)
     chains = list(starts[:_CHAINS])
-    best = min(chains, key=lambda one: one.step_s)
+    best = min(chains, key=_rank_s)
     met: dict[Row, Neighbour] = {}
     visited = {row_of(one.plan) for one in chains}
     begin = time.perf_counter()
     while (passed := (time.perf_counter() - begin) / seconds) < 1:
-        temperature = best.step_s * _HOT * (_COLD / _HOT) ** passed
+        temperature = best.rank_s * _HOT * (_COLD / _HOT) ** passed
         for index, around in enumerate(_around(chains, question)):
             fitting = [one for one in around if one.fits >= question.fits]
-            met |= {one.row: one for one in fitting if one.step_s < best.step_s * (1 + _HOT)}
+            met |= {one.row: one for one in fitting if one.rank_s < best.rank_s * (1 + _HOT)}
             fresh = [one for one in fitting if one.row not in visited]
-            chains[index] = _generator_offset(fresh, temperature, draw).candidate() if fresh else best
+            least = min((one.rank_s for one in fresh), default=0.0)
+            weights = [math.exp(-min(700.0, (one.rank_s - least) / temperature)) for one in fresh]
+            chains[index] = draw.choices(fresh, weights)[0].candidate() if fresh else best
             visited.add(row_of(chains[index].plan))
-            best = min((best, chains[index]), key=lambda one: one.step_s)
-    return [one.candidate() for one in sorted(met.values(), key=lambda one: one.step_s)[:64]]
+            best = min((best, chains[index]), key=_rank_s)
+    return [one.candidate() for one in sorted(met.values(), key=_rank_s)[:64]]
 
 
 def _around(centres: Sequence[Candidate], question: Question) -> list[list[Neighbour]]:
-    """Return the neighbours of each plan, estimated in one call."""
     return _estimated([list(near_rows(one.plan, question, fine=True)) for one in centres], question)
 
 
@@ -387,15 +314,7 @@ def _estimated(listed: Sequence[Sequence[Row]], question: Question) -> list[list
     rows = [row for each in listed for row in each]
     if not rows:
         return [[] for _ in listed]
-    found = estimated_rows(rows, question)
-    every = iter(
-        [Neighbour(*each, found) for each in zip(rows, found.step_s, found.fits, range(len(rows)), strict=True)]
-    )
+    columns = Columns.of_values(values_by_field(rows), question.job)
+    found = Estimated(question, columns, _estimate(question, columns))
+    every = iter([Neighbour(*each, found) for each in zip(rows, found.rank_s, found.fits, itertools.count())])
     return [[next(every) for _ in each] for each in listed]
-
-
-def _generator_offset(around: Sequence[Neighbour], temperature: float, draw: random.Random) -> Neighbour:
-    """Draw one of the plans. Faster plans are more likely."""
-    least = min(one.step_s for one in around)
-    weights = [math.exp(-min(700.0, (one.step_s - least) / temperature)) for one in around]
-    return draw.choices(around, weights)[0]

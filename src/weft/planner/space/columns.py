@@ -93,12 +93,7 @@ class Job:
         return [(*size, often) for sizes, often in parts for size in sizes if often and min(size)]
 
     def with_groups(self, spec: DecoderSpec, groups: Sequence[OptimizerGroup]) -> Job:
-        """Return the job with the decoder's weights frozen whose optimizer group has lr=0.
-
-        Args:
-            spec: specification of one of Weft's decoders.
-            groups: the optimizer's groups.
-        """
+        """Return the job with the decoder's weights frozen whose optimizer group has lr=0."""
         return self if self.adapter is not None else replace(self, trained=TrainedPart.of(spec, groups))
 
     def with_half_layers(self, spec: DecoderSpec, words: Sequence[str]) -> Job:
@@ -148,13 +143,7 @@ class Job:
         return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
 
     def cp_mode_of(self, mode: str, cp: int, tp: int) -> str:
-        """Return a plan's resolved mode of context parallelism.
-
-        Args:
-            mode: the plan's `cp_mode`.
-            cp: ranks that share a sequence.
-            tp: ranks that share the heads.
-        """
+        """Return a plan's resolved mode of context parallelism."""
         if cp == 1:
             return PLAN_FIELDS["cp_mode"].default
         shape = self.shape  # "auto" as the runtime settles it
@@ -291,12 +280,7 @@ class Columns:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Sequence[Any]], job: Job) -> Columns:
-        """Return the columns of plans by the values of their fields, with resolved modes of context parallelism.
-
-        Args:
-            values: values of every field, one for each plan.
-            job: model, sequence and batch.
-        """
+        """Return the columns of plans by the values of their fields, with resolved modes of context parallelism."""
         found: dict[str, NDArray[Any]] = {}
         for name in PLAN_FIELDS:
             found |= encoded(name, values[name])
@@ -349,7 +333,6 @@ class Columns:
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the arrays concatenated."""
     first = arrays[0][:1]
     if all(array.strides == (0,) and (array[:1] == first).all() for array in arrays):
         return np.broadcast_to(first[0], sum(map(len, arrays)))
@@ -405,14 +388,7 @@ _DILOCO = PLAN_FIELDS["sync"].kind.encode("diloco:1")[0]
 
 
 def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Way = "shard") -> Array:
-    """Return the communicated bytes of some gradients.
-
-    Args:
-        columns: the plans.
-        numel: number of gradients.
-        own_bytes: bytes of a gradient that is not encoded.
-        way: the reduction, to shards or over replicas.
-    """
+    """Return the communicated bytes of some gradients."""
 
     def of(wire: WireSpec) -> Array:
         return wire.num_bytes(numel, own_bytes)
@@ -503,17 +479,19 @@ def _codes(column: NDArray[Any]) -> list[int]:
 
 
 def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
-    """Return a value of each row's `reduce` wire format."""
-    found = np.zeros(len(columns))
-    for code in _codes(columns.reduce):
-        found = np.where(columns.reduce == code, of(wire_spec(WIRES[code])), found)
-    return found
+    return _by_format(columns.reduce, WIRES, of)
 
 
 def _of_outer(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
     """Return a value of each row's `compress` wire format; 0 without one."""
-    found = np.zeros(len(columns))
-    for code in _codes(columns.compress):
-        if code:
-            found = np.where(columns.compress == code, of(wire_spec(COMPRESSES[code])), found)
+    return _by_format(columns.compress, COMPRESSES, of, none=0)
+
+
+def _by_format(
+    column: NDArray[Any], names: Sequence[str], of: Callable[[WireSpec], Array | float], none: int | None = None
+) -> Array:  # fmt: skip
+    found = np.zeros(len(column))
+    for code in _codes(column):
+        if code != none:
+            found = np.where(column == code, of(wire_spec(names[code])), found)
     return found

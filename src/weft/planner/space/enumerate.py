@@ -51,13 +51,7 @@ class Space:
 
     @classmethod
     def full(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
-        """Return the full space for a job on a cluster.
-
-        Args:
-            job: model, sequence and batch.
-            cluster: the cluster, for the formats of its devices.
-            fixed: plan fields with decided values.
-        """
+        """Return the full space for a job on a cluster."""
         facts, given = search_facts(job, cluster), dict(fixed or {})
         choices = {
             name: _decided(name, tuple(each.searched(facts)), given)
@@ -140,7 +134,6 @@ def _plan_filter(name: str, keeps: Callable[[Any], bool]) -> Callable[[Space], d
 
 
 def _first(name: str) -> Callable[[Space], dict[str, Any]]:
-    """Keep only the first value of a field."""
     return lambda space: {"choices": {**space.choices, name: space.choices[name][:1]}}
 
 
@@ -203,13 +196,7 @@ class Tally:
         self.reader = RuleReader(self.facts)
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
-        """Count plans that a rule refuses.
-
-        Args:
-            rule: the rule.
-            count: number of plans.
-            values: values of one of them by field.
-        """
+        """Count plans that a rule refuses."""
         known = self.refused.get(rule.name)
         if known is None:
             plan = as_plan(values)
@@ -222,14 +209,7 @@ class Tally:
     def prune(
         self, rules: list[Rule], table: PartialPlans, weights: Counts, rest: Mapping[str, Any] | None = None
     ) -> tuple[PartialPlans, Counts, list[Rule]]:
-        """Remove refused plans. Return the remaining table, its weights, and the rules that are still open.
-
-        Args:
-            rules: rules that may refuse.
-            table: plans with some fields.
-            weights: number of complete plans for each row.
-            rest: fields that complete an example.
-        """
+        """Remove refused plans. Return the remaining table, its weights, and the rules that are still open."""
 
         def judged() -> tuple[list[tuple[Rule, Mask]], list[Rule], Mask, PartialPlans]:
             found, still_open = broken(rules, table, self.reader)
@@ -244,13 +224,7 @@ class Tally:
         return left, weights[alive], still_open
 
     def once(self, name: str, of: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-        """Return the result of `make`, cached by `name` and `of`.
-
-        Args:
-            name: name of the result.
-            of: tables, which are compared by identity, and values.
-            make: computes the result from these alone, and from facts that are equal for all spaces of a job.
-        """
+        """Return the result of `make`, cached by `name` and `of`."""
         key = (name, *(id(each) if isinstance(each, PartialPlans) else each for each in of))
         if key not in self.made:
             self.made[key] = of, make()  # the tables are kept, so that no other one gets their place
@@ -281,13 +255,7 @@ class PlanGrid:
         return self.num_rows - refused
 
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
-        """Yield the plans that the rules allow, in chunks.
-
-        Args:
-            most_rows: maximum rows of a chunk.
-            tally: counter of refused plans.
-            job: model, sequence and batch.
-        """
+        """Yield the plans that the rules allow, in chunks."""
         left, right = _columns(self.meshes), _columns(self.flags)
         step = max(1, most_rows // len(self.flags))
         for start in range(0, len(self.meshes), step):
@@ -312,15 +280,7 @@ class PlanGrid:
 
 
 def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[PlanGrid]:
-    """Return the blocks of a space for a job on all devices of a cluster.
-
-    Args:
-        space: values by field.
-        job: model, sequence and batch.
-        cluster: the cluster and its devices.
-        rules: rules for plans.
-        tally: counter of refused plans.
-    """
+    """Return the blocks of a space for a job on all devices of a cluster."""
     meshes = tally.once("meshes", (space.splits,), lambda: _meshes(space, job, cluster))
     flags = {kind: _flags(space, kind, tally) for kind in _KINDS}
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)
@@ -352,7 +312,6 @@ _KINDS = [
 
 
 def _kind_of(meshes: PartialPlans) -> Counts:
-    """Return the position in _KINDS of each row."""
     place = np.zeros(len(meshes), dtype=np.int64)
     for axis in _DECISIVE:
         place = place * 2 + (meshes.values(axis) > 1)
@@ -463,7 +422,6 @@ def _flags(space: Space, used: frozenset[str], tally: Tally) -> PartialPlans:
 
 
 def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
-    """Return the values of a flag for meshes that use these axes."""
     known = PLAN_FIELDS[name]
     if known.searched is None:
         return (space.fixed.get(name, known.default),)
@@ -489,7 +447,6 @@ def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[
 
 
 def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> PlanGrid:
-    """Return a block of meshes and flags. Undecided fields have the plan's default."""
     flags = tally.once("filled", (flags, *meshes.codes), lambda: _filled(flags, meshes.codes))
     if not len(meshes):
         return PlanGrid(meshes, flags, ())
@@ -523,7 +480,6 @@ def _taken(array: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
 
 
 def _columns(table: PartialPlans) -> dict[str, NDArray[Any]]:
-    """Return the arrays of `Columns` for the fields that a table decides."""
     columns: dict[str, NDArray[Any]] = {}
     for name in PLAN_FIELDS:
         if name in table.codes:

@@ -64,12 +64,6 @@ class PartialPlans:
         levels, codes = np.unique(values, return_inverse=True)
         return PartialPlans({**self.codes, field: codes.astype(np.int32)}, {**self.levels, field: levels.tolist()})
 
-    def cross(self, other: PartialPlans) -> PartialPlans:
-        """Return every row of this table with every row of the other."""
-        left = {name: np.repeat(codes, len(other)) for name, codes in self.codes.items()}
-        right = {name: np.tile(codes, len(self)) for name, codes in other.codes.items()}
-        return PartialPlans({**left, **right}, {**self.levels, **other.levels})
-
     @classmethod
     def product(cls, levels: Mapping[str, Sequence[Any]]) -> PartialPlans:
         """Return every combination of the given values."""
@@ -157,7 +151,6 @@ def _by_key(rule: Rule, table: PartialPlans, reader: RuleReader) -> tuple[NDArra
 
 
 def _values(table: PartialPlans, fields: Sequence[str], places: Mapping[int, int]) -> list[tuple[Any, ...]]:
-    """Return the values of some fields in the given rows."""
     if not fields:
         return [()] * len(places)
     rows = list(places.values())
@@ -180,13 +173,8 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
     Numbers are in rising order.
     """
     known = table.keyed.get(tuple(fields))
-    if known is None:
-        known = table.keyed[tuple(fields)] = _numbered(table, fields)
-    return known
-
-
-def _numbered(table: PartialPlans, fields: Sequence[str]) -> Keys:
-    """Compute the uncached result of `_keys`."""
+    if known is not None:
+        return known
     if not fields:
         return np.zeros(len(table), dtype=np.int64), {0: 0} if len(table) else {}
     key, span = np.zeros(len(table), dtype=np.int64), 1
@@ -198,7 +186,8 @@ def _numbered(table: PartialPlans, fields: Sequence[str]) -> Keys:
     first = np.full(span, -1, dtype=np.int64)
     first[key] = np.arange(len(key))
     numbers = np.flatnonzero(first >= 0)
-    return key, dict(zip(numbers.tolist(), first[numbers].tolist(), strict=True))
+    found = table.keyed[tuple(fields)] = key, dict(zip(numbers.tolist(), first[numbers].tolist(), strict=True))
+    return found
 
 
 def broken(
@@ -207,11 +196,6 @@ def broken(
     """Return the rows that break each rule, and the rules that are still open.
 
     A row is counted only for the first rule that it breaks.
-
-    Args:
-        rules: the rules.
-        table: partial plans.
-        reader: facts and cached verdicts.
     """
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
@@ -247,14 +231,7 @@ class Crossed:
 
 
 def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: RuleReader) -> Crossed:
-    """Compute a rule's verdicts on every pair of rows, once for each combination of the fields that it reads.
-
-    Args:
-        rule: the rule.
-        left: one table.
-        right: another table.
-        reader: facts and cached verdicts.
-    """
+    """Compute a rule's verdicts on every pair of rows, once for each combination of the fields that it reads."""
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = set(known)

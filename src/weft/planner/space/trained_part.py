@@ -77,10 +77,6 @@ class AdapterSize:
         """Return the bytes needed to unpack the largest weight of a packed base.
 
         They are the weight, and two values of 4 bytes for each weight of a chunk.
-
-        Args:
-            t: tensor-parallel ranks.
-            width: bytes of a weight in a pass.
         """
         largest = self.largest / t
         return width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
@@ -104,7 +100,12 @@ class AdapterSize:
         chosen = [
             (inputs, outputs)
             for layer, path, inputs, outputs in every
-            if _fits(f"blocks.{layer}.{path}", section.targets)
+            if not section.targets
+            or any(
+                fnmatchcase(f"blocks.{layer}.{path}", f"{start}{one}")
+                for one in section.targets
+                for start in ("", "*.")
+            )
         ]
         frozen = [(inputs, outputs) for _, _, inputs, outputs in every]
         return cls.of_widths(section.rank, spec.num_layers, chosen, section.base, frozen)
@@ -113,15 +114,7 @@ class AdapterSize:
     def of_widths(
         cls, rank: int, num_layers: int, adapted: Iterable[Widths], base: str = "stored", frozen: Iterable[Widths] = ()
     ) -> AdapterSize:
-        """Return the size by the widths of all linear layers of a model.
-
-        Args:
-            rank: rank of the adapter's matrices.
-            num_layers: layers of the model, for the mean.
-            adapted: (inputs, outputs) of each layer with an adapter.
-            base: storage of frozen linear layers.
-            frozen: (inputs, outputs) of each layer with this storage.
-        """
+        """Return the size by the widths of all linear layers of a model."""
         chosen = list(adapted)
         kept = list(frozen) if base in BLOCK_BYTES else []
         return cls(
@@ -137,13 +130,7 @@ class AdapterSize:
 
     @classmethod
     def of_shape(cls, shape: DecoderWidths, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size for adapters on all linear layers of a decoder except the head, routers and stacked experts.
-
-        Args:
-            shape: widths of the decoder.
-            rank: rank of the adapter's matrices.
-            base: storage of frozen linear layers.
-        """
+        """Return the size for all linear layers of a decoder except the head, routers and stacked experts."""
         dense = [*attention_products(shape), *feed_forward_products(shape, shape.ffn)] * (
             shape.layers - shape.moe_layers
         )
@@ -152,13 +139,7 @@ class AdapterSize:
 
     @classmethod
     def of_traced(cls, traced: TracedModel, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size for adapters on all linear layers of a traced model that may have one.
-
-        Args:
-            traced: the model.
-            rank: rank of the adapter's matrices.
-            base: storage of frozen linear layers.
-        """
+        """Return the size for adapters on all linear layers of a traced model that may have one."""
         found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
         return cls.of_widths(rank, traced.num_layers, found, base, found)
 
@@ -181,10 +162,6 @@ def attention_products(shape: DecoderWidths) -> list[Widths]:
 def feed_forward_products(shape: DecoderWidths, width: int) -> list[Widths]:
     """Return the inputs and outputs of each linear layer of a feed-forward layer of this width."""
     return [*[(shape.hidden, width)] * (2 if shape.gated else 1), (width, shape.hidden)] if width else []
-
-
-def _fits(path: str, targets: Sequence[str]) -> bool:
-    return not targets or any(fnmatchcase(path, one) or fnmatchcase(path, f"*.{one}") for one in targets)
 
 
 def _products(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int, int]]:
@@ -224,12 +201,7 @@ class TrainedPart:
     reach: float = 1.0
 
     def of_ends(self, embedding: Any, head: Any) -> Any:
-        """Return the trained share of a rank's embedding and head.
-
-        Args:
-            embedding: True if the rank has the embedding; bool or array.
-            head: True if the rank has the head; bool or array.
-        """
+        """Return the trained share of a rank's embedding and head."""
         held = 1.0 * embedding + 1.0 * head
         return (embedding * self.embedding + head * self.head) / (held + (held == 0))
 
@@ -286,18 +258,12 @@ def parameters_of(spec: DecoderSpec) -> Iterator[tuple[str, str, float]]:
 
 
 def _of_block(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int]]:
-    dim, kv, gpt2 = spec.dim, spec.num_kv_heads * spec.head_dim, spec.family == "gpt2"
-    linear = [("attn.q", dim, dim), ("attn.k", dim, kv), ("attn.v", dim, kv), ("attn.o", dim, dim)]
-    part, width = "mlp", spec.ffn_dim
+    dim, gpt2 = spec.dim, spec.family == "gpt2"
     if layer in spec.moe_layers:
-        part, width = "mlp.shared", spec.num_shared_experts * spec.expert_width
         yield "mlp.router.weight", spec.num_experts * dim
         yield "mlp.experts.gate_up", spec.num_experts * 2 * spec.expert_width * dim
         yield "mlp.experts.down", spec.num_experts * dim * spec.expert_width
-    if width:
-        linear += [(f"{part}.{name}", dim, width) for name in (("up",) if gpt2 else ("gate", "up"))]
-        linear += [(f"{part}.down", width, dim)]
-    for name, inputs, outputs in linear:
+    for name, inputs, outputs in _products(spec, layer):
         yield f"{name}.weight", inputs * outputs
         if gpt2:
             yield f"{name}.bias", outputs
@@ -346,10 +312,7 @@ _ELSEWHERE = {
 def half_share(spec: DecoderSpec, words: Sequence[str]) -> float:
     """Return the share, 0 to 1, of the FLOPs of linear layers in blocks, without stacked experts, that stays in bf16.
 
-    Args:
-        spec: specification of the decoder.
-        words: `first:N`, `last:N`, and patterns of paths, of Weft's decoders or of the Llama family in transformers.
-            Patterns that match nothing are ignored.
+    Words are `first:N`, `last:N`, and patterns of paths, of Weft's decoders or of the Llama family in transformers.
     """
     kept = whole = 0.0
     for _, name, size in parameters_of(spec) if words else ():
