@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from tools.planner.stacks import known_network
 from weft.config.cluster import ClusterSpec, DeviceSpec, capped, device, devices
 from weft.errors import ConfigError, Problem
 from weft.planner.space.shape import Shape
@@ -113,7 +112,7 @@ def gibibytes(text: str) -> float | None:
 
 def device_gib(name: str) -> int | None:
     """Return the memory in a device's name. Vendors write GB and mean GiB ("a100-80gb", "H100 80G", "H200 141GiB")."""
-    match = re.search(r"(?<![\d.])(\d+)\s?g(?:i?b)?(?![a-z])", name.lower())
+    match = re.search(r"(?<![\w.])(\d+)\s?g(?:i?b)?(?![a-z])", name.lower())
     return int(match[1]) if match else None
 
 
@@ -286,7 +285,7 @@ def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> Cluster
         ConfigError: for an unknown device.
     """
     spec = device_named(name)
-    rate, memory = network_rate(text, per_node), memory_bytes_per_s(text)
+    rate, memory = network_bytes_per_s(text, per_node), memory_bytes_per_s(text)
     if rate is not None:
         spec = replace(spec, nic_bytes_per_s=rate)
     if memory is not None:
@@ -295,16 +294,7 @@ def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> Cluster
     return ClusterSpec(nodes=max(1, -(-num_devices // per_node)), devices_per_node=per_node, device=spec)
 
 
-def network_rate(text: str, per_node: int) -> float | None:
-    """Return the bytes/s per device of the network between nodes, from the text or stacks.toml, or None."""
-    stated = network_bytes_per_s(text, per_node)
-    if stated is not None:
-        return stated
-    known = known_network(text.lower())
-    return known / max(1, per_node) if known is not None else None
-
-
-__all__ = ["ConfigError", "cluster_of", "device_named", "network_rate"]
+__all__ = ["ConfigError", "cluster_of", "device_named"]
 
 
 # Shapes of models from rows of a table, and iteration times from the TFLOP/s that some tables print instead.

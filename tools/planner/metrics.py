@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,13 @@ def families(run: PublishedRun) -> frozenset[str]:
     found |= {"long"} if one.seq_len >= _LONG else set()
     found |= {"newer device"} if one.generation not in {*WELL_KNOWN, "volta"} else set()
     return frozenset(found)
+
+
+def kinds_of(run: PublishedRun) -> frozenset[str]:
+    """Return the kinds with a correction factor: all, experts, narrow formats, and devices before and after Hopper."""
+    one = context(run)
+    found = {"all", one.generation or "other device"} - WELL_KNOWN
+    return frozenset(found | ({"experts"} if one.experts else set()) | ({"narrow"} if one.narrow else set()))
 
 
 # Predictions of published runs.
@@ -285,9 +292,10 @@ _COUNTERS = ("allocated", "reserved", "total")
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """log(measured / predicted) of one configuration, and its error context."""
+    """log(measured / predicted) of one configuration, its publisher, and its error context."""
 
     source: str
+    publisher: str
     error: float
     of: ErrorContext
 
@@ -297,23 +305,26 @@ def time_residuals(predictions: Sequence[Prediction], seconds: Mapping[str, floa
 
     Args:
         predictions: predictions of runs.
-        seconds: seconds by run id, predicted without the run's source.
+        seconds: seconds by run id, predicted without the run's publisher.
     """
     groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
     for each in predictions:
         if each.run.measured_s and each.run.id in seconds:
             error = math.log(each.run.measured_s / seconds[each.run.id])
-            groups[each.run.source, each.run.group].append(Residual(each.run.source, error, context(each.run)))
-    return [
-        Residual(members[0].source, float(np.mean([each.error for each in members])), members[0].of)
-        for members in groups.values()
-    ]
+            one = Residual(each.run.source, each.run.publisher, error, context(each.run))
+            groups[each.run.source, each.run.group].append(one)
+    return [replace(members[0], error=float(np.mean([each.error for each in members]))) for members in groups.values()]
 
 
 def memory_residuals(predictions: Sequence[Prediction]) -> list[Residual]:
     """Return the memory residuals of runs with a specified counter and microbatch."""
     return [
-        Residual(each.run.source, math.log(each.run.measured_gib / each.memory_gib), context(each.run))
+        Residual(
+            each.run.source,
+            each.run.publisher,
+            math.log(each.run.measured_gib / each.memory_gib),
+            context(each.run),
+        )
         for each in predictions
         if each.run.measured_gib and each.run.counter in _COUNTERS and each.run.microbatch
     ]
@@ -338,22 +349,22 @@ def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experien
 
 
 def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
-    """Return, by level, the share of runs inside the bands that are fitted to the other sources.
+    """Return, by level, the share of runs inside the bands that are fitted to the other publishers.
 
     `sources` is a mean over sources, `runs` is a mean over configurations.
     """
     held: dict[float, dict[str, list[bool]]] = {level: defaultdict(list) for level in LEVELS}
-    for source in sorted({each.source for each in time}):
-        others = [each for each in time if each.source != source]
+    for publisher in sorted({each.publisher for each in time}):
+        others = [each for each in time if each.publisher != publisher]
         if not others:
             continue
         doubts = _fit_uncertainty(others, TIME_DOUBTS)
         quantiles = _quantiles(others, doubts)
         for each in time:
-            if each.source == source:
+            if each.publisher == publisher:
                 scaled = each.error / doubts.scale(each.of)
                 for level, (low, high) in quantiles.items():
-                    held[level][source].append(low <= scaled <= high)
+                    held[level][each.source].append(low <= scaled <= high)
     return {
         level: {
             "sources": float(np.mean([np.mean(each) for each in by_source.values()])),

@@ -126,7 +126,7 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
         columns: the plans.
         tables: constants of the device, or of a measured host.
     """
-    if isinstance(tables, HostTables) or job.stack.balanced_stages:
+    if isinstance(tables, HostTables):
         return estimate(job, cluster, columns, tables)
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 

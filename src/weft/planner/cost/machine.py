@@ -176,7 +176,7 @@ _NARROW = 0.15
 _UNMASKED = 0.3
 
 
-def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: Any = None) -> Array:
+def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: Any = None, widths: Any = None) -> Array:
     """Return the seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
 
     The result is the slower of arithmetic and memory. It accounts for the quantisation of the output into tiles, of the
@@ -187,6 +187,8 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: An
         m, n, k, batch: sizes; numbers or arrays.
         peak: dense FLOP/s of the precision.
         k0: inner width at half of the ramp; None uses the value of single products.
+        widths: the two feature widths, whose alignment decides the rate; None takes n and k. Numbers of tokens, and
+            means that are not whole, have no alignment.
     """
     m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
     best = np.zeros(np.broadcast(m, n, k, batch).shape)
@@ -202,7 +204,8 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: An
     rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + (tables.gemm_k0 if k0 is None else k0))
     flops = 2.0 * m * n * k * batch
     moved = 2.0 * batch * (m * k + k * n + m * n)
-    return np.maximum(flops / (rate * aligned(n, k)), bytes_s(tables, moved)) + tables.launch_s
+    share = aligned(*((n, k) if widths is None else widths))
+    return np.maximum(flops / (rate * share), bytes_s(tables, moved)) + tables.launch_s
 
 
 def aligned(n: Any, k: Any) -> Array:
@@ -211,7 +214,7 @@ def aligned(n: Any, k: Any) -> Array:
 
 
 def _line_share(width: NDArray[Any]) -> Array:
-    whole, eighth = width % _LINE == 0, width % 8 == 0
+    whole, eighth = (width % _LINE == 0) | (width % 1 != 0), width % 8 == 0
     return np.where(whole, 1.0, np.where(eighth, _UNLINED, _MISALIGNED))
 
 
