@@ -223,6 +223,8 @@ def refused(row: Row, reason: str) -> ConfigError:
 # Devices and networks by the names in published tables.
 
 _WATTS = re.compile(r"(\d+)\s?w\b")
+#: Power of a device that a row calls power-limited, over its data sheet's (750 of 1,000 W on B200).
+_LIMITED = 0.75
 #: Memory rate in GB/s for the memory type in a name, by device.
 _MEMORY_TYPES = {("h100", "hbm2e"): 2400.0}
 
@@ -244,6 +246,9 @@ def device_named(name: str) -> DeviceSpec:
             changes["memory_bytes_per_s"] = rate * 1e9
     if watts and spec.watts and spec.measured_flops and int(watts[1]) < spec.watts:
         limited = capped(replace(spec, watts=float(watts[1])), spec.watts)
+        changes |= {"watts": limited.watts, "measured_flops": limited.measured_flops}
+    if "limited" in text and spec.watts and spec.measured_flops:
+        limited = capped(replace(spec, watts=_LIMITED * spec.watts), spec.watts)
         changes |= {"watts": limited.watts, "measured_flops": limited.measured_flops}
     if "sxm3" in text:  # the sixteen of a DGX-2 hang on switches
         changes |= {"scale_up_domain": 16, "scale_up_topology": "switch"}

@@ -47,10 +47,8 @@ def families(run: PublishedRun) -> frozenset[str]:
 
 
 def kinds_of(run: PublishedRun) -> frozenset[str]:
-    """Return the kinds with a correction factor: all, experts, narrow formats, and devices before and after Hopper."""
-    one = context(run)
-    found = {"all", one.generation or "other device"} - WELL_KNOWN
-    return frozenset(found | ({"experts"} if one.experts else set()) | ({"narrow"} if one.narrow else set()))
+    """Return the kinds with a correction factor that a run belongs to: all runs, and its device's generation."""
+    return frozenset({"all", context(run).generation or "other device"} - {"ampere", "hopper"})
 
 
 # Predictions of published runs.

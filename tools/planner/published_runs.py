@@ -129,7 +129,7 @@ def _run(name: str, row: Row) -> PublishedRun:
         group=marks.get("grp", name),
         core=marks.get("core") == "1",
         job=job,
-        cluster=cluster_of(row["gpu"], gpus, per_node, _network_text(row)),
+        cluster=cluster_of(row["gpu"] + ("-limited" if "power" in facts else ""), gpus, per_node, _network_text(row)),
         num_devices=gpus,
         pp=pp,
         dp=dp,

@@ -137,13 +137,15 @@ def stack_of(row: Row) -> Stack:
     if year < 2023 and not gpu.startswith(_HOPPER_ON):
         values |= _file()["before_2023"].get(software, {})
     values["attention"] = facts.get("attention") or _attention(software, year, gpu)
+    values |= {"dispatch": facts.get("dispatch", "each"), "balanced_experts": facts.get("routing") == "balanced"}
     if "v100" in gpu:  # FlashAttention needs Ampere or later
         values["attention"] = "unfused"
     stated: dict[tuple[str, str], dict[str, Any]] = {
         ("fused", "yes"): {"fused": True},
         ("fused", "no"): {"fused": False},
         ("loss", "chunked"): {"cut_loss": True},
-        ("dispatch", "once_per_node"): {"once_per_node": True},
+        ("ep_overlap", "yes"): {"overlap_ep": 0.8},
+        ("dispatch_format", "fp8"): {"dispatch_bytes": 1.0},
         ("tp_overlap", "no"): {"overlap_tp": False},
         ("states", "bf16"): {"main_bytes": 4.0, "grad_bytes": 2.0},
         ("reduce", "fp32"): {"reduce_bytes": 4.0, "grad_bytes": 4.0},

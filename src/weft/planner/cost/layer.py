@@ -26,6 +26,13 @@ Array = NDArray[np.float64]
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
 #: Additional calls in a layer with experts: router, balance, sort, scatter and join (in Weft 75 in all, eager).
 _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER = 20, 35
+#: Kernel calls of an expert layer after the host has read the counts of tokens: all of Weft's, which are eager.
+_DISPATCH_CALLS = 75
+#: Tokens of the rank with most, over the mean, where no loss or bias balances the experts that each rank has (Fedus et
+#: al. 2021, arXiv 2101.03961: a capacity of 1.25 drops few tokens).
+UNBALANCED = 1.25
+#: Bytes/s inside a node that DeepEP's kernels were measured to reach (its README, 8 ranks: 153 to 158 GB/s).
+_DEEPEP_RATE = 155e9
 #: Speed of the first FlashAttention relative to the second (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
@@ -230,20 +237,18 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
     grouped = 0
     if shape.moe_layers:
         local = np.maximum(1.0, shape.num_experts / columns.ep)
-        each, wide = tokens / t * shape.top_k / local, shape.expert_ffn * one
+        fullest = np.where(columns.ep > 1, 1.0 if job.stack.balanced_experts else UNBALANCED, 1.0)
+        each, wide = tokens / t * shape.top_k / local * fullest, shape.expert_ffn * one
         parts += [(each, ups * wide, h * one, local, 1 - dense_share), (each, h * one, wide, local, 1 - dense_share)]
         parts += [(tokens / t, shape.num_experts * one, h * one, one, 1 - dense_share)]
         grouped = len(parts) - 3
     m, n, k, batch = (np.stack([part[i] for part in parts]) for i in range(4))
     share = np.array([part[4] for part in parts])[:, None]
-    ramps = np.full((len(parts), 1), tables.gemm_k0)
     rates = np.broadcast_to(rate, (len(parts), len(tokens))).copy()
-    if shape.moe_layers:
-        ramps[grouped : grouped + 2] = tables.grouped_k0
-        if job.stack.half_experts:
-            rates[grouped:] = cut.half
+    if shape.moe_layers and job.stack.half_experts:
+        rates[grouped:] = cut.half
     m3, n3, k3 = np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m])
-    times = gemm_s(tables, m3, n3, k3, batch, rates, ramps, widths=(n, k))
+    times = gemm_s(tables, m3, n3, k3, batch, rates, widths=(n, k))
     forward, dgrad, wgrad = (times * share).sum(axis=1)
     return forward, dgrad, wgrad
 
@@ -435,7 +440,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     head = _head(job, columns, tables, fabric, tokens, half) if shape.vocab else (np.zeros_like(tokens),) * 3
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
     cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
-    ep = _ep(job, columns, fabric, tokens)
+    ep = _ep(job, columns, tables, fabric, tokens, made.gemm_f)
     # Each additional chunk adds a collective and a matmul, four times in a layer.
     calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
     gathers_table = (t > 1) & (shape.vocab > 0)
@@ -522,12 +527,30 @@ def _tp(
     return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
 
 
-def _ep(job: Job, columns: Columns, fabric: Fabric, tokens: Array) -> Array:
-    """Return the seconds to send tokens to their experts and back, in a mean layer. Backward takes as long."""
-    shape, t, e = job.shape, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, experts: Array) -> Array:
+    """Return the exposed seconds to send tokens to their experts and back, in a mean layer. Backward takes as long.
+
+    The host reads the counts of tokens, so that no kernel of the layer is queued before: their launches are exposed.
+    What the stack overlaps hides under expert matmuls.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        fabric: links between devices.
+        tokens: tokens of a pass on a rank.
+        experts: seconds of matmuls in a mean layer.
+    """
+    shape, stack, t, e = job.shape, job.stack, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:
         return np.zeros_like(tokens)
-    size = tokens / t * shape.top_k * shape.hidden * 2.0
-    copies = shape.top_k if job.stack.once_per_node else None
-    travel = 2 * fabric.all_to_all_s(size, e, 1, copies)
-    return travel * shape.moe_layers / shape.layers
+    routed = tokens / t * shape.top_k * shape.hidden
+    routed = routed * np.where(e > 1, 1.0 if stack.balanced_experts else UNBALANCED, 1.0)
+    copies = shape.top_k if stack.dispatch != "each" else None
+    if stack.dispatch == "deepep":
+        fabric = replace(fabric, link_rate=min(fabric.link_rate, _DEEPEP_RATE))
+    there = np.where(columns.narrow, stack.dispatch_bytes, 2.0)
+    moved = sum(fabric.all_to_all_s(routed * width, e, 1, copies) for width in (there, 2.0))
+    hidden = np.minimum(stack.overlap_ep * moved, experts)
+    waits = np.where(e > 1, _DISPATCH_CALLS * tables.host_op_s, 0.0)
+    return (moved - hidden + waits) * shape.moe_layers / shape.layers

@@ -347,9 +347,7 @@ class _Pass:
     begun: Array
 
 
-def memory_bytes(
-    job: Job, columns: Columns, tables: Tables, device_bytes: int
-) -> dict[str, Array]:
+def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> dict[str, Array]:
     """Return the bytes by class on the fullest of the first, second and last rank of the pipeline.
 
     "host" is the host memory of the first rank.

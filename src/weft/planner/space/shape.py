@@ -150,7 +150,8 @@ class Stack:
         weight_bytes: bytes of one parameter as forward reads it.
         gather_bytes: bytes of one parameter as zero=3 gathers it.
         dispatch_bytes: bytes of a value that is sent to an expert. Results come back in 2 bytes.
-        once_per_node: a token is sent to a node once, however many of its experts are on it.
+        dispatch: kernels that send tokens to experts: "each" sends one copy to each expert; the others send a token to a
+            node once: "deepep", whose rate inside a node is limited, and "once".
         balanced_experts: experts receive equal numbers of tokens.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
         replay_stops: full recompute ends before a layer's last matmul and its reduction, whose result backward does not
@@ -183,7 +184,7 @@ class Stack:
     weight_bytes: float = 2.0
     gather_bytes: float = 2.0
     dispatch_bytes: float = 2.0
-    once_per_node: bool = False
+    dispatch: str = "each"
     balanced_experts: bool = True
     selective_half: bool = False
     replay_stops: bool = True
