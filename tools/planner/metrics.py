@@ -47,8 +47,8 @@ def families(run: PublishedRun) -> frozenset[str]:
 
 
 def kinds_of(run: PublishedRun) -> frozenset[str]:
-    """Return the kinds with a correction factor that a run belongs to: all runs, and its device's generation."""
-    return frozenset({"all", context(run).generation or "other device"} - {"ampere", "hopper"})
+    """Return the kinds with a correction factor that a run belongs to: its device's generation, unless well known."""
+    return frozenset({context(run).generation or "other device"} - WELL_KNOWN)
 
 
 # Predictions of published runs.
@@ -60,6 +60,7 @@ class Prediction:
 
     Attributes:
         memory_gib: memory by the counter that the run names, else all of the device's memory.
+        slowdown: shipped factor of the device's generation, which `step_s` includes and a refit replaces.
     """
 
     run: PublishedRun
@@ -68,6 +69,7 @@ class Prediction:
     memory_gib: float
     fits_probability: float
     terms: Mapping[str, float]
+    slowdown: float = 1.0
 
     @property
     def error(self) -> float | None:
@@ -375,7 +377,7 @@ def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
 
 def experience_text(known: Experience) -> str:
     """Return error statistics as the text of experience.toml."""
-    lines = ["# Written by `tools/planner/score.py FILES --experience FILE`: errors on runs whose source took no part."]
+    lines = ["# Written by `tools/planner/score.py FILES --experience FILE`: errors on runs whose publisher took no part."]
     lines += ["[time]", f"runs = {known.runs}", f"sources = {known.sources}", f"spread = {known.time.spread:.4f}"]
     lines += ["[time.doubts]  # logarithms of what each widens the band by"]
     lines += [f"{name} = {weight:.2f}" for name, weight in known.time.weights.items()]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.planner.cells import Row, cluster_of, count, in_numbers, iteration_s, number, refused, shape_of, size
+from tools.planner.finetune import FinetuneRun, finetune_run
 from tools.planner.stacks import counts_causal_half, facts_of, known_network, stack_of, unread
 from weft.config.cluster import ClusterSpec
 from weft.errors import ConfigError, Problem
@@ -74,8 +76,8 @@ class Skipped:
     reason: str
 
 
-def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
-    """Return the runs of a CSV file, and the skipped rows.
+def read_rows(path: Path | str) -> Iterator[PublishedRun | FinetuneRun | Skipped]:
+    """Yield the rows of a CSV file as runs, or as skipped rows with their reasons.
 
     Raises:
         ConfigError: if it is not such a file.
@@ -87,8 +89,6 @@ def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
         raise ConfigError(
             [Problem("score", f"score={path}: the file cannot be read ({error}). Check its path.")]
         ) from None
-    runs: list[PublishedRun] = []
-    skipped: list[Skipped] = []
     for line, row in enumerate(rows, 2):
         clean = {
             key: (value or "").strip()
@@ -97,10 +97,21 @@ def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
         }
         name = clean.get("id") or f"line {line}"
         try:
-            runs.append(_run(name, clean))
+            yield finetune_run(name, clean) if "peak_mem" in clean else _run(name, clean)
         except ConfigError as error:
-            skipped.append(Skipped(name, "; ".join(str(problem) for problem in error.problems)))
-    return runs, skipped
+            yield Skipped(name, "; ".join(str(problem) for problem in error.problems))
+
+
+def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
+    """Return the runs of a CSV file, and the skipped rows.
+
+    Raises:
+        ConfigError: if it is not such a file.
+    """
+    rows = list(read_rows(path))
+    return [each for each in rows if isinstance(each, PublishedRun)], [
+        each for each in rows if isinstance(each, Skipped)
+    ]
 
 
 def _run(name: str, row: Row) -> PublishedRun:

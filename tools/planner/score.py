@@ -65,6 +65,13 @@ def _show(report: ScoreReport) -> None:
             f"said to fit with 99 %: {verdicts['sure']} runs, of which {verdicts['surely_wrong']} fell short; "
             f"of {verdicts['ran']} others that ran, {verdicts['ran_was_to_fit']} were to fit"
         )
+    for name, found in summary["finetune"].items():
+        if "macro" in found:
+            console.print(f"fine-tuning, {name}: {found['count']} runs, mean of sources {_percent(found['macro'])}")
+        elif found["count"]:
+            console.print(f"fine-tuning, out of memory: {found['count']} runs, accuracy {_percent(found['accuracy'])}")
+    unread = sum(len(each.run.unread) for each in report.of_tier(TIERS[-1]))
+    console.print(f"{unread} remarks decide nothing, because the vocabulary lacks them: see not_understood in --json")
     for each in report.skipped[:_SHOWN]:
         console.print(f"skipped {each.id}: {each.reason}", style="dim")
     if len(report.skipped) > _SHOWN:
@@ -98,7 +105,7 @@ _SEEN = {
 
 
 def _foresight_table(foresight: Mapping[str, Any]) -> Any:
-    title = "step time: mean over sources of the mean error, by what the fitted numbers had seen"
+    title = "step time: mean over sources of the mean error, by what the fitted factors include"
     table = Table(box=None, pad_edge=False, header_style="bold", title=title)
     for name in ("runs of kind", "sources", "runs", *_SEEN.values()):
         table.add_column(name, justify="left" if name == "runs of kind" else "right")

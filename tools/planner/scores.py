@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.planner.finetune import FinetuneResult, FinetuneRun, finetune_summary, predict_finetune
 from tools.planner.metrics import (
     FAMILIES,
     Prediction,
@@ -32,8 +33,9 @@ from tools.planner.metrics import (
     time_errors,
     time_residuals,
 )
-from tools.planner.published_runs import PublishedRun, Skipped, read_runs
+from tools.planner.published_runs import PublishedRun, Skipped, read_rows
 from weft.config.plan import RECOMPUTES, SCHEDULES
+from weft.errors import ConfigError, Problem
 from weft.planner.cost.machine import TIERS, Tables
 from weft.planner.estimator import Estimates, estimate
 from weft.planner.space.columns import PRECISIONS, Columns
@@ -169,7 +171,7 @@ class Refit:
 
 
 def refit(predictions: Sequence[Prediction]) -> Refit:
-    """Fit one factor for all runs and one per kind: to all publishers, and to all except each one.
+    """Fit one factor per kind of device: to all publishers, and to all except each one.
 
     Args:
         predictions: predictions of runs with measured times, one for each run.
@@ -180,7 +182,7 @@ def refit(predictions: Sequence[Prediction]) -> Refit:
     kinds = [kinds_of(each.run) for each in measured]
     names = sorted(set[str]().union(*kinds))
     marks = np.array([[float(name in each) for name in names] for each in kinds])
-    errors = np.log([(each.run.measured_s or 1.0) / each.step_s for each in measured])
+    errors = np.log([(each.run.measured_s or 1.0) * each.slowdown / each.step_s for each in measured])
     publishers = np.array([each.run.publisher for each in measured])
     all_in = _fit(marks, errors, _weights(measured))
     without = np.zeros(len(measured))
@@ -197,7 +199,9 @@ def refit(predictions: Sequence[Prediction]) -> Refit:
 
 
 def _corrected(runs: Sequence[Prediction], logs: Array) -> dict[str, float]:
-    return {each.run.id: each.step_s * math.exp(log) for each, log in zip(runs, logs.tolist(), strict=True)}
+    return {
+        each.run.id: each.step_s / each.slowdown * math.exp(log) for each, log in zip(runs, logs.tolist(), strict=True)
+    }
 
 
 def _weights(runs: Sequence[Prediction]) -> Array:
@@ -232,11 +236,13 @@ class ScoreReport:
     Attributes:
         predictions: one per run and tier.
         refitted: predictions of the tables with refitted constants.
+        finetune: predictions of fine-tuning runs.
     """
 
     predictions: Sequence[Prediction]
     skipped: Sequence[Skipped]
     refitted: Refit
+    finetune: Sequence[FinetuneResult] = ()
 
     def of_tier(self, tier: str) -> list[Prediction]:
         """Return the predictions of one tier."""
@@ -272,7 +278,8 @@ class ScoreReport:
             **{tier: summary(self.of_tier(tier)) for tier in TIERS},
             "foresight": self.foresight(),
             "coverage": {str(level): held for level, held in coverage(self.residuals()[0]).items()},
-            "num_runs": len(self.predictions) // len(TIERS),
+            "finetune": finetune_summary(self.finetune),
+            "num_runs": len(self.predictions) // len(TIERS) + len(self.finetune),
             "num_skipped": len(self.skipped),
         }
 
@@ -281,6 +288,7 @@ class ScoreReport:
         return {
             "rows": [_row(each) for each in self.predictions],
             "skipped": [{"id": each.id, "reason": each.reason} for each in self.skipped],
+            "not_understood": {each.run.id: each.run.unread for each in self.of_tier(TIERS[-1]) if each.run.unread},
             "summary": self.summary(),
             "publisher_out_iter_s": self.refitted.publisher_out,
             "factors": self.refitted.factors,
@@ -291,18 +299,26 @@ def score(*paths: Path | str) -> ScoreReport:
     """Predict all runs of CSV files.
 
     Raises:
-        ConfigError: for a file that cannot be read, or a run that is not fully described.
+        ConfigError: for a file that cannot be read, and if no row of any file can be scored.
     """
     runs: list[PublishedRun] = []
+    tuned: list[FinetuneResult] = []
     skipped: list[Skipped] = []
     for path in paths:
-        found, without = read_runs(path)
-        runs += found
-        skipped += without
+        for found in read_rows(path):
+            if isinstance(found, PublishedRun):
+                runs.append(found)
+            elif isinstance(found, FinetuneRun):
+                tuned.append(predict_finetune(found))
+            else:
+                skipped.append(found)
     once: dict[tuple[PublishedRun, str], Prediction] = {}
     predictions = [_once(run, tier, once) for tier in TIERS for run in runs]
     tables = [each for each in predictions if each.tier == TIERS[-1]]
-    return ScoreReport(predictions, skipped, refit(scored(tables)))
+    if not predictions and not tuned:
+        first = f"The first of {len(skipped)} rows: {skipped[0].reason}" if skipped else "There are no rows"
+        raise ConfigError([Problem("score", f"score={paths[0]}: no row can be scored. {first}. Check the columns.")])
+    return ScoreReport(predictions, skipped, refit(scored(tables)), tuned)
 
 
 def _once(run: PublishedRun, tier: str, known: dict[tuple[PublishedRun, str], Prediction]) -> Prediction:
@@ -321,7 +337,7 @@ def _with_times(predictions: Sequence[Prediction], seconds: Mapping[str, float])
 
 def predict_run(run: PublishedRun, tier: str) -> Prediction:
     """Predict one run with the constants of one tier."""
-    tables = Tables.of(run.cluster.device, tier).changed(slowdown=1.0)  # fitted in each fold
+    tables = Tables.of(run.cluster.device, tier)
     estimates, row = predict(run, tables)
     memory = {"allocated": estimates.allocated_bytes, "reserved": estimates.reserved_bytes}
     return Prediction(
@@ -331,6 +347,7 @@ def predict_run(run: PublishedRun, tier: str) -> Prediction:
         memory_gib=float(memory.get(run.counter, estimates.total_bytes)[row]) / 2**30,
         fits_probability=float(estimates.fits_probability[row]),
         terms={name: float(values[row]) for name, values in estimates.terms.items()},
+        slowdown=tables.slowdown,
     )
 
 

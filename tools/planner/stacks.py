@@ -147,7 +147,7 @@ def stack_of(row: Row) -> Stack:
         ("ep_overlap", "yes"): {"overlap_ep": 0.8},
         ("dispatch_format", "fp8"): {"dispatch_bytes": 1.0},
         ("tp_overlap", "no"): {"overlap_tp": False},
-        ("states", "bf16"): {"main_bytes": 4.0, "grad_bytes": 2.0},
+        ("states", "bf16"): {"main_bytes": 4.0, "grad_bytes": 2.0, "master": False},
         ("reduce", "fp32"): {"reduce_bytes": 4.0, "grad_bytes": 4.0},
         ("reduce", "bf16"): {"reduce_bytes": 2.0, "grad_bytes": 2.0},
         ("fp8_scales", "row"): {"row_scales": True},

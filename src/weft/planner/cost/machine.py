@@ -116,7 +116,7 @@ class Tables:
             values[name] = value
             rungs[name] = "here"
         learned = shipped["learned"]
-        factor = learned["all"] * learned.get(generation(device.name), 1.0) if tier == "tables" else 1.0
+        factor = learned.get(generation(device.name), 1.0) if tier == "tables" else 1.0
         return cls(**(_rates(device, shipped["devices"]) | values), rungs=rungs, slowdown=factor)
 
     def changed(self, **values: float) -> Tables:

@@ -171,12 +171,13 @@ def _states(
     full32 = columns.in_fp32
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
-    master = np.minimum(4.0, main)
-    kept = np.where((zero == 3) & ~full32, main - master, main)
+    master = np.minimum(4.0, main) if stack.master else weight
+    kept = np.where((zero == 3) & ~full32 & stack.master, main - master, main)
     kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.separate_bytes(columns), 0.0)
     is_loose = stays_unbucketed(columns) | awaits_pass(columns)
     each = np.where(is_loose, unbucketed_width(job, columns), stack.grad_bytes)  # of those that grow
     shares = shares_in_format(job, columns, shares, layers, weight)
+    parameters += shares.ends * (stack.residual_bytes - 2.0) / np.where(zero == 3, group, 1.0)
     parts = (
         (shares.dense + shares.ends, trained.dense + trained.ends, group),
         (shares.experts, trained.experts, expert_group),
@@ -464,6 +465,9 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     made = begun * held.growing
     gradients = held.gradients + made
     gone = np.where(held.goes & ~late, np.where(held.loose, made, gradients), 0.0)
+    if job.stack.step_bytes:  # a third moment: the update, with all gradients and no activations
+        copies = held.optimizer * (job.stack.step_bytes / job.stack.main_bytes)
+        buffers = np.maximum(buffers, gone + copies - activations - logits)
     return {
         "parameters": held.parameters * (1 - columns.offload_params) + held.second,
         "gradients": gradients - gone + held.carried,

@@ -145,7 +145,12 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
         selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + product_up + routed
     else:  # all products but the last one, whose output is the layer's own; that of attention before ranks add it up
         selective = 2.0 * h / between + core + product + 2.0 * h + _selective_ffn_bytes(job, columns, t)
-    left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
+    left = {
+        "none": whole,
+        "full": stack.residual_bytes * h / between,
+        "attention": whole - scores,
+        "selective": selective,
+    }
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)

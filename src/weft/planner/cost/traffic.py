@@ -42,7 +42,8 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     """Return the seconds that offloading adds to a step: exposed transfers, and the optimizer step on the host.
 
     Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
-    waits only for the part of its transfer that is longer than its compute.
+    waits for the part of its transfer that is longer than its compute, and runs slower beside the rest. The devices of
+    a node share the bandwidth of the host's memory, of which the optimizer's step there is one user.
 
     Args:
         job: model, sequence and batch.
@@ -65,9 +66,9 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
     moved = params * work.own * (gathers * job.stack.gather_bytes + sums * job.stack.grad_bytes) / rate
     late = np.maximum(0.0, out + moved - whole_s * (2 / 3))
-    each = activations * work.kept / rate
-    waits = np.maximum(0.0, each - work.forward) + np.maximum(0.0, each - work.backward)
-    return step + back + late + passes * work.layers * waits
+    each = activations * work.kept / min(rate, tables.host_step_rate / devices_per_node)
+    hidden = np.minimum(each, work.forward) + np.minimum(each, work.backward)
+    return step + back + late + passes * work.layers * (2 * each - hidden + (tables.overlap_compute - 1) * hidden)
 
 
 # Exposed seconds of data-parallel communication: the part that forward and backward do not hide.

@@ -138,6 +138,7 @@ class Stack:
             by several kernels. If False, blocks use the same attention, and each is merged by one kernel.
         fused: one kernel for a norm, for activation and gate, for rotary positions, and for the loss.
         fused_sums: weight gradients are accumulated inside their matmuls.
+        residual_bytes: bytes of a value between layers and of embedding and head, which PEFT widens on a packed base.
         cut_loss: for large logits, and under tensor parallelism, the head computes the loss in chunks of tokens.
         loss_bytes: peak bytes per logit of an unchunked loss. Compiled code needs 10.
         overlap_data: gradients are reduced during backward, and parameters gathered during compute.
@@ -147,11 +148,15 @@ class Stack:
         grad_bytes: bytes of a stored gradient.
         reduce_bytes: bytes of a gradient as communicated.
         main_bytes: bytes of master weight and states of one parameter (Adam in fp32: 12).
+        master: there is a master weight. If False, `main_bytes` counts states alone, and the update changes the weights
+            of a pass (pure bf16).
+        step_bytes: temporary bytes per parameter of the update. Weft's kernel needs none; torch's foreach update copies a
+            moment.
         weight_bytes: bytes of one parameter as forward reads it.
         gather_bytes: bytes of one parameter as zero=3 gathers it.
         dispatch_bytes: bytes of a value that is sent to an expert. Results come back in 2 bytes.
-        dispatch: kernels that send tokens to experts: "each" sends one copy to each expert; the others send a token to a
-            node once: "deepep", whose rate inside a node is limited, and "once".
+        dispatch: kernels that send tokens to experts: "each" sends one copy to each expert, "once" one to each node, and
+            "deepep" too, at a limited rate inside a node.
         balanced_experts: experts receive equal numbers of tokens.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
         replay_stops: full recompute ends before a layer's last matmul and its reduction, whose result backward does not
@@ -172,6 +177,7 @@ class Stack:
     eager_pieces: bool = True
     fused: bool = False
     fused_sums: bool = False
+    residual_bytes: float = 2.0
     cut_loss: bool = True
     loss_bytes: float = 12.0
     overlap_data: bool = True
@@ -181,6 +187,8 @@ class Stack:
     grad_bytes: float = 4.0
     reduce_bytes: float = 4.0
     main_bytes: float = 12.0
+    master: bool = True
+    step_bytes: float = 0.0
     weight_bytes: float = 2.0
     gather_bytes: float = 2.0
     dispatch_bytes: float = 2.0
