@@ -112,7 +112,7 @@ def gibibytes(text: str) -> float | None:
 
 def device_gib(name: str) -> int | None:
     """Return the memory in a device's name. Vendors write GB and mean GiB ("a100-80gb", "H100 80G", "H200 141GiB")."""
-    match = re.search(r"(?<![\w.])(\d+)\s?g(?:i?b)?(?![a-z])", name.lower())
+    match = re.search(r"(?<![a-z\d.])(\d+)\s?g(?:i?b)?(?![a-z])", name.lower())
     return int(match[1]) if match else None
 
 

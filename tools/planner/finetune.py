@@ -148,8 +148,8 @@ def _stack(row: Row) -> Stack:
     values["residual_bytes"] = 4.0 if kernels == "baseline-peft-bnb" or "bnb" in row.get("quantization", "") else 2.0
     if "foak" in kernels or "accelerated" in kernels:
         values["residual_bytes"] = 2.0
-    return Stack(**values, loss_bytes=13.0, grad_bytes=2.0, reduce_bytes=2.0, main_bytes=4.0, master=False,
-                 step_bytes=2.0, host_ops=4.0)  # fmt: skip
+    values |= {"loss_bytes": 13.0, "host_ops": 4.0, "fused_norm": fused}
+    return Stack(**values, grad_bytes=2.0, reduce_bytes=2.0, main_bytes=4.0, master=False, step_bytes=2.0)
 
 
 def _gib(row: Row, ranks: int) -> float | None:

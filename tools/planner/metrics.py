@@ -377,7 +377,9 @@ def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
 
 def experience_text(known: Experience) -> str:
     """Return error statistics as the text of experience.toml."""
-    lines = ["# Written by `tools/planner/score.py FILES --experience FILE`: errors on runs whose publisher took no part."]
+    lines = [
+        "# Written by `tools/planner/score.py FILES --experience FILE`: errors on runs whose publisher took no part."
+    ]
     lines += ["[time]", f"runs = {known.runs}", f"sources = {known.sources}", f"spread = {known.time.spread:.4f}"]
     lines += ["[time.doubts]  # logarithms of what each widens the band by"]
     lines += [f"{name} = {weight:.2f}" for name, weight in known.time.weights.items()]
@@ -425,19 +427,14 @@ def _fit_uncertainty(residuals: Sequence[Residual], names: Sequence[str]) -> Err
 
 
 def _quantiles(residuals: Sequence[Residual], doubts: ErrorModel) -> dict[float, tuple[float, float]]:
-    """Return the lower and upper quantile by level.
-
-    The next run has a new source, and there are few sources. With n sources, a tail is cut at 1 - (1 - tail)(n + 1)/n,
-    as for a quantile of n + 1 (Dunn et al. 2018, arXiv 1809.07441), or at half of the tail.
-    """
+    """Return the lower and upper quantile by level, each source with its weight."""
     scaled = np.array([each.error / doubts.scale(each.of) for each in residuals])
-    weights, count = _source_weights(residuals), len({each.source for each in residuals})
+    weights = _source_weights(residuals)
     order = np.argsort(scaled)
     scaled, passed = scaled[order], np.cumsum(weights[order]) / weights.sum()
     found: dict[float, tuple[float, float]] = {}
     for level in LEVELS:
         tail = (1 - level) / 2
-        tail = max(tail / 2, tail - (1 - tail) / count)
         low, high = np.searchsorted(passed, [tail, 1 - tail])
         found[level] = (float(scaled[low]), float(scaled[min(high, len(scaled) - 1)]))
     return found

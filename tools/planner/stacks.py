@@ -156,7 +156,7 @@ def stack_of(row: Row) -> Stack:
     for fact, changes in stated.items():
         if facts.get(fact[0]) == fact[1]:
             values |= changes
-    return Stack(**values)
+    return Stack(**values, fused_norm=values.get("fused", False))
 
 
 def _attention(software: str, year: int, gpu: str) -> str:

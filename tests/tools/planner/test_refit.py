@@ -1,4 +1,4 @@
-"""What is fitted, refitted without a publisher, and what the errors teach: nothing of a publisher reaches its own score."""
+"""What is fitted without a publisher, and what the errors teach: nothing of a publisher reaches its own score."""
 
 from __future__ import annotations
 

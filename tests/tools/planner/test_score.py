@@ -177,7 +177,13 @@ def published() -> list[dict[str, object]]:
     note = "core=1; 8x200Gb HDR IB per node"
     rows = []
     for number, (heads, hidden, layers, tp, pp, gpus, batch, rate, micro, chunks) in enumerate(SC21):
-        row = {"id": f"sc21-{number}", "source": "Megatron-LM SC21", "recompute": "full", "notes": f"{note}; flops=hw"}
+        row = {
+            "id": f"sc21-{number}",
+            "source": "Megatron-LM SC21",
+            "year": 2021,
+            "recompute": "full",
+            "notes": f"{note}; flops=hw",
+        }
         sizes = {"heads": heads, "hidden": hidden, "layers": layers, "tp": tp, "pp": pp, "gpus": gpus}
         batches = {"global_batch": batch, "micro_batch": micro, "virtual_stages": chunks}
         rows.append(common | row | sizes | batches | {"measured_tflops_per_gpu": rate})
@@ -185,7 +191,13 @@ def published() -> list[dict[str, object]]:
         sizes = {"heads": heads, "hidden": hidden, "layers": layers, "tp": 8, "pp": pp, "gpus": 8 * pp}
         batches = {"global_batch": batch, "micro_batch": micro, "virtual_stages": chunks}
         for policy, seconds in (("full", full), ("selective", partial)):
-            row = {"id": f"seqpar_{policy}-{number}", "source": "Korthikanti", "recompute": policy, "notes": note}
+            row = {
+                "id": f"seqpar_{policy}-{number}",
+                "source": "Korthikanti",
+                "year": 2022,
+                "recompute": policy,
+                "notes": note,
+            }
             ways = {"sequence_parallel": int(policy == "selective"), "measured_iter_s": seconds}
             rows.append(common | row | sizes | batches | ways)
     return rows

@@ -119,7 +119,7 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kerne
     narrow = columns.narrow
     rounded = shape.hidden * (1 + (shape.dense_share if job.stack.half_experts else 1.0)) + cut.q
     quantised = np.where(narrow, 6.0 * tokens * rounded * (1 - job.half), 0.0)
-    fused, routed = job.stack.fused | columns.compile, shape.moe_layers / shape.layers
+    fused, routed = job.stack.fused_norm | columns.compile, shape.moe_layers / shape.layers
     calls = np.where(fused, _CALLS_FUSED, _CALLS_EAGER) + 0.0
     calls += routed * np.where(fused, _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER)
     return Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, moved_f + quantised, moved_b + 2 * quantised, calls)
@@ -329,7 +329,7 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     """Return the bytes that the element-wise kernels of a mean layer move (forward, backward)."""
     shape, stack = job.shape, job.stack
     h, t = float(shape.hidden), columns.tp.astype(np.float64)
-    fused_norm = stack.fused | shape.layer_norm | columns.compile
+    fused_norm = stack.fused_norm | shape.layer_norm | columns.compile
     fused_mlp = stack.fused | columns.compile
     outside = np.where(columns.sp, t, 1.0)  # sequence parallel divides what lies between the tensor-parallel parts
     masks = 0.0 if stack.flash else 1.0  # programs with unfused attention date from models with dropout

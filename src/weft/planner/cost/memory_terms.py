@@ -125,7 +125,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     between = np.where(columns.sp, t, 1.0)
     gathered = np.where(columns.sp, t, 1.0)  # what the matmuls read
     # Eager RMSNorm saves two fp32 values in addition to a half-precision input, and one in addition to an fp32 input.
-    norms = np.where(stack.fused | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
+    norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
     if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
         norms = np.maximum(0.0, norms - np.where(fp32, 2.0, 4.0))
     masks = 0.0 if stack.flash else 2.0

@@ -136,7 +136,8 @@ class Stack:
             "flash1", or "unfused", with scores in memory and dropout.
         eager_pieces: blocks of context parallelism use FlashAttention 2, even if full sequences do not, and are merged
             by several kernels. If False, blocks use the same attention, and each is merged by one kernel.
-        fused: one kernel for a norm, for activation and gate, for rotary positions, and for the loss.
+        fused_norm: one kernel for a norm.
+        fused: one kernel for activation and gate, for rotary positions, and for the loss.
         fused_sums: weight gradients are accumulated inside their matmuls.
         residual_bytes: bytes of a value between layers and of embedding and head, which PEFT widens on a packed base.
         cut_loss: for large logits, and under tensor parallelism, the head computes the loss in chunks of tokens.
@@ -150,12 +151,12 @@ class Stack:
         main_bytes: bytes of master weight and states of one parameter (Adam in fp32: 12).
         master: there is a master weight. If False, `main_bytes` counts states alone, and the update changes the weights
             of a pass (pure bf16).
-        step_bytes: temporary bytes per parameter of the update. Weft's kernel needs none; torch's foreach update copies a
-            moment.
+        step_bytes: temporary bytes per parameter of the update. Weft's kernel needs none. torch's foreach update copies
+            a moment.
         weight_bytes: bytes of one parameter as forward reads it.
         gather_bytes: bytes of one parameter as zero=3 gathers it.
         dispatch_bytes: bytes of a value that is sent to an expert. Results come back in 2 bytes.
-        dispatch: kernels that send tokens to experts: "each" sends one copy to each expert, "once" one to each node, and
+        dispatch: kernels that send tokens to experts: "each" sends one copy to each expert, "once" one to each node,
             "deepep" too, at a limited rate inside a node.
         balanced_experts: experts receive equal numbers of tokens.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
@@ -175,6 +176,7 @@ class Stack:
     name: str = "weft"
     attention: str = "best"
     eager_pieces: bool = True
+    fused_norm: bool = False
     fused: bool = False
     fused_sums: bool = False
     residual_bytes: float = 2.0
