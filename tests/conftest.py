@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,24 +22,34 @@ from weft.verify.rank_pool import RankPool
 
 torch.set_num_threads(1)
 
-#: Files that take half a minute and more. A worker that began one at the end would let the other one wait.
-LONG = (
-    "tools/gpu_sim/test_plans_on_paper",
-    "parity/test_matrix",
-    "parity/test_layouts",
-    "parity/test_pipeline",
-    "train/test_kill",
-    "test_script_docs",
-    "test_examples",
-    "cli/test_launch",
-    "parity/test_compile",
-    "parity/test_adapters",
-    "train/test_run",
-)
+#: Seconds of each test file on two cores, from the last complete run with `--write-durations`.
+DURATIONS = Path(__file__).with_name("durations.json")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-plans", action="store_true", help="parity: every legal plan, not a choice with all pairs")
+    parser.addoption(
+        "--write-durations", action="store_true", help="write tests/durations.json, which orders the files"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(DurationWriter())
+
+
+class DurationWriter:
+    """Add up the seconds of each test file and write the files that take 5 s and more."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        found = {name: round(seconds) for name, seconds in self.seconds.most_common() if seconds >= 5}
+        DURATIONS.write_text(json.dumps(found, indent=0) + "\n")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -65,9 +78,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the workers `LONG` first, which takes `--no-loadscope-reorder`: xdist begins with the file of most tests."""
-    place = {f"tests/{name}.py": number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    """Order files by duration, longest first, so that the workers end together.
+
+    This needs `--no-loadscope-reorder`: without it xdist starts with the file of most tests.
+    """
+    seconds: dict[str, int] = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ GOLDEN = {
         "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
     ),
     "zero=3 reshard=after_forward:1": (
-        "reshard=after_forward:1: second shards are divided over a number of neighboring ranks, from 2 to 999999. "
+        "reshard=after_forward:1: secondary shards are divided over a number of neighboring ranks, from 2 to 999999. "
         "Use reshard=after_forward:8, for 8 ranks on a host."
     ),
     "sync=diloco": (
@@ -177,7 +177,7 @@ def test_replace_refuses_unknown_fields():
 
 
 def test_spec_needs_no_torch():
-    modules = "weft.config.files, weft.config.layout, weft.config.plan_rules"
+    modules = "weft.config.files, weft.config.layout, weft.config.rules.plan_rules"
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 

@@ -23,8 +23,8 @@ from weft.comm.mesh import build_mesh
 from weft.comm.rank_positions import members_of
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
-from weft.config.plan_rules import check
-from weft.config.rule import Facts
+from weft.config.rules.plan_rules import check
+from weft.config.rules.rule import Facts
 from weft.config.sections import OptimizerSection
 from weft.errors import WeftError
 from weft.models.registry import build_decoder

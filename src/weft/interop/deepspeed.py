@@ -13,9 +13,9 @@ from typing import cast
 from weft import env
 from weft.config.files import by_line
 from weft.config.plan import Plan
-from weft.config.plan_rules import NOT_BUILT as NOT_BUILT_RULES
-from weft.config.plan_rules import check
-from weft.config.rule import Facts, Rule
+from weft.config.rules.plan_rules import NOT_BUILT as NOT_BUILT_RULES
+from weft.config.rules.plan_rules import check
+from weft.config.rules.rule import Facts, Rule
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, PlanError, Problem
 from weft.interop.deepspeed_keys import BECAME, MOST, NOT_BUILT, TYPO, Outcome, Reading

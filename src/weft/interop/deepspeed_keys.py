@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import cast
 
+from weft.config.parsing import dotted, shown
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
-from weft.config.toml_values import dotted, shown
 from weft.env import is_secret
 from weft.errors import Problem, did_you_mean, nearest_name
 from weft.interop.deepspeed_source import Source

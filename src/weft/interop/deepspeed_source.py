@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from weft.config.toml_values import KeyPath, dotted, shown
+from weft.config.parsing import KeyPath, dotted, shown
 from weft.errors import ConfigError, Problem, did_you_mean
 
 #: Maximum depth, which no config needs. It keeps recursion well below Python's limit.

@@ -20,14 +20,13 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from weft.config import partitioning as shares
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.decoder_shape import DecoderSpec, shape_problems
 from weft.config.files import load_config
 from weft.config.hugging_face_config import decoder_shape
 from weft.config.layout import Layout
-from weft.config.model_rules import shape_problems
 from weft.config.model_spec import decoder_spec, model_names, resolve_decoder
 from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.config.sections import OptimizerSection
 from weft.data.batches import map_tensors

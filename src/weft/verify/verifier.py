@@ -31,7 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.config.plan import Plan
-from weft.config.plan_rules import check_plan
+from weft.config.rules.plan_rules import check_plan
 from weft.errors import CommError, ModelError, WeftError
 from weft.private_torch import graph_task, tree_leaves
 from weft.train.microbatches import Microbatches

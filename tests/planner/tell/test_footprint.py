@@ -8,8 +8,8 @@ import torch
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
-from weft.config.plan_rules import NOT_BUILT, check
-from weft.config.rule import Facts
+from weft.config.rules.plan_rules import NOT_BUILT, check
+from weft.config.rules.rule import Facts
 from weft.memory.recompute import apply_recompute
 from weft.models.registry import build_decoder
 from weft.planner.report.verdict import Usage, activation_bytes, remedies

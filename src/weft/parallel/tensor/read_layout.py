@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from weft.config.layout import Layout, Style
-from weft.config.rule import alternatives
+from weft.config.rules.rule import alternatives
 from weft.errors import LayoutError, PlanError
 from weft.models.inspect import layers
 from weft.models.inspect.layers import Heads
