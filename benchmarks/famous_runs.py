@@ -2,10 +2,10 @@
 
 python benchmarks/famous_runs.py                         print the table of docs/reference/famous_runs.md
 python benchmarks/famous_runs.py --write                 write it, with today's date
-python benchmarks/famous_runs.py --learn RUNS.csv ...    first predict each run without its source, from these tables
+python benchmarks/famous_runs.py --learn RUNS.csv ...    first predict each run without its publisher, from these tables
 
 The runs are rows of famous_runs.csv, as their sources print them. `unseen_iter_s` there is what was predicted when
-nothing of the run's source took part in any constant: `--learn` fills it in, from tables of published runs that
+nothing of the publisher took part in any fitted factor: `--learn` fills it in, from tables of published runs that
 `tools/planner/score.py` reads.
 """
 
@@ -35,8 +35,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "famous_runs.md"
 UNSEEN, NAME = "unseen_iter_s", "name"
 LEVEL = 0.8
 MEASURED = """\
-{runs} published training runs, as of {today}. *Predicted* is the step time by constants that were fitted without the
-run's source, with an 80 % prediction interval (*band*). Of several runs of one model by one source, the table has the
+{runs} published training runs, as of {today}. *Predicted* is the step time by factors that were fitted without the
+run's publisher, with an 80 % prediction interval (*band*). Of several runs of one model by one source, it has the
 one on most devices.
 
 The mean error is {error:.0%}, and the intervals contain {inside} of {runs}. Nemotron-4 340B, Grok-1, OLMo 2 and OPT are
@@ -54,7 +54,7 @@ gain.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Famous:
-    """One run. unseen_s: predicted without its source. shipped: by the constants of this version. best: Weft's plan."""
+    """One run. unseen_s: predicted without its publisher. shipped: by this version's constants. best: Weft's plan."""
 
     name: str
     row: dict[str, str]
@@ -88,8 +88,8 @@ def rows() -> list[dict[str, str]]:
 
 
 def learn(tables: Sequence[Path]) -> None:
-    """Predict each run without its source, and write that into famous_runs.csv."""
-    unseen = score(*tables).refitted.source_out
+    """Predict each run without its publisher, and write that into famous_runs.csv."""
+    unseen = score(*tables).refitted.publisher_out
     table = rows()
     for row in table:
         row[UNSEEN] = f"{unseen[row['id']]:.4g}"

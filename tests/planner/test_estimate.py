@@ -143,8 +143,7 @@ def test_compiled_blocks_put_no_weight_gradients_off():
 def test_what_hides_is_not_seen():
     columns = Columns.make(1, dp_shard=64, zero=3, num_micro=2)
     hidden, bare = (
-        estimate(replace(JOB, stack=Stack(overlap_grads=on, overlap_params=on)), CLUSTER, columns, TABLES)
-        for on in (True, False)
+        estimate(replace(JOB, stack=Stack(overlap_data=on)), CLUSTER, columns, TABLES) for on in (True, False)
     )
     assert hidden.terms["dp_exposed"][0] < bare.terms["dp_exposed"][0]
     assert hidden.terms["contention"][0] > bare.terms["contention"][0] == 0
@@ -164,7 +163,7 @@ def test_pieces_hide_traffic_of_tp_until_there_are_too_many():
 
 def test_gathering_once_a_step_costs_less_with_many_passes():
     columns = Columns.make(3, dp_shard=64, zero=3, num_micro=8, reshard=[0, 1, 2])
-    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    slow = replace(JOB, stack=Stack(overlap_data=False))
     exposed = estimate(slow, CLUSTER, columns, TABLES).terms["dp_exposed"]
     assert all(np.diff(exposed) < 0)
 
@@ -253,7 +252,7 @@ def test_a_meeting_in_int8_sends_a_quarter():
 
 def test_differences_of_weights_travel_in_an_eighth_beside_masters_of_their_own():
     columns = Columns.make(2, dp_shard=8, zero=1, precision=0)
-    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    slow = replace(JOB, stack=Stack(overlap_data=False))
     coded = columns.with_arrays(gather=np.full(2, GATHERS.index("diff4"), np.uint8))
     plain, found = estimate(slow, CLUSTER, columns, TABLES), estimate(slow, CLUSTER, coded, TABLES)
     assert (found.terms["dp_exposed"] < 0.8 * plain.terms["dp_exposed"]).all()
@@ -264,7 +263,7 @@ def test_differences_of_weights_travel_in_an_eighth_beside_masters_of_their_own(
 
 def test_second_shards_cost_memory_and_save_gathers_between_hosts():
     columns = Columns.make(3, dp_shard=64, zero=3, num_micro=4, reshard_within=[0, 8, 16])
-    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    slow = replace(JOB, stack=Stack(overlap_data=False))
     found = estimate(slow, CLUSTER, columns, TABLES)
     exposed, kept = found.terms["dp_exposed"], found.total_bytes
     assert exposed[1] < exposed[2] <= exposed[0]

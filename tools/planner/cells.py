@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from tools.planner.stacks import known_network
 from weft.config.cluster import ClusterSpec, DeviceSpec, capped, device, devices
 from weft.errors import ConfigError, Problem
 from weft.planner.space.shape import Shape
@@ -113,7 +112,7 @@ def gibibytes(text: str) -> float | None:
 
 def device_gib(name: str) -> int | None:
     """Return the memory in a device's name. Vendors write GB and mean GiB ("a100-80gb", "H100 80G", "H200 141GiB")."""
-    match = re.search(r"(?<![\d.])(\d+)\s?g(?:i?b)?(?![a-z])", name.lower())
+    match = re.search(r"(?<![a-z\d.])(\d+)\s?g(?:i?b)?(?![a-z])", name.lower())
     return int(match[1]) if match else None
 
 
@@ -224,6 +223,8 @@ def refused(row: Row, reason: str) -> ConfigError:
 # Devices and networks by the names in published tables.
 
 _WATTS = re.compile(r"(\d+)\s?w\b")
+#: Power of a device that a row calls power-limited, over its data sheet's (750 of 1,000 W on B200).
+_LIMITED = 0.75
 #: Memory rate in GB/s for the memory type in a name, by device.
 _MEMORY_TYPES = {("h100", "hbm2e"): 2400.0}
 
@@ -245,6 +246,9 @@ def device_named(name: str) -> DeviceSpec:
             changes["memory_bytes_per_s"] = rate * 1e9
     if watts and spec.watts and spec.measured_flops and int(watts[1]) < spec.watts:
         limited = capped(replace(spec, watts=float(watts[1])), spec.watts)
+        changes |= {"watts": limited.watts, "measured_flops": limited.measured_flops}
+    if "limited" in text and spec.watts and spec.measured_flops:
+        limited = capped(replace(spec, watts=_LIMITED * spec.watts), spec.watts)
         changes |= {"watts": limited.watts, "measured_flops": limited.measured_flops}
     if "sxm3" in text:  # the sixteen of a DGX-2 hang on switches
         changes |= {"scale_up_domain": 16, "scale_up_topology": "switch"}
@@ -286,7 +290,7 @@ def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> Cluster
         ConfigError: for an unknown device.
     """
     spec = device_named(name)
-    rate, memory = network_rate(text, per_node), memory_bytes_per_s(text)
+    rate, memory = network_bytes_per_s(text, per_node), memory_bytes_per_s(text)
     if rate is not None:
         spec = replace(spec, nic_bytes_per_s=rate)
     if memory is not None:
@@ -295,16 +299,7 @@ def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> Cluster
     return ClusterSpec(nodes=max(1, -(-num_devices // per_node)), devices_per_node=per_node, device=spec)
 
 
-def network_rate(text: str, per_node: int) -> float | None:
-    """Return the bytes/s per device of the network between nodes, from the text or stacks.toml, or None."""
-    stated = network_bytes_per_s(text, per_node)
-    if stated is not None:
-        return stated
-    known = known_network(text.lower())
-    return known / max(1, per_node) if known is not None else None
-
-
-__all__ = ["ConfigError", "cluster_of", "device_named", "network_rate"]
+__all__ = ["ConfigError", "cluster_of", "device_named"]
 
 
 # Shapes of models from rows of a table, and iteration times from the TFLOP/s that some tables print instead.

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,11 @@ def families(run: PublishedRun) -> frozenset[str]:
     return frozenset(found)
 
 
+def kinds_of(run: PublishedRun) -> frozenset[str]:
+    """Return the kinds with a correction factor that a run belongs to: its device's generation, unless well known."""
+    return frozenset({context(run).generation or "other device"} - WELL_KNOWN)
+
+
 # Predictions of published runs.
 
 
@@ -55,6 +60,7 @@ class Prediction:
 
     Attributes:
         memory_gib: memory by the counter that the run names, else all of the device's memory.
+        slowdown: shipped factor of the device's generation, which `step_s` includes and a refit replaces.
     """
 
     run: PublishedRun
@@ -63,6 +69,7 @@ class Prediction:
     memory_gib: float
     fits_probability: float
     terms: Mapping[str, float]
+    slowdown: float = 1.0
 
     @property
     def error(self) -> float | None:
@@ -288,9 +295,10 @@ _COUNTERS = ("allocated", "reserved", "total")
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """log(measured / predicted) of one configuration, and its error context."""
+    """log(measured / predicted) of one configuration, its publisher, and its error context."""
 
     source: str
+    publisher: str
     error: float
     of: ErrorContext
 
@@ -300,23 +308,26 @@ def time_residuals(predictions: Sequence[Prediction], seconds: Mapping[str, floa
 
     Args:
         predictions: predictions of runs.
-        seconds: seconds by run id, predicted without the run's source.
+        seconds: seconds by run id, predicted without the run's publisher.
     """
     groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
     for each in predictions:
         if each.run.measured_s and each.run.id in seconds:
             error = math.log(each.run.measured_s / seconds[each.run.id])
-            groups[each.run.source, each.run.group].append(Residual(each.run.source, error, context(each.run)))
-    return [
-        Residual(members[0].source, float(np.mean([each.error for each in members])), members[0].of)
-        for members in groups.values()
-    ]
+            one = Residual(each.run.source, each.run.publisher, error, context(each.run))
+            groups[each.run.source, each.run.group].append(one)
+    return [replace(members[0], error=float(np.mean([each.error for each in members]))) for members in groups.values()]
 
 
 def memory_residuals(predictions: Sequence[Prediction]) -> list[Residual]:
     """Return the memory residuals of runs with a specified counter and microbatch."""
     return [
-        Residual(each.run.source, math.log(each.run.measured_gib / each.memory_gib), context(each.run))
+        Residual(
+            each.run.source,
+            each.run.publisher,
+            math.log(each.run.measured_gib / each.memory_gib),
+            context(each.run),
+        )
         for each in predictions
         if each.run.measured_gib and each.run.counter in _COUNTERS and each.run.microbatch
     ]
@@ -341,22 +352,22 @@ def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experien
 
 
 def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
-    """Return, by level, the share of runs inside the bands that are fitted to the other sources.
+    """Return, by level, the share of runs inside the bands that are fitted to the other publishers.
 
     `sources` is a mean over sources, `runs` is a mean over configurations.
     """
     held: dict[float, dict[str, list[bool]]] = {level: defaultdict(list) for level in LEVELS}
-    for source in sorted({each.source for each in time}):
-        others = [each for each in time if each.source != source]
+    for publisher in sorted({each.publisher for each in time}):
+        others = [each for each in time if each.publisher != publisher]
         if not others:
             continue
         doubts = _fit_uncertainty(others, TIME_DOUBTS)
         quantiles = _quantiles(others, doubts)
         for each in time:
-            if each.source == source:
+            if each.publisher == publisher:
                 scaled = each.error / doubts.scale(each.of)
                 for level, (low, high) in quantiles.items():
-                    held[level][source].append(low <= scaled <= high)
+                    held[level][each.source].append(low <= scaled <= high)
     return {
         level: {
             "sources": float(np.mean([np.mean(each) for each in by_source.values()])),
@@ -369,7 +380,9 @@ def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
 
 def experience_text(known: Experience) -> str:
     """Return error statistics as the text of experience.toml."""
-    lines = ["# Written by `tools/planner/score.py FILES --experience FILE`: errors on runs whose source took no part."]
+    lines = [
+        "# Written by `tools/planner/score.py FILES --experience FILE`: errors on runs whose publisher took no part."
+    ]
     lines += ["[time]", f"runs = {known.runs}", f"sources = {known.sources}", f"spread = {known.time.spread:.4f}"]
     lines += ["[time.doubts]  # logarithms of what each widens the band by"]
     lines += [f"{name} = {weight:.2f}" for name, weight in known.time.weights.items()]
@@ -417,19 +430,14 @@ def _fit_uncertainty(residuals: Sequence[Residual], names: Sequence[str]) -> Err
 
 
 def _quantiles(residuals: Sequence[Residual], doubts: ErrorModel) -> dict[float, tuple[float, float]]:
-    """Return the lower and upper quantile by level.
-
-    The next run has a new source, and there are few sources. With n sources, a tail is cut at 1 - (1 - tail)(n + 1)/n,
-    as for a quantile of n + 1 (Dunn et al. 2018, arXiv 1809.07441), or at half of the tail.
-    """
+    """Return the lower and upper quantile by level, each source with its weight."""
     scaled = np.array([each.error / doubts.scale(each.of) for each in residuals])
-    weights, count = _source_weights(residuals), len({each.source for each in residuals})
+    weights = _source_weights(residuals)
     order = np.argsort(scaled)
     scaled, passed = scaled[order], np.cumsum(weights[order]) / weights.sum()
     found: dict[float, tuple[float, float]] = {}
     for level in LEVELS:
         tail = (1 - level) / 2
-        tail = max(tail / 2, tail - (1 - tail) / count)
         low, high = np.searchsorted(passed, [tail, 1 - tail])
         found[level] = (float(scaled[low]), float(scaled[min(high, len(scaled) - 1)]))
     return found

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.planner.cells import Row, cluster_of, count, in_numbers, iteration_s, number, refused, shape_of, size
-from tools.planner.stacks import counts_causal_half, stack_of
+from tools.planner.finetune import FinetuneRun, finetune_run
+from tools.planner.stacks import counts_causal_half, facts_of, known_network, stack_of, unread
 from weft.config.cluster import ClusterSpec
 from weft.errors import ConfigError, Problem
 from weft.planner.space.columns import PRECISIONS, Job
+from weft.planner.space.shape import Stack
 
 #: Required columns. A row without one of these cannot be predicted.
 NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
@@ -23,6 +25,7 @@ class PublishedRun:
 
     Attributes:
         source: the id without its number.
+        publisher: who published the source.
         group: rows that repeat one configuration.
         recompute: "none", "full", "attention", "selective", "half" (full in every second layer) or "experts" (experts
             and norms).
@@ -30,10 +33,12 @@ class PublishedRun:
         host_optimizer, host_activations: kept and computed on the host.
         counter: meaning of the memory value: "allocated", "reserved", "total" or "" (unspecified).
         out_of_memory: True if the run failed for this reason; None if unspecified.
+        unread: parts of the notes that the vocabulary does not understand.
     """
 
     id: str
     source: str
+    publisher: str
     table: str
     group: str
     core: bool
@@ -60,6 +65,7 @@ class PublishedRun:
     host_optimizer: bool
     host_activations: bool
     out_of_memory: bool | None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +76,8 @@ class Skipped:
     reason: str
 
 
-def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
-    """Return the runs of a CSV file, and the skipped rows.
+def read_rows(path: Path | str) -> Iterator[PublishedRun | FinetuneRun | Skipped]:
+    """Yield the rows of a CSV file as runs, or as skipped rows with their reasons.
 
     Raises:
         ConfigError: if it is not such a file.
@@ -83,8 +89,6 @@ def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
         raise ConfigError(
             [Problem("score", f"score={path}: the file cannot be read ({error}). Check its path.")]
         ) from None
-    runs: list[PublishedRun] = []
-    skipped: list[Skipped] = []
     for line, row in enumerate(rows, 2):
         clean = {
             key: (value or "").strip()
@@ -93,10 +97,21 @@ def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
         }
         name = clean.get("id") or f"line {line}"
         try:
-            runs.append(_run(name, clean))
+            yield finetune_run(name, clean) if "peak_mem" in clean else _run(name, clean)
         except ConfigError as error:
-            skipped.append(Skipped(name, "; ".join(str(problem) for problem in error.problems)))
-    return runs, skipped
+            yield Skipped(name, "; ".join(str(problem) for problem in error.problems))
+
+
+def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
+    """Return the runs of a CSV file, and the skipped rows.
+
+    Raises:
+        ConfigError: if it is not such a file.
+    """
+    rows = list(read_rows(path))
+    return [each for each in rows if isinstance(each, PublishedRun)], [
+        each for each in rows if isinstance(each, Skipped)
+    ]
 
 
 def _run(name: str, row: Row) -> PublishedRun:
@@ -105,27 +120,27 @@ def _run(name: str, row: Row) -> PublishedRun:
         raise refused(row, f"no {', '.join(lacking)}")
     row = in_numbers(row)
     notes = row.get("notes", "")
-    written = f"{row.get('source', '')}; {row.get('table', '')}; {notes}"
-    text = written.lower()
+    marks = dict(part.strip().split("=", 1) for part in notes.split(";") if "=" in part)
+    facts, stack = facts_of(row), stack_of(row)
     gpus = size(row, "gpus")
     per_node = size(row, "gpus_per_node", 8)
-    stack, selective = stack_of(text, row["gpu"].lower())
     tp, pp, cp, ep = (size(row, key) for key in ("tp", "pp", "cp", "ep"))
     dp = count(row, "dp", 0) or max(1, gpus // (tp * pp * cp))
     if tp * pp * cp * dp != gpus:
         raise refused(row, f"tp x pp x cp x dp = {tp * pp * cp * dp}, not the {gpus} devices")
-    batch = count(row, "global_batch", 0) or size(row, "micro_batch") * dp * (_noted(notes, r"micro_num (\d+)") or 1)
+    batch = count(row, "global_batch", 0) or size(row, "micro_batch") * dp
     shape = shape_of(row)
     job = Job(shape=shape, seq_len=size(row, "seq_len"), global_batch=max(batch, dp), stack=stack)
     precision = _precision(row)
     return PublishedRun(
         id=name,
         source=name.rsplit("-", 1)[0],
+        publisher=facts.get("publisher") or name.rsplit("-", 1)[0],
         table=row.get("table", ""),
-        group=_found(notes, r"grp=(\w+)") or name,
-        core="core=1" in notes,
+        group=marks.get("grp", name),
+        core=marks.get("core") == "1",
         job=job,
-        cluster=cluster_of(row["gpu"], gpus, per_node, written),
+        cluster=cluster_of(row["gpu"] + ("-limited" if "power" in facts else ""), gpus, per_node, _network_text(row)),
         num_devices=gpus,
         pp=pp,
         dp=dp,
@@ -133,23 +148,29 @@ def _run(name: str, row: Row) -> PublishedRun:
         tp=tp,
         ep=ep if row.get("ep") or not shape.moe_layers else None,
         zero=count(row, "zero_stage", 0) if row.get("zero_stage") else _zero(dp),
-        shard=_shard(text, dp, per_node),
+        shard=per_node if facts.get("shards") == "node" and dp % per_node == 0 else dp,
         sp=row.get("sequence_parallel") in ("1", "true", "True"),
         precision=precision,
         compile=row.get("compile") in ("1", "true", "True"),
-        virtual_stages=count(row, "virtual_stages", 0) or (1 if "before interleaving" in text or pp == 1 else None),
-        interleaved="interleaved" in text and "before interleaving" not in text and pp > 1,
+        virtual_stages=count(row, "virtual_stages", 0) or (1 if facts.get("schedule") == "plain" or pp == 1 else None),
+        interleaved=facts.get("schedule") == "interleaved" and pp > 1,
         microbatch=count(row, "micro_batch", 0) or None,
-        recompute=_recompute(row.get("recompute", ""), selective),
-        measured_s=iteration_s(row, shape, gpus, counts_causal_half(text)),
+        recompute=_recompute(row.get("recompute", ""), stack, facts.get("selective", "")),
+        measured_s=iteration_s(row, shape, gpus, counts_causal_half(f"{row.get('table', '')};{notes}")),
         measured_gib=number(row, "measured_mem_gib"),
-        counter=_counter(text),
-        host_optimizer=bool(re.search(r"zero[- ]offload|optimizer (?:step )?(?:on|to) (?:the )?(?:cpu|host)", text)),
-        host_activations=bool(
-            re.search(r"activations? (?:cpu )?offload|offload(?:ed|ing)? (?:of )?activations|proj_offloaded", text)
-        ),
-        out_of_memory={"1": True, "0": False}.get(_found(notes, r"OOM=([01])") or ""),
+        counter=facts.get("counter", "").replace("unknown", ""),
+        host_optimizer=facts.get("offload_optimizer") == "yes",
+        host_activations=facts.get("offload_activations") == "yes",
+        out_of_memory={"1": True, "0": False}.get(marks.get("OOM", "")),
+        unread=tuple(unread(row)),
     )
+
+
+def _network_text(row: Row) -> str:
+    """Return the text in which a row may state rates of network and memory, in its original case."""
+    text = "; ".join(row.get(name, "") for name in ("network", "source", "table", "notes"))
+    known = known_network(text)
+    return f"network {known} per node; {text}" if known else text
 
 
 def _zero(dp: int) -> int | None:
@@ -157,10 +178,13 @@ def _zero(dp: int) -> int | None:
     return None if dp > 1 else 0
 
 
-def _recompute(word: str, selective: str) -> str | None:
-    if word == "selective":
-        return selective
-    return word if word in ("none", "full") else None
+def _recompute(word: str, stack: Stack, detail: str) -> str | None:
+    """Return the policy that a row's word stands for: "selective" is attention alone in Megatron."""
+    if word != "selective":
+        return word if word in ("none", "full") else None
+    if detail in ("half", "experts"):
+        return detail
+    return "selective" if detail == "norms" or stack.selective_half else "attention"
 
 
 def _precision(row: Row) -> str:
@@ -169,31 +193,3 @@ def _precision(row: Row) -> str:
         if narrow in word:
             return narrow
     return word if word in PRECISIONS else "bf16"
-
-
-def _shard(text: str, dp: int, per_node: int) -> int:
-    """Return the number of ranks over which states are sharded, if it is not all of them."""
-    inside = _noted(text, r"zero1=(\d+)") or _noted(text, r"fsdp(\d+) x tp")
-    if inside is None and re.search(r"shard in node|hsdp", text):
-        inside = per_node
-    return min(dp, inside) if inside and inside > 0 and dp % min(dp, inside) == 0 else dp
-
-
-def _counter(text: str) -> str:
-    if "nvidia-smi or" in text:
-        return ""
-    if "nvidia-smi" in text:
-        return "total"
-    if "max_memory_reserved" in text or "torchtitan" in text:
-        return "reserved"
-    return "allocated" if "peak memory" in text or "peak_memory_usage" in text or "max_memory_allocated" in text else ""
-
-
-def _noted(text: str, pattern: str) -> int | None:
-    found = _found(text, pattern)
-    return int(found) if found else None
-
-
-def _found(text: str, pattern: str) -> str | None:
-    match = re.search(pattern, text)
-    return match[1] if match else None

@@ -19,9 +19,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder, whose modules have common names
 
 from tools.planner.metrics import experience_text
-from tools.planner.scores import SCORE_TIERS, ScoreReport, score
+from tools.planner.scores import ScoreReport, score
 from weft.cli.app import show_error
 from weft.errors import WeftError
+from weft.planner.cost.machine import TIERS
 
 #: Maximum number of skipped rows to show; --json has all.
 _SHOWN = 10
@@ -51,7 +52,8 @@ def _show(report: ScoreReport) -> None:
         console.print(_foresight_table(summary["foresight"]))
         _show_coverage(console, summary["coverage"])
         _show_order(console, summary)
-        console.print(_fitted_table(report))
+        factors = ", ".join(f"{name} {value:.2f}" for name, value in report.refitted.factors.items())
+        console.print(f"factors fitted to all: {factors}")
     if summary["tables"]["memory"]:
         console.print(_memory_table(summary["tables"]["memory"]))
     verdicts = summary["tables"]["verdicts"]
@@ -63,6 +65,13 @@ def _show(report: ScoreReport) -> None:
             f"said to fit with 99 %: {verdicts['sure']} runs, of which {verdicts['surely_wrong']} fell short; "
             f"of {verdicts['ran']} others that ran, {verdicts['ran_was_to_fit']} were to fit"
         )
+    for name, found in summary["finetune"].items():
+        if "macro" in found:
+            console.print(f"fine-tuning, {name}: {found['count']} runs, mean of sources {_percent(found['macro'])}")
+        elif found["count"]:
+            console.print(f"fine-tuning, out of memory: {found['count']} runs, accuracy {_percent(found['accuracy'])}")
+    unread = sum(len(each.run.unread) for each in report.of_tier(TIERS[-1]))
+    console.print(f"{unread} remarks decide nothing, because the vocabulary lacks them: see not_understood in --json")
     for each in report.skipped[:_SHOWN]:
         console.print(f"skipped {each.id}: {each.reason}", style="dim")
     if len(report.skipped) > _SHOWN:
@@ -73,13 +82,13 @@ def _time_table(summary: Mapping[str, Any]) -> Any:
     table = Table(box=None, pad_edge=False, header_style="bold", title="step time: mean error (bias)")
     table.add_column("source")
     table.add_column("runs", justify="right")
-    for tier in SCORE_TIERS:
+    for tier in TIERS:
         table.add_column(tier, justify="right")
     for source, errors in summary["tables"]["sources"].items():
-        cells = [_error(summary[tier]["sources"][source]) for tier in SCORE_TIERS]
+        cells = [_error(summary[tier]["sources"][source]) for tier in TIERS]
         table.add_row(source, str(errors["count"]), *cells)
     table.add_section()
-    every = [summary[tier]["time"] for tier in SCORE_TIERS]
+    every = [summary[tier]["time"] for tier in TIERS]
     table.add_row("all", str(every[0]["count"]), *(_error(each) for each in every))
     for name in ("macro", "median", "p90", "max", "within_10", "within_15", "within_20"):
         table.add_row(name.replace("_", " "), "", *(_percent(each[name]) for each in every))
@@ -88,16 +97,15 @@ def _time_table(summary: Mapping[str, Any]) -> Any:
 
 #: Columns of the table of unseen runs, by their names in the report.
 _SEEN = {
-    "shipped": "as shipped",
+    "publisher_out": "without its publisher",
     "refitted": "refitted to all",
-    "source_out": "without its source",
-    "family_out": "without its kind",
+    "shipped": "as shipped",
     "constant_rate": "constant share of peak",
 }
 
 
 def _foresight_table(foresight: Mapping[str, Any]) -> Any:
-    title = "step time: mean over sources of the mean error, by what the fitted numbers had seen"
+    title = "step time: mean over sources of the mean error, by what the fitted factors include"
     table = Table(box=None, pad_edge=False, header_style="bold", title=title)
     for name in ("runs of kind", "sources", "runs", *_SEEN.values()):
         table.add_column(name, justify="left" if name == "runs of kind" else "right")
@@ -111,20 +119,9 @@ def _foresight_table(foresight: Mapping[str, Any]) -> Any:
 def _show_coverage(console: Any, coverage: Mapping[str, Mapping[str, float]]) -> None:
     for level, held in coverage.items():
         console.print(
-            f"bands for {_percent(float(level))} of cases hold {_percent(held['runs'])} of runs whose source took no "
-            f"part ({_percent(held['sources'])} as a mean over sources)"
+            f"bands for {_percent(float(level))} of cases hold {_percent(held['runs'])} of runs whose publisher took "
+            f"no part ({_percent(held['sources'])} as a mean over sources)"
         )
-
-
-def _fitted_table(report: ScoreReport) -> Any:
-    title = f"{len(report.refitted.factors)} factors that a refit may change, and their sources"
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title)
-    for name in ("factor", "value", "start", "sources, by their share"):
-        table.add_column(name, justify="right" if name in ("value", "start") else "left", overflow="fold")
-    for each in report.refitted.factors:
-        sources = ", ".join(f"{source} {share:.0%}" for source, share in each.sources)
-        table.add_row(each.name, f"{each.value:.2f}", f"{each.prior:.0%}", sources or "none determines it")
-    return table
 
 
 def _show_order(console: Any, summary: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Scores of predictions on published runs: settings that a table omits, stack scalars, refits, and the report.
+"""Scores of predictions on published runs: settings that a table omits, refits, and the report.
 
 A missing setting is assumed to be the best choice: the fastest candidate that fits into memory, by the same model. If
 no candidate fits, it is the fastest one among those with nearly the least memory.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.planner.finetune import FinetuneResult, FinetuneRun, finetune_summary, predict_finetune
 from tools.planner.metrics import (
     FAMILIES,
     Prediction,
     Residual,
     constant_rate,
-    context,
     coverage,
     experience,
     families,
+    kinds_of,
     memory_residuals,
     scored,
     summary,
     time_errors,
     time_residuals,
 )
-from tools.planner.published_runs import PublishedRun, Skipped, read_runs
+from tools.planner.published_runs import PublishedRun, Skipped, read_rows
 from weft.config.plan import RECOMPUTES, SCHEDULES
+from weft.errors import ConfigError, Problem
 from weft.planner.cost.machine import TIERS, Tables
-from weft.planner.cost.step import TERMS
 from weft.planner.estimator import Estimates, estimate
 from weft.planner.space.columns import PRECISIONS, Columns
 from weft.planner.uncertainty import Experience
@@ -143,235 +143,88 @@ def predict(run: PublishedRun, tables: Tables) -> tuple[Estimates, int]:
     return estimates, int(np.argmin(np.where(fits, estimates.step_s, np.inf)))
 
 
-# One scalar for each software stack, fitted without the table to which it is applied.
-
-#: Weight of another source with the same stack, relative to one table of the same source.
-_OTHER_SOURCE = 0.05
-#: Weight of the prior "no scalar", in tables. With little evidence, the scalar stays near 1.
-_PRIOR = 0.3
-#: Maximum contribution of a table to a scalar, as a logarithm. Beyond it, something else is wrong with the table.
-_MOST = 0.2
-
-
-def stack_scalars(predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Return a factor on the predicted step time of each run, by its id.
-
-    A table contributes the median of log(measured / predicted) over its configurations. The scalar of a stack is the
-    weighted mean over the other tables of the run's source and over the other sources with its stack (each by the
-    median of its tables), shrunk towards 1.
-    """
-    tables = _tables(predictions)
-    factors = {own: _factor(own, tables) for own in {_key(each) for each in predictions}}
-    return {each.run.id: factors[_key(each)] for each in predictions}
-
-
-def _factor(own: tuple[str, str, str], tables: Mapping[tuple[str, str, str], float]) -> float:
-    near = [median for key, median in tables.items() if key[:2] == own[:2] and key != own]
-    far: dict[str, list[float]] = defaultdict(list)
-    for (stack, source, _), median in tables.items():
-        if stack == own[0] and source != own[1]:
-            far[source].append(median)
-    votes = [statistics.median(medians) for medians in far.values()]
-    total = sum(map(_clipped, near)) + _OTHER_SOURCE * sum(map(_clipped, votes))
-    return math.exp(total / (_PRIOR + len(near) + _OTHER_SOURCE * len(far)))
-
-
-def _clipped(ratio: float) -> float:
-    return min(_MOST, max(-_MOST, ratio))
-
-
-def _key(each: Prediction) -> tuple[str, str, str]:
-    return each.run.job.stack.name, each.run.source, each.run.table
-
-
-def _tables(predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], float]:
-    """Return the median log ratio of each table with measured times, over marked runs only if any run is marked."""
-    ratios: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    some_core = any(each.run.core for each in predictions)
-    for each in predictions:
-        if each.run.measured_s and (each.run.core or not some_core):
-            ratios[_key(each)][each.run.group].append(math.log(each.run.measured_s / each.step_s))
-    return {
-        key: statistics.median(statistics.fmean(group) for group in groups.values()) for key, groups in ratios.items()
-    }
-
-
-# Refit of the fitted constants without a source or a kind of runs, to measure errors on unseen runs.
+# Correction factors by kind of runs, fitted without a publisher, to measure errors on runs of unseen publishers.
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-#: Prior standard deviations of the logarithms of factors: of terms, of makes and formats, of software stacks.
-_TERM_SD, _MAKE_SD, _STACK_SD = 0.075, 0.04, 0.03
-#: Error of one run, as a logarithm, and the error from which on a run has less weight.
-_NOISE, _ROBUST = 0.1, 0.15
+#: Prior standard deviation of the logarithm of a factor; error of one run; error from which on a run has less weight.
+_FACTOR_SD, _NOISE, _ROBUST = 0.1, 0.1, 0.15
 #: Maximum weight of a source, in configurations.
 _SOURCE_RUNS = 6.0
 _STEPS = 8
-#: Sources that contribute less than this share of the information on a factor are not listed for it.
-_WORTH = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """One fitted factor.
-
-    Attributes:
-        value: its value with all sources.
-        sources: sources that determine it, by their share of the information, largest first.
-        prior: share of the prior.
-    """
-
-    name: str
-    value: float
-    sources: tuple[tuple[str, float], ...]
-    prior: float
 
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """Predicted seconds by run id.
+    """Predicted seconds by run id, each times the factors of its kinds.
 
     Attributes:
-        seen: with all sources.
-        source_out: without the run's source.
-        family_out: by kind, without all runs of the kind.
+        seen: with all publishers.
+        publisher_out: without the run's publisher.
+        factors: with all publishers, by kind.
     """
 
     seen: dict[str, float]
-    source_out: dict[str, float]
-    family_out: dict[str, dict[str, float]]
-    factors: tuple[Factor, ...]
+    publisher_out: dict[str, float]
+    factors: dict[str, float]
 
 
 def refit(predictions: Sequence[Prediction]) -> Refit:
-    """Fit the factors to the runs with measured times: to all, and to all except each source and each kind.
+    """Fit one factor per kind of device: to all publishers, and to all except each one.
 
     Args:
-        predictions: predictions of scored runs, one for each run.
+        predictions: predictions of runs with measured times, one for each run.
     """
     measured = [each for each in predictions if each.run.measured_s]
     if not measured:
-        return Refit({}, {}, {}, ())
-    data = _Data.of(measured)
-    names = [each.run.id for each in measured]
-    everything = np.ones(len(measured), dtype=np.bool_)
-    all_in = data.fit(everything)
-    without: Array = np.zeros(len(measured))
-    for source in sorted(set(data.sources)):
-        here = np.array([each == source for each in data.sources])
-        without[here] = data.predicted(data.fit(~here))[here]
-    out: dict[str, dict[str, float]] = {}
-    for family in FAMILIES:
-        here = np.array([family in families(each.run) for each in measured])
-        if here.any() and not here.all():
-            times = np.exp(data.predicted(data.fit(~here)))
-            out[family] = {name: float(times[row]) for row, name in enumerate(names) if here[row]}
+        return Refit({}, {}, {})
+    kinds = [kinds_of(each.run) for each in measured]
+    names = sorted(set[str]().union(*kinds))
+    marks = np.array([[float(name in each) for name in names] for each in kinds])
+    errors = np.log([(each.run.measured_s or 1.0) * each.slowdown / each.step_s for each in measured])
+    publishers = np.array([each.run.publisher for each in measured])
+    all_in = _fit(marks, errors, _weights(measured))
+    without = np.zeros(len(measured))
+    for publisher in sorted(set(publishers.tolist())):
+        here = publishers == publisher
+        others = [each for each, own in zip(measured, here, strict=True) if not own]
+        if others:
+            without[here] = marks[here] @ _fit(marks[~here], errors[~here], _weights(others))
     return Refit(
-        seen=dict(zip(names, np.exp(data.predicted(all_in)).tolist(), strict=True)),
-        source_out=dict(zip(names, np.exp(without).tolist(), strict=True)),
-        family_out=out,
-        factors=data.factors(all_in),
+        seen=_corrected(measured, marks @ all_in),
+        publisher_out=_corrected(measured, without),
+        factors=dict(zip(names, np.exp(all_in).tolist(), strict=True)),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Data:
-    """Measured and predicted times of runs for the fit.
-
-    Attributes:
-        seconds: predicted seconds by run and term.
-        marks: 1 if a factor of a make, a format or software applies to a run.
-    """
-
-    sources: list[str]
-    groups: list[tuple[str, str]]
-    measured: Array
-    seconds: Array
-    marks: Array
-    names: list[str]
-    sds: Array
-
-    @classmethod
-    def of(cls, runs: Sequence[Prediction]) -> _Data:
-        facts = [context(each.run) for each in runs]
-        marks: dict[str, tuple[list[float], float]] = {}
-
-        def mark(name: str, holds: Callable[[int], bool], sd: float) -> None:
-            column = [float(holds(row)) for row in range(len(runs))]
-            if any(column) and not all(column):
-                marks[name] = (column, sd)
-
-        for make in sorted({one.generation for one in facts}):
-            mark(f"device {make or 'other'}", lambda row, make=make: facts[row].generation == make, _MAKE_SD)
-        mark("experts", lambda row: facts[row].experts, _MAKE_SD)
-        mark("fp8", lambda row: runs[row].run.precision == "fp8", _MAKE_SD)
-        mark("fp4", lambda row: runs[row].run.precision == "fp4", _MAKE_SD)
-        for stack in sorted({each.run.job.stack.name for each in runs}):
-            mark(f"software {stack}", lambda row, stack=stack: runs[row].run.job.stack.name == stack, _STACK_SD)
-        columns = [column for column, _ in marks.values()]
-        return cls(
-            sources=[each.run.source for each in runs],
-            groups=[(each.run.source, each.run.group) for each in runs],
-            measured=np.log([each.run.measured_s or 1.0 for each in runs]),
-            seconds=np.array([[each.terms.get(term, 0.0) for term in TERMS] for each in runs]),
-            marks=np.array(columns).T if columns else np.zeros((len(runs), 0)),
-            names=[*TERMS, *marks],
-            sds=np.array([_TERM_SD] * len(TERMS) + [sd for _, sd in marks.values()]),
-        )
-
-    def predicted(self, logs: Array) -> Array:
-        """Return the logarithms of the seconds of each run, for given logarithms of the factors."""
-        terms = len(TERMS)
-        return np.log(self.seconds @ np.exp(logs[:terms])) + self.marks @ logs[terms:]
-
-    def _weights(self, rows: Mask) -> Array:
-        """Return the weights of runs: 1 per configuration, at most _SOURCE_RUNS per source."""
-        repeats = Counter(group for group, row in zip(self.groups, rows, strict=True) if row)
-        sizes = Counter(source for source, _ in repeats)
-        weights = [
-            min(1.0, _SOURCE_RUNS / sizes[source]) / repeats[source, group] if row else 0.0
-            for (source, group), row in zip(self.groups, rows, strict=True)
-        ]
-        return np.array(weights)
-
-    def _slopes(self, logs: Array) -> Array:
-        scaled = self.seconds * np.exp(logs[: len(TERMS)])
-        return np.concatenate([scaled / scaled.sum(axis=1, keepdims=True), self.marks], axis=1)
-
-    def fit(self, rows: Mask) -> Array:
-        """Fit by Gauss-Newton steps with a robust loss, which grows linearly for large errors."""
-        logs = np.zeros(len(self.names))
-        base = self._weights(rows)
-        for _ in range(_STEPS):
-            slopes, error = self._slopes(logs), self.measured - self.predicted(logs)
-            weights = base / np.maximum(1.0, np.abs(error) / _ROBUST)
-            left = slopes.T @ (slopes * weights[:, None]) / _NOISE**2 + np.diag(1 / self.sds**2)
-            right = slopes.T @ (weights * error) / _NOISE**2 - logs / self.sds**2
-            logs = logs + np.clip(np.linalg.solve(left, right), -0.3, 0.3)
-        return logs
-
-    def factors(self, logs: Array) -> tuple[Factor, ...]:
-        """Return every factor, with each source's share of the information on it."""
-        slopes = self._slopes(logs)
-        weights = self._weights(np.ones(len(self.sources), dtype=np.bool_))
-        known = slopes**2 * weights[:, None] / _NOISE**2
-        found: list[Factor] = []
-        for column, name in enumerate(self.names):
-            by_source: Counter[str] = Counter()
-            for source, part in zip(self.sources, known[:, column].tolist(), strict=True):
-                by_source[source] += part
-            prior = 1 / float(self.sds[column]) ** 2
-            whole = prior + sum(by_source.values())
-            shares = [(source, part / whole) for source, part in by_source.most_common() if part >= _WORTH * whole]
-            found.append(Factor(name, float(np.exp(logs[column])), tuple(shares), prior / whole))
-        return tuple(found)
+def _corrected(runs: Sequence[Prediction], logs: Array) -> dict[str, float]:
+    return {
+        each.run.id: each.step_s / each.slowdown * math.exp(log) for each, log in zip(runs, logs.tolist(), strict=True)
+    }
 
 
-# Predictions of published runs under three tiers, and the report on their errors.
+def _weights(runs: Sequence[Prediction]) -> Array:
+    """Return the weights of runs: 1 per configuration, at most _SOURCE_RUNS per source."""
+    repeats = Counter((each.run.source, each.run.group) for each in runs)
+    sizes = Counter(source for source, _ in repeats)
+    return np.array(
+        [min(1.0, _SOURCE_RUNS / sizes[each.run.source]) / repeats[each.run.source, each.run.group] for each in runs]
+    )
 
-#: Tiers of a score: the tables' tiers, and one with a scalar per software stack.
-SCORE_TIERS = (*TIERS, "stack")
+
+def _fit(marks: Array, errors: Array, weights: Array) -> Array:
+    """Return the logarithms of the factors, with a loss that grows linearly for large errors."""
+    logs = np.zeros(marks.shape[1])
+    for _ in range(_STEPS):
+        now = weights / np.maximum(1.0, np.abs(errors - marks @ logs) / _ROBUST) / _NOISE**2
+        left = marks.T @ (marks * now[:, None]) + np.eye(len(logs)) / _FACTOR_SD**2
+        logs = np.linalg.solve(left, marks.T @ (now * errors))
+    return logs
+
+
+# Predictions of published runs under two tiers, and the report on their errors.
+
 #: All runs, as a kind of runs.
 EVERY = "all"
 
@@ -383,35 +236,37 @@ class ScoreReport:
     Attributes:
         predictions: one per run and tier.
         refitted: predictions of the tables with refitted constants.
+        finetune: predictions of fine-tuning runs.
     """
 
     predictions: Sequence[Prediction]
     skipped: Sequence[Skipped]
     refitted: Refit
+    finetune: Sequence[FinetuneResult] = ()
 
     def of_tier(self, tier: str) -> list[Prediction]:
         """Return the predictions of one tier."""
         return [each for each in self.predictions if each.tier == tier]
 
     def foresight(self) -> dict[str, Any]:
-        """Return the errors by kind of runs: shipped, refitted to all, without the source, without the kind."""
+        """Return the errors by kind of runs: without the publisher, refitted to all, as shipped."""
         tables = scored(self.of_tier(TIERS[-1]))
-        return {name: self._observed(_of_family(tables, name), name) for name in (EVERY, *FAMILIES)}
-
-    def _observed(self, runs: Sequence[Prediction], family: str) -> dict[str, Any]:
-        found = {
-            "shipped": time_errors(runs),
-            "refitted": time_errors(_with_times(runs, self.refitted.seen)),
-            "source_out": time_errors(_with_times(runs, self.refitted.source_out)),
-            "constant_rate": time_errors(_with_times(runs, constant_rate(scored(self.of_tier(TIERS[-1]))))),
-        }
-        out = self.refitted.family_out.get(family)
-        return found | ({"family_out": time_errors(_with_times(runs, out))} if out else {})
+        constant = constant_rate(tables)
+        found: dict[str, Any] = {}
+        for name in (EVERY, *FAMILIES):
+            runs = [each for each in tables if name == EVERY or name in families(each.run)]
+            found[name] = {
+                "publisher_out": time_errors(_with_times(runs, self.refitted.publisher_out)),
+                "refitted": time_errors(_with_times(runs, self.refitted.seen)),
+                "shipped": time_errors(runs),
+                "constant_rate": time_errors(_with_times(runs, constant)),
+            }
+        return found
 
     def residuals(self) -> tuple[list[Residual], list[Residual]]:
-        """Return the residuals of time, predicted without the run's source, and of memory."""
+        """Return the residuals of time, predicted without the run's publisher, and of memory."""
         tables = self.of_tier(TIERS[-1])
-        return time_residuals(scored(tables), self.refitted.source_out), memory_residuals(tables)
+        return time_residuals(scored(tables), self.refitted.publisher_out), memory_residuals(tables)
 
     def experience(self) -> Experience:
         """Return the error statistics: the content of `planner/experience.toml`."""
@@ -420,10 +275,11 @@ class ScoreReport:
     def summary(self) -> dict[str, Any]:
         """Return the errors of time, memory and verdicts by tier, and the errors on unseen runs."""
         return {
-            **{tier: summary(self.of_tier(tier)) for tier in SCORE_TIERS},
+            **{tier: summary(self.of_tier(tier)) for tier in TIERS},
             "foresight": self.foresight(),
             "coverage": {str(level): held for level, held in coverage(self.residuals()[0]).items()},
-            "num_runs": len(self.predictions) // len(SCORE_TIERS),
+            "finetune": finetune_summary(self.finetune),
+            "num_runs": len(self.predictions) // len(TIERS) + len(self.finetune),
             "num_skipped": len(self.skipped),
         }
 
@@ -432,12 +288,10 @@ class ScoreReport:
         return {
             "rows": [_row(each) for each in self.predictions],
             "skipped": [{"id": each.id, "reason": each.reason} for each in self.skipped],
+            "not_understood": {each.run.id: each.run.unread for each in self.of_tier(TIERS[-1]) if each.run.unread},
             "summary": self.summary(),
-            "source_out_iter_s": self.refitted.source_out,
-            "fitted": [
-                {"name": each.name, "value": each.value, "start": each.prior, "sources": dict(each.sources)}
-                for each in self.refitted.factors
-            ],
+            "publisher_out_iter_s": self.refitted.publisher_out,
+            "factors": self.refitted.factors,
         }
 
 
@@ -445,33 +299,36 @@ def score(*paths: Path | str) -> ScoreReport:
     """Predict all runs of CSV files.
 
     Raises:
-        ConfigError: for a file that cannot be read, or a run that is not fully described.
+        ConfigError: for a file that cannot be read, and if no row of any file can be scored.
     """
     runs: list[PublishedRun] = []
+    tuned: list[FinetuneResult] = []
     skipped: list[Skipped] = []
     for path in paths:
-        found, without = read_runs(path)
-        runs += found
-        skipped += without
+        for found in read_rows(path):
+            if isinstance(found, PublishedRun):
+                runs.append(found)
+            elif isinstance(found, FinetuneRun):
+                tuned.append(predict_finetune(found))
+            else:
+                skipped.append(found)
     once: dict[tuple[PublishedRun, str], Prediction] = {}
     predictions = [_once(run, tier, once) for tier in TIERS for run in runs]
     tables = [each for each in predictions if each.tier == TIERS[-1]]
-    scalars = stack_scalars(tables)
-    scaled = [replace(each, tier="stack", step_s=each.step_s * scalars[each.run.id]) for each in tables]
-    return ScoreReport(predictions + scaled, skipped, refit(scored(tables)))
+    if not predictions and not tuned:
+        first = f"The first of {len(skipped)} rows: {skipped[0].reason}" if skipped else "There are no rows"
+        raise ConfigError([Problem("score", f"score={paths[0]}: no row can be scored. {first}. Check the columns.")])
+    return ScoreReport(predictions, skipped, refit(scored(tables)), tuned)
 
 
 def _once(run: PublishedRun, tier: str, known: dict[tuple[PublishedRun, str], Prediction]) -> Prediction:
     """Return a run's prediction. Runs with the same settings are predicted only once."""
-    bare = replace(run, id="", table="", group="", core=False, measured_s=None, measured_gib=None, out_of_memory=None)
+    plain = {"id": "", "table": "", "group": "", "core": False, "measured_s": None, "measured_gib": None}
+    bare = replace(run, **plain, out_of_memory=None, unread=())
     found = known.get((bare, tier))
     if found is None:
         found = known[bare, tier] = predict_run(run, tier)
     return replace(found, run=run)
-
-
-def _of_family(predictions: Sequence[Prediction], family: str) -> list[Prediction]:
-    return [each for each in predictions if family == EVERY or family in families(each.run)]
 
 
 def _with_times(predictions: Sequence[Prediction], seconds: Mapping[str, float]) -> list[Prediction]:
@@ -480,7 +337,8 @@ def _with_times(predictions: Sequence[Prediction], seconds: Mapping[str, float])
 
 def predict_run(run: PublishedRun, tier: str) -> Prediction:
     """Predict one run with the constants of one tier."""
-    estimates, row = predict(run, Tables.of(run.cluster.device, tier))
+    tables = Tables.of(run.cluster.device, tier)
+    estimates, row = predict(run, tables)
     memory = {"allocated": estimates.allocated_bytes, "reserved": estimates.reserved_bytes}
     return Prediction(
         run=run,
@@ -489,6 +347,7 @@ def predict_run(run: PublishedRun, tier: str) -> Prediction:
         memory_gib=float(memory.get(run.counter, estimates.total_bytes)[row]) / 2**30,
         fits_probability=float(estimates.fits_probability[row]),
         terms={name: float(values[row]) for name, values in estimates.terms.items()},
+        slowdown=tables.slowdown,
     )
 
 
@@ -503,6 +362,7 @@ def _row(each: Prediction) -> Mapping[str, Any]:
         "error": _finite(each.error),
         "fits_probability": _finite(each.fits_probability),
         "source": run.source,
+        "publisher": run.publisher,
         "table": run.table,
         "stack": run.job.stack.name,
         "core": run.core,

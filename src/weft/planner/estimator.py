@@ -126,7 +126,7 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
         columns: the plans.
         tables: constants of the device, or of a measured host.
     """
-    if isinstance(tables, HostTables) or job.stack.balanced_stages:
+    if isinstance(tables, HostTables):
         return estimate(job, cluster, columns, tables)
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 
@@ -144,7 +144,7 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
         return estimate(job, cluster, columns, tables).step_s
     learned = tables.learned
     found = [
-        _added(terms[name] * learned[name] if name in learned else terms[name] for name in TERMS)
+        tables.slowdown * _added(terms[name] * learned[name] if name in learned else terms[name] for name in TERMS)
         for terms, _ in device_parts(job, cluster, columns, tables, weighed=False)
     ]
     return _joined(found, len(columns))
@@ -169,8 +169,9 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
 def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
     on_host = isinstance(tables, HostTables)
     terms = {name: _joined([part[0][name] for part in parts if name in part[0]], len(columns)) for name in TERMS}
+    terms |= {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms}
     return Estimates(
-        terms=terms | {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms},
+        terms=terms if tables.slowdown == 1.0 else {name: each * tables.slowdown for name, each in terms.items()},
         memory={name: _joined([part[1][name] for part in parts], len(columns)) for name in CLASSES},
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.tokens),

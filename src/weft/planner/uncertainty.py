@@ -14,18 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.cluster import ClusterSpec
+from weft.planner.cost.machine import generation
 from weft.planner.space.columns import Job
 from weft.planner.space.shape import Shape, TracedShape
 
-#: Device generations by prefixes of device names. The first match wins.
-_GENERATIONS = (
-    ("volta", ("v100",)),
-    ("ampere", ("a100", "a800")),
-    ("hopper", ("h100", "h200", "h800", "h20", "gh200")),
-    ("blackwell", ("b200", "b300", "gb200", "gb300")),
-    ("cdna", ("mi300x", "mi325x", "mi350x", "mi355x")),
-    ("tpu", ("tpu-v5p", "tpu-v6e")),
-)
 #: Generations with dozens of published runs.
 WELL_KNOWN = frozenset({"ampere", "hopper"})
 #: Tokens of a sequence, and nodes, from which on few runs were published.
@@ -68,12 +60,6 @@ class ErrorContext:
             "network": float(self.nodes > 1),
             "pipeline": float(self.stages > 1),
         }
-
-
-def generation(device: str) -> str:
-    """Return the generation of a device by its name, or "" if no run on a similar device was published."""
-    name = device.rstrip("*")
-    return next((make for make, names in _GENERATIONS if name.startswith(names)), "")
 
 
 def error_context(job: Job, cluster: ClusterSpec, precision: str, stages: int, num_devices: int) -> ErrorContext:

@@ -65,6 +65,11 @@ def test_a_budget_lies_between_the_policies():
     assert selective.terms["recompute"] < half.terms["recompute"] < full.terms["recompute"]
 
 
+def test_offloaded_activations_cost_time_even_where_their_transfers_hide():
+    none, eighth = candidates(["", "offload=activations:0.125"])
+    assert eighth.step_s > none.step_s
+
+
 def test_short_transfers_hide_under_compute():
     eighth, whole = candidates(["offload=activations:0.125", "offload=activations"])
     assert eighth.terms["offload"] < whole.terms["offload"] / 8

@@ -19,7 +19,7 @@ from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory import CLASSES
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.estimator import estimate
-from weft.planner.space.columns import Columns, Job
+from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import Shape, Stack
 from weft.planner.space.trained_part import AdapterSize
 
@@ -41,8 +41,7 @@ def per_value(columns: Columns, task: Job | None = None) -> float:
 def test_saved_bytes_are_those_of_the_trace():
     """41.033 bytes and 8.629 with tp = 8 and sequence parallel by a trace of torch's own modules."""
     assert per_value(Columns.make(1)) == pytest.approx(41.03, abs=0.01)
-    assert per_value(Columns.make(1, tp=8, sp=True), job(regather_sp=False)) == pytest.approx(8.629, abs=0.005)
-    # Two gathered inputs of 2 bytes a value less, of which this rank has an eighth.
+    # That trace keeps gathered inputs. Weft gathers them again: two of 2 bytes a value less, of which it has an eighth.
     assert per_value(Columns.make(1, tp=8, sp=True)) == pytest.approx(8.629 - 2 * 2 * 7 / 8, abs=0.005)
 
 
@@ -133,7 +132,7 @@ def test_a_pipeline_holds_gathered_parameters_and_whole_gradients_for_the_step(r
 def test_gpt_keeps_34_bytes_and_its_scores():
     """Korthikanti et al. 2022 (arXiv 2205.05198): 34 + 5 a s / h with dropout, 34 without the scores, 2 recomputed."""
     gpt = Shape.of_decoder(decoder_spec("gpt3-175b"))
-    task = Job(shape=gpt, seq_len=2048, global_batch=8, stack=replace(FUSED, flash=False, dropout=True))
+    task = Job(shape=gpt, seq_len=2048, global_batch=8, stack=replace(FUSED, attention="unfused"))
 
     def kept(policy: str) -> float:
         columns = Columns.make(1, recompute=RECOMPUTES.index(policy))
@@ -218,3 +217,33 @@ def test_the_verdict_is_a_chance():
     assert 1 > chances[1] > chances[2]
     roomy = replace(CLUSTER.device, memory_bytes=2 * CLUSTER.device.memory_bytes)
     assert (estimate(job(), CLUSTER, columns, Tables.of(roomy)).fits_probability >= chances).all()
+
+
+def test_pure_bf16_keeps_eight_bytes_a_parameter_and_the_copy_of_a_moment():
+    """Weights, gradients and two moments in bf16; torch's foreach update makes a copy of one moment."""
+    pure = replace(FUSED, master=False, main_bytes=4.0, grad_bytes=2.0)
+    for text in ("precision=bf16", "dp_shard=8 zero=3 precision=bf16"):
+        found = [
+            estimate(Job(shape=SHAPE, seq_len=128, global_batch=8, stack=stack), CLUSTER,
+                     Columns.of([Plan.parse(text)], Job(shape=SHAPE, seq_len=128, global_batch=8)), TABLES).memory
+            for stack in (pure, replace(pure, step_bytes=2.0))
+        ]  # fmt: skip
+        share = SHAPE.num_params / (8 if "dp_shard" in text else 1)
+        lasting = found[0]["parameters"][0] + found[0]["optimizer"][0]
+        assert lasting == pytest.approx(6 * share, rel=0.01)
+        assert sum(found[1][name][0] for name in found[1]) >= sum(found[0][name][0] for name in found[0])
+    alone = estimate(Job(shape=SHAPE, seq_len=128, global_batch=1, stack=replace(pure, step_bytes=2.0)), CLUSTER,
+                     Columns.make(1, precision=PRECISIONS.index("bf16")), TABLES)  # fmt: skip
+    assert alone.allocated_bytes[0] + alone.memory["reserve"][0] == pytest.approx(10 * SHAPE.num_params, rel=0.03)
+
+
+def test_a_packed_base_keeps_wide_values_where_the_software_widens_them():
+    adapter = AdapterSize.of_shape(SHAPE, 16, "nf4")
+    narrow, wide = (
+        Job(shape=SHAPE, seq_len=4096, global_batch=4, adapter=adapter, stack=replace(FUSED, residual_bytes=width))
+        for width in (2.0, 4.0)
+    )
+    columns = Columns.make(1, microbatch=4, precision=PRECISIONS.index("bf16"), recompute=RECOMPUTES.index("full"))
+    less, more = (estimate(job, CLUSTER, columns, TABLES).memory for job in (narrow, wide))
+    assert more["activations"][0] - less["activations"][0] > 0.9 * 32 * 4 * 4096 * SHAPE.hidden * 2
+    assert more["parameters"][0] - less["parameters"][0] == pytest.approx(2 * 2 * SHAPE.table_params, rel=0.01)

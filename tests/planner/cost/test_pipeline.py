@@ -11,7 +11,6 @@ from weft.config.partitioning import divide_layers
 from weft.config.pipeline_schedule import build_schedule
 from weft.config.plan import SCHEDULES
 from weft.planner.cost.pipeline import (
-    balanced_layers,
     bubble_s,
     chunks_per_rank,
     fullest_moment,
@@ -99,13 +98,6 @@ def test_the_ends_have_less_where_layers_do_not_come_out_even():
     assert (stages.first[0], stages.middle[0], stages.last[0]) == (7, 8, 7)
     stages = split_layers(22, piped("interleaved", pp=8, virtual_stages=3))
     assert (stages.first[0], stages.middle[0], stages.last[0]) == (2, 3, 2)
-
-
-def test_a_costly_head_relieves_the_last_stage():
-    stages = balanced_layers(32, piped(pp=4), np.array([0.0]), np.array([4.0]))
-    assert (stages.first[0], stages.last[0]) == (9, 5)
-    two = balanced_layers(16, piped(pp=2), np.array([0.0]), np.array([4.0]))
-    assert (two.first[0], two.last[0]) == (10, 6)
 
 
 def test_sends_in_the_open():

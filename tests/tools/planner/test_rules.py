@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tools.planner.cells import cluster_of, device_named, network_rate, shape_of, step_flops
+from tools.planner.cells import cluster_of, device_named, network_bytes_per_s, shape_of, step_flops
 from tools.planner.published_runs import read_runs
 from tools.planner.scores import candidates, predict
-from tools.planner.stacks import stack_of, stack_rules
+from tools.planner.stacks import counts_causal_half, facts_of, stack_of, unread, value_in, vocabulary, year_of
 from weft.errors import ConfigError
 from weft.planner.cost.layer import attention_gain
 from weft.planner.cost.machine import Fabric, Tables
@@ -56,12 +56,11 @@ def test_a_name_may_change_the_device():
         ("1600 gbps node-node interconnect (roce)", 25e9),
         ("network 400gb/s per node as printed", 6.25e9),
         ("500w cap, 400gb/s per gpu", 50e9),
-        ("bigscience bloom", 6.25e9),
         ("nothing is said", None),
     ],
 )
 def test_networks(text, rate):
-    assert network_rate(text, 8) == rate
+    assert network_bytes_per_s(text, 8) == rate
 
 
 def test_a_small_cluster_has_no_larger_nodes():
@@ -70,24 +69,59 @@ def test_a_small_cluster_has_no_larger_nodes():
     assert cluster_of("h100-80gb-sxm", 20, 8, "").nodes == 3
 
 
+def stack(source: str, gpu: str, **cells: str):
+    return stack_of({"source": source, "gpu": gpu, **cells})
+
+
 def test_software_by_its_words():
-    old, selective = stack_of("megatron-lm sc21 (2021)", "a100-80gb-sxm")
-    assert (old.flash, old.dropout, old.overlap_grads, selective) == (False, True, False, "attention")
-    new, _ = stack_of("nvidia dgxc-benchmarking; nemo", "h100-80gb-sxm")
-    assert (new.flash, new.overlap_grads, new.overlap_tp) == (True, True, True)
-    assert not stack_of("mlperf; no tp comm overlap", "h100-80gb-sxm")[0].overlap_tp
-    eager, selective = stack_of("torchtitan; fsdp", "h100-80gb-sxm")
-    assert (eager.fused_norm, eager.reduce_bytes, selective) == (False, 4.0, "selective")
-    assert stack_of("fsdp; selective layer ac", "a100")[1] == "half"
-    assert not stack_of("anything", "v100-32gb-sxm2")[0].flash
-    assert stack_of("kernel=flash_attention2 + rms kernel", "a100")[0].fused_norm
-    assert not stack_of("kernel=fused", "a100")[0].flash
+    old = stack("Megatron-LM SC21 (2021)", "a100-80gb-sxm")
+    assert (old.flash, old.overlap_data, old.overlap_tp) == (False, False, False)
+    new = stack("NVIDIA dgxc-benchmarking; NeMo", "h100-80gb-sxm")
+    assert (new.flash, new.overlap_data, new.overlap_tp) == (True, True, True)
+    assert not stack("MLPerf", "h100-80gb-sxm", notes="no TP comm overlap (v3.0)").overlap_tp
+    eager = stack("torchtitan", "h100-80gb-sxm", notes="FSDP2")
+    assert (eager.fused, eager.reduce_bytes, eager.selective_half) == (False, 4.0, True)
+    assert not stack("anything", "v100-32gb-sxm2").flash
+    assert stack("Aleph Alpha", "a100", notes="kernel=flash_attention2 + RMS kernel").fused
+    assert not stack("Aleph Alpha", "a100", notes="kernel=fused").flash
 
 
-def test_rules_name_features_and_give_reasons():
-    assert len(stack_rules()) > 10
-    for rule in stack_rules():
-        assert rule.values
+def test_attention_is_that_of_the_kernel_or_the_year_and_never_of_the_framework():
+    assert stack("an engineer, 2026", "b200", notes="DeepSpeed ZeRO-3, Liger, FA4").attention == "best"
+    assert stack("a report", "h100", notes="DeepSpeed; FA2").attention == "flash2"
+    assert stack("DeepSpeed blog 2025", "a100").attention == "best"
+    assert stack("DeepSpeed paper (arXiv:2201.11990)", "a100").attention == "unfused"
+    assert stack("torchtitan", "h100").attention == "flash2"  # torch's own, before 2.11
+    assert year_of({"source": "NeMo performance summary (24.07 container)"}) == 2024
+
+
+def test_a_column_wins_over_words_and_has_a_closed_vocabulary():
+    assert stack("Megatron-LM 2021", "a100", attention="best").attention == "best"
+    with pytest.raises(ConfigError, match="attention=magic: not one of best, flash2, flash1, unfused"):
+        stack("Megatron-LM 2021", "a100", attention="magic")
+    assert facts_of({"source": "NVIDIA Megatron-Bridge"})["publisher"] == "nvidia"
+    assert unread({"notes": "q=A; DeepEP; on a rainy day"}) == ["on a rainy day"]
+
+
+def test_the_longer_of_two_phrases_wins():
+    assert value_in("tp_overlap", "TP comm overlap on") == "yes"
+    assert value_in("tp_overlap", "no TP comm overlap") == "no"
+    assert value_in("offload_optimizer", "no offload") is None
+
+
+def test_a_phrase_belongs_to_one_value_of_a_column():
+    for column, values in vocabulary().items():
+        phrases = [phrase for each in values.values() for phrase in each]
+        assert len(phrases) == len(set(phrases)), column
+
+
+@pytest.mark.parametrize(
+    "text", ["causal attention flops", "attention flops counted causally", "attention flops causal"]
+)
+def test_causal_counts_of_flops(text):
+    assert counts_causal_half(text)
+    assert not counts_causal_half(text.replace("causal", "non-causal"))
+    assert not counts_causal_half("causal attention; model flops")
 
 
 def row(**changes: object) -> dict[str, str]:
@@ -128,41 +162,9 @@ def test_settings_that_are_left_out_are_chosen_so_that_they_fit(tmp_path):
     assert estimates.step_s[chosen] == estimates.step_s[fits].min()
 
 
-def test_rules_do_not_overwrite_each_other_unawares():
-    """Two rules that set one feature differently: the later one names the earlier."""
-    rules = stack_rules()
-    for place, later in enumerate(rules):
-        assert later.cite, later.name
-        assert later.over <= {each.name for each in rules[:place]}, later.name
-        for earlier in rules[:place]:
-            own, known = dict(later.values), dict(earlier.values)
-            clash = [name for name in own if name in known and own[name] != known[name] and name != "name"]
-            apart = earlier.name in later.over or _never_together(earlier, later)
-            assert not clash or apart, (earlier.name, later.name, clash)
-
-
-def _never_together(one, other) -> bool:
-    """Whether a sample of what sources write meets both rules nowhere."""
-    texts = [
-        "megatron-lm sc21 (2021)", "megatron-lm readme (sep 2020)", "megatron-deepspeed bloom", "korthikanti",
-        "mosaicml",
-        "mosaicml; mp mode default; alibi+flash attn", "mosaicml; mp mode pure; alibi", "torchtitan; fsdp2",
-        "hf nanotron", "internevo", "aleph alpha; kernel=flash_attentionv1", "aleph alpha; kernel=torch",
-        "aleph alpha; kernel=fused", "aleph alpha; kernel=flash_attention2 + rms kernel", "nvidia jax-toolbox pax; xla",
-        "pax; te on xla", "nemo automodel; fsdp2; deepep", "nvidia megatron-bridge; container 24.09", "mlperf; nemo",
-        "megatron-moe-modelzoo; deepep; recompute norm+act", "moe parallel folding; mcore 5d",
-        "moe parallel folding; mcore folding; etp=1", "torchtitan; selective layer ac", "stas00; liger",
-        "primus; megatron",
-        "megatron-moe-modelzoo; selective recompute of layernorm+moe", "zero bubble pipeline", "open beta nemo",
-    ]  # fmt: skip
-    gpus = ("a100-80gb-sxm", "h100-80gb-sxm", "v100-32gb-sxm3", "b200", "mi355x")
-    return not any(one.holds(text, gpu) and other.holds(text, gpu) for text in texts for gpu in gpus)
-
-
 def test_speeds_of_kernels_multiply():
     """The first FlashAttention on Hopper is both: half of the second's speed, which was made for Ampere."""
-    first, _ = stack_of("mosaicml; fsdp; alibi+flash attn", "h100-80gb-sxm")
-    second, _ = stack_of("torchtitan; fsdp", "h100-80gb-sxm")
+    first, second = (stack("torch", "h100-80gb-sxm", attention=kernel) for kernel in ("flash1", "flash2"))
     tables = Tables.of(device_named("h100-80gb-sxm"))
     shape = shape_of(row())
     speeds = [
@@ -170,7 +172,6 @@ def test_speeds_of_kernels_multiply():
     ]
     assert speeds[1] == pytest.approx(0.62)
     assert speeds[0] == pytest.approx(0.62 * 0.55)
-    assert stack_of("megatron-deepspeed; bloom", "a100")[0].host_gain == pytest.approx(0.2)
 
 
 def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
@@ -179,8 +180,8 @@ def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
     assert once < 0.6 * each
     inside = [float(fabric.all_to_all_s(1e9, 8, 1, copies)) for copies in (None, 8)]
     assert inside[1] / inside[0] == pytest.approx(1 - (7 / 8) ** 8, rel=0.02)
-    assert stack_of("megatron-moe-modelzoo; deepep", "h100-80gb-sxm")[0].once_per_node
-    assert not stack_of("megatron-moe-modelzoo; a2a dispatcher", "h100-80gb-sxm")[0].once_per_node
+    assert stack("Megatron-MoE-ModelZoo", "h100", notes="DeepEP").dispatch == "deepep"
+    assert stack("Megatron-MoE-ModelZoo", "h100", notes="A2A dispatcher").dispatch == "each"
 
 
 @pytest.mark.parametrize(("nodes", "line"), [(4, 58e9), (8, 51e9)])
@@ -195,11 +196,6 @@ def test_a_dispatch_takes_as_long_as_deepep_measured(nodes, line):
     reached = nodes * (1 - (1 - 1 / nodes) ** copies)
     found = float(fabric.all_to_all_s(token * copies, 8 * nodes, 1, copies))
     assert found * 4 / reached == pytest.approx(measured, rel=0.12)
-
-
-def test_weights_travel_in_fp8_where_the_software_does_so():
-    assert stack_of("mlperf training v5.1", "b200")[0].fp8_gather
-    assert not stack_of("nemo 24.07", "h100-80gb-sxm")[0].fp8_gather
 
 
 def test_what_a_row_leaves_out_is_inferred(tmp_path):

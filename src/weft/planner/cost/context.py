@@ -24,6 +24,8 @@ _RING, _GATHER, _ULYSSES = (CP_MODES.index(name) for name in ("ring", "gather", 
 #: Mean share of a rank's queries, and of another rank's keys, that take part in a block. With zigzag it is all of one
 #: and half of the other, and which one depends on the pair of ranks.
 _MET = 0.75
+#: Bytes of a key's gradient as ranks exchange it.
+_SUM_BYTES = 4.0
 #: Kernels per block in addition to attention (forward), and kernels that pack and unpack the exchange of heads.
 _PIECE_CALLS, _EXCHANGE_CALLS = 10.0, 12.0
 
@@ -66,12 +68,12 @@ def traffic_s(
     """Return the exposed seconds of a layer's context-parallel communication (forward, backward).
 
     The seconds include the slowdown of attention by communication that it hides. Keys and values are sent in half
-    precision, the sums of their gradients with `cp_sum_bytes` per value. In a ring, each message overlaps with the
+    precision, the sums of their gradients in fp32. In a ring, each message overlaps with the
     attention of one step. The last gradients have no compute to overlap with.
     """
     c, stride = columns.cp.astype(np.float64), columns.stride("cp")
     keys = 2.0 * tokens * kv * 2.0
-    sums = 2.0 * tokens * kv * job.stack.cp_sum_bytes
+    sums = 2.0 * tokens * kv * _SUM_BYTES
     crowd = np.where(stride * c > fabric.domain, 1.0, tables.overlap_comm)
     key_s, sum_s = fabric.send_s(keys, stride), fabric.send_s(sums, stride)
     ring_f = _under(c - 1, key_s * crowd, attn_f / c, tables)
@@ -131,7 +133,7 @@ def buffer_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array)
     if not (columns.cp > 1).any():
         return np.zeros(len(columns))
     c = columns.cp.astype(np.float64)
-    keys, sums = 4.0 * kv, 2.0 * kv * job.stack.cp_sum_bytes
+    keys, sums = 4.0 * kv, 2.0 * kv * _SUM_BYTES
     ring, gather = 2 * keys + 3 * sums + 4.0 * q, c * (keys + sums) + sums + 4.0 * q
     ulysses = 4.0 * (q + 2 * _sent_kv(job, c, kv))
     modes = [columns.cp_mode == mode for mode in (_RING, _GATHER, _ULYSSES)]

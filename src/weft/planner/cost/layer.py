@@ -26,6 +26,13 @@ Array = NDArray[np.float64]
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
 #: Additional calls in a layer with experts: router, balance, sort, scatter and join (in Weft 75 in all, eager).
 _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER = 20, 35
+#: Kernel calls of an expert layer after the host has read the counts of tokens: all of Weft's, which are eager.
+_DISPATCH_CALLS = 75
+#: Tokens of the rank with most, over the mean, where no loss or bias balances the experts that each rank has (Fedus et
+#: al. 2021, arXiv 2101.03961: a capacity of 1.25 drops few tokens).
+UNBALANCED = 1.25
+#: Bytes/s inside a node that DeepEP's kernels were measured to reach (its README, 8 ranks: 153 to 158 GB/s).
+_DEEPEP_RATE = 155e9
 #: Speed of the first FlashAttention relative to the second (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
@@ -229,22 +236,19 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
             parts += [(tokens, h * one, np.ceil(width / t), one, share)]
     grouped = 0
     if shape.moe_layers:
-        split = one if job.stack.fold_experts else t
         local = np.maximum(1.0, shape.num_experts / columns.ep)
-        each = tokens / t * split * shape.top_k / local
-        wide = shape.expert_ffn / split
+        fullest = np.where(columns.ep > 1, 1.0 if job.stack.balanced_experts else UNBALANCED, 1.0)
+        each, wide = tokens / t * shape.top_k / local * fullest, shape.expert_ffn * one
         parts += [(each, ups * wide, h * one, local, 1 - dense_share), (each, h * one, wide, local, 1 - dense_share)]
         parts += [(tokens / t, shape.num_experts * one, h * one, one, 1 - dense_share)]
         grouped = len(parts) - 3
     m, n, k, batch = (np.stack([part[i] for part in parts]) for i in range(4))
     share = np.array([part[4] for part in parts])[:, None]
-    ramps = np.full((len(parts), 1), tables.gemm_k0)
     rates = np.broadcast_to(rate, (len(parts), len(tokens))).copy()
-    if shape.moe_layers:
-        ramps[grouped : grouped + 2] = tables.grouped_k0
-        if job.stack.half_experts:
-            rates[grouped:] = cut.half
-    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rates, ramps)
+    if shape.moe_layers and job.stack.half_experts:
+        rates[grouped:] = cut.half
+    m3, n3, k3 = np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m])
+    times = gemm_s(tables, m3, n3, k3, batch, rates, widths=(n, k))
     forward, dgrad, wgrad = (times * share).sum(axis=1)
     return forward, dgrad, wgrad
 
@@ -305,9 +309,9 @@ def _packed_s(
 
 
 def attention_gain(job: Job, tables: Tables) -> float:
-    """Return the speed of the stack's attention kernels relative to kernels made for the device."""
-    second = tables.flash2_gain if job.stack.flash_version < 3 else 1.0
-    return job.stack.attn_gain * second * (_FLASH_1 if job.stack.flash_version == 1 else 1.0)
+    """Return the speed of the stack's attention kernel relative to the one made for the device."""
+    kernel = job.stack.attention
+    return (1.0 if kernel == "best" else tables.flash2_gain) * (_FLASH_1 if kernel == "flash1" else 1.0)
 
 
 def _unfused_attention(
@@ -317,10 +321,8 @@ def _unfused_attention(
     heads = q / shape.head_dim * rows / s  # matrices of s x s
     elements = heads * s * s
     products = core_s(tables, 4.0 * elements * shape.head_dim, 4.0 * elements, shape.head_dim, peak)
-    # Fused: scale-mask-softmax reads and writes half-precision values, dropout also a mask. Unfused: also fp32 passes.
-    forward, backward = (4.0, 6.0) if job.stack.fused_softmax else (20.0, 14.0)
-    forward, backward = (forward + 5.0, backward + 5.0) if job.stack.dropout else (forward, backward)
-    return products + bytes_s(tables, forward * elements), 2 * products + bytes_s(tables, backward * elements)
+    # One kernel scales, masks and normalises half-precision values (4 bytes forward, 6 backward). Dropout takes 5 more.
+    return products + bytes_s(tables, 9.0 * elements), 2 * products + bytes_s(tables, 11.0 * elements)
 
 
 def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
@@ -328,10 +330,10 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     shape, stack = job.shape, job.stack
     h, t = float(shape.hidden), columns.tp.astype(np.float64)
     fused_norm = stack.fused_norm | shape.layer_norm | columns.compile
-    fused_mlp = stack.fused_mlp | columns.compile
+    fused_mlp = stack.fused | columns.compile
     outside = np.where(columns.sp, t, 1.0)  # sequence parallel divides what lies between the tensor-parallel parts
-    masks = 1.0 if stack.dropout else 0.0
-    again = np.where(columns.compile & stack.lean_graphs, 2.0, 0.0)  # what products read is written once more
+    masks = 0.0 if stack.flash else 1.0  # programs with unfused attention date from models with dropout
+    again = np.where(columns.compile, 2.0, 0.0)  # what products read is written once more
     norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0) + again
     between_f = 2 * (norm_f + 6.0 + masks) * h / outside
     between_b = 2 * (norm_b + 6.0 + 5.0 * masks) * h / outside
@@ -339,7 +341,7 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
         act_f, act_b = np.where(fused_mlp, 6.0, 10.0), np.where(fused_mlp, 10.0, 18.0)
     else:
         act_f, act_b = np.where(fused_mlp, 4.0, 8.0), np.where(fused_mlp, 6.0, 12.0)
-    rotary = 0.0 if shape.learned_positions else np.where(stack.fused_rope | columns.compile, 4.0, 18.0)
+    rotary = 0.0 if shape.learned_positions else np.where(stack.fused | columns.compile, 4.0, 18.0)
     turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
     dense = shape.dense_share
     width = sum(shape.ffn_widths(t))
@@ -421,8 +423,7 @@ def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> L
 
 def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
     """Return one entry per row of `columns`, computing every row. Reads only the columns of `of_costs`."""
-    shape, stack = job.shape, job.stack
-    cut = share_of(job, columns, tables)
+    shape, cut = job.shape, share_of(job, columns, tables)
     tokens, q, kv, half, width = cut.tokens, cut.q, cut.kv, cut.half, cut.width
     t = columns.tp.astype(np.float64)
     if isinstance(shape, TracedShape):
@@ -439,7 +440,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     head = _head(job, columns, tables, fabric, tokens, half) if shape.vocab else (np.zeros_like(tokens),) * 3
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
     cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
-    ep = _ep(job, columns, fabric, tokens)
+    ep = _ep(job, columns, tables, fabric, tokens, made.gemm_f)
     # Each additional chunk adds a collective and a matmul, four times in a layer.
     calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
     gathers_table = (t > 1) & (shape.vocab > 0)
@@ -458,7 +459,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         cp_b=cp_b,
         ep_f=ep,
         ep_b=ep,
-        host_f=np.where(columns.graphs | stack.cuda_graphs, 0.0, calls * tables.host_op_s / stack.host_gain),
+        host_f=np.where(columns.graphs, 0.0, calls * tables.host_op_s * job.stack.host_ops),
         head_gemm=head[0] * _head_share(job) + ends.after_gemm * width,
         head_memory=head[1] + ends.after_memory * width,
         head_tp=head[2],
@@ -483,8 +484,8 @@ def _head(
     vocab = padded_vocab(job, t) / t
     h = shape.hidden * np.ones_like(tokens)
     m, n, k = np.stack([tokens, tokens, vocab]), np.stack([vocab, h, h]), np.stack([h, vocab, tokens])
-    gemm = gemm_s(tables, m, n, k, 1.0, peak).sum(axis=0)
-    fused = job.stack.fused_loss | columns.compile
+    gemm = gemm_s(tables, m, n, k, 1.0, peak, widths=(vocab, h)).sum(axis=0)
+    fused = job.stack.fused | columns.compile
     memory = bytes_s(tables, tokens * vocab * np.where(fused, 20.0, 48.0))
     stride = columns.tp_stride
     wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, stride)
@@ -506,22 +507,19 @@ def _tp(
     size = tokens * job.shape.hidden * 2.0
     whole = fabric.ring_s("all_reduce", size, t, stride)
     gather = fabric.ring_s("all_gather", size, t, stride)
-    again = 2.0 if job.stack.regather_sp else 0.0
     forward = np.where(columns.sp, 4 * gather, 2 * whole)
-    backward = np.where(columns.sp, (4 + again) * gather, 2 * whole)
+    backward = np.where(columns.sp, 6 * gather, 2 * whole)
     slow = tables.overlap_compute - 1
     under_f, under_b = gemm_f / tables.overlap_compute, gemm_b / tables.overlap_compute
     if not job.stack.overlap_tp:
-        # Communication for the input gradient overlaps with the weight-gradient matmul, and vice versa.
-        beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else np.zeros_like(whole)
-        hidden_f, hidden_b = np.zeros_like(whole), np.minimum(beside, under_b)
+        hidden_f = hidden_b = np.zeros_like(whole)
         if (columns.tp_chunks > 1).any():
             # Forward is chunked in full, in backward only the gathers of row-wise layers. The first chunk is exposed.
             pieces = np.where(columns.sp, columns.tp_chunks, 1).astype(np.float64)
             piece = fabric.ring_s("all_gather", size / pieces, t, stride)
             later, more = (pieces - 1) * piece, np.where(pieces > 1, pieces * piece - gather, 0.0)
             forward, backward = forward + 4 * more, backward + 2 * more
-            hidden_f, hidden_b = np.minimum(4 * later, under_f), np.minimum(beside + 2 * later, under_b)
+            hidden_f, hidden_b = np.minimum(4 * later, under_f), np.minimum(2 * later, under_b)
         return forward - hidden_f * (2 - tables.overlap_compute), backward - hidden_b * (2 - tables.overlap_compute)
     # In chunks: the first is exposed, each other one overlaps with the matmul of the chunk before it.
     slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
@@ -529,15 +527,30 @@ def _tp(
     return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
 
 
-def _ep(job: Job, columns: Columns, fabric: Fabric, tokens: Array) -> Array:
-    """Return the seconds to send tokens to their experts and back, in a mean layer. Backward takes as long."""
-    shape, t, e = job.shape, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, experts: Array) -> Array:
+    """Return the exposed seconds to send tokens to their experts and back, in a mean layer. Backward takes as long.
+
+    The host reads the counts of tokens, so that no kernel of the layer is queued before: their launches are exposed.
+    What the stack overlaps hides under expert matmuls.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        fabric: links between devices.
+        tokens: tokens of a pass on a rank.
+        experts: seconds of matmuls in a mean layer.
+    """
+    shape, stack, t, e = job.shape, job.stack, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:
         return np.zeros_like(tokens)
-    size = tokens / t * shape.top_k * shape.hidden * 2.0
-    folded = job.stack.fold_experts
-    copies = shape.top_k if job.stack.once_per_node else None
-    travel = 2 * fabric.all_to_all_s(size, e, 1 if folded else columns.tp, copies)
-    if not folded:
-        travel = travel + 2 * fabric.ring_s("all_gather", size * t, t, columns.tp_stride)
-    return travel * shape.moe_layers / shape.layers
+    routed = tokens / t * shape.top_k * shape.hidden
+    routed = routed * np.where(e > 1, 1.0 if stack.balanced_experts else UNBALANCED, 1.0)
+    copies = shape.top_k if stack.dispatch != "each" else None
+    if stack.dispatch == "deepep":
+        fabric = replace(fabric, link_rate=min(fabric.link_rate, _DEEPEP_RATE))
+    there = np.where(columns.narrow, stack.dispatch_bytes, 2.0)
+    moved = sum(fabric.all_to_all_s(routed * width, e, 1, copies) for width in (there, 2.0))
+    hidden = np.minimum(stack.overlap_ep * moved, experts)
+    waits = np.where(e > 1, _DISPATCH_CALLS * tables.host_op_s, 0.0)
+    return (moved - hidden + waits) * shape.moe_layers / shape.layers

@@ -18,8 +18,17 @@ from weft.errors import ConfigError, Problem, did_you_mean
 #: "datasheet": the vendor's rates and constants common to all devices. "tables": measured constants, if available.
 TIERS = ("datasheet", "tables")
 _DEFAULT_SMS = 128
+#: Device generations by prefixes of device names. The first match wins.
+_GENERATIONS = (
+    ("volta", ("v100",)),
+    ("ampere", ("a100", "a800")),
+    ("hopper", ("h100", "h200", "h800", "h20", "gh200")),
+    ("blackwell", ("b200", "b300", "gb200", "gb300")),
+    ("cdna", ("mi300x", "mi325x", "mi350x", "mi355x")),
+    ("tpu", ("tpu-v5p", "tpu-v6e")),
+)
 #: Entries of a device that are facts of its hardware. Every tier reads them.
-_HARDWARE = ("sms", "flash2_gain")
+_HARDWARE = ("sms", "flash2_gain", "fp8_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class Tables:
         rungs: source of each constant: "here" (measured on this machine), "table" (shipped measurement or fit of this
             device) or "common" (for every device).
         learned: factors of terms, from runs.
+        slowdown: factor of all terms by the device's generation, from published runs.
     """
 
     flops: Mapping[str, float]
@@ -49,7 +59,6 @@ class Tables:
     gemm_ceiling: float
     gemm_sustained: float
     gemm_k0: float
-    grouped_k0: float
     tile_power: float
     fp8_gain: float
     fp8_row_share: float
@@ -78,6 +87,7 @@ class Tables:
     usable: float
     rungs: Mapping[str, str]
     learned: Mapping[str, float] = field(default_factory=dict[str, float])
+    slowdown: float = 1.0
 
     @classmethod
     def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
@@ -99,13 +109,15 @@ class Tables:
         own = _own_constants(device, shipped["devices"]) if tier == "tables" else {}
         values |= own
         rungs |= dict.fromkeys(own, "table")
-        known = {each.name for each in fields(cls)} - {"rungs", "flops", "learned"}
+        known = {each.name for each in fields(cls)} - {"rungs", "flops", "learned", "slowdown"}
         for name, value in (profile or {}).items():
             if name not in known:
                 raise _error(name, f"profile.{name}: no such constant.{did_you_mean(name, known)}")
             values[name] = value
             rungs[name] = "here"
-        return cls(**(_rates(device, shipped["devices"]) | values), rungs=rungs)
+        learned = shipped["learned"]
+        factor = learned.get(generation(device.name), 1.0) if tier == "tables" else 1.0
+        return cls(**(_rates(device, shipped["devices"]) | values), rungs=rungs, slowdown=factor)
 
     def changed(self, **values: float) -> Tables:
         """Return a copy with some constants replaced."""
@@ -116,6 +128,12 @@ class Tables:
 def _shipped() -> dict[str, Any]:
     text = Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
+
+
+def generation(device: str) -> str:
+    """Return the generation of a device by its name, or "" if no run on a similar device was published."""
+    name = device.rstrip("*")
+    return next((make for make, names in _GENERATIONS if name.startswith(names)), "")
 
 
 def _base_name(device: DeviceSpec) -> str:
@@ -138,6 +156,8 @@ def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dic
     flops.setdefault("fp64", flops["fp32"] / 2)
     flops.setdefault("fp4", flops["fp8"])
     flops.setdefault("tf32", flops["fp32"])
+    narrow = own.get("fp8_share", 1.0)
+    flops |= {"fp8": max(half, flops["fp8"] * narrow), "fp4": max(half, flops["fp4"] * narrow)}
     return {
         "flops": flops,
         "memory_rate": device.memory_bytes_per_s or 1e11,
@@ -176,7 +196,7 @@ _NARROW = 0.15
 _UNMASKED = 0.3
 
 
-def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: Any = None) -> Array:
+def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths: Any = None) -> Array:
     """Return the seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
 
     The result is the slower of arithmetic and memory. It accounts for the quantisation of the output into tiles, of the
@@ -186,7 +206,8 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: An
         tables: constants of the device.
         m, n, k, batch: sizes; numbers or arrays.
         peak: dense FLOP/s of the precision.
-        k0: inner width at half of the ramp; None uses the value of single products.
+        widths: the two feature widths, whose alignment decides the rate; None takes n and k. Numbers of tokens, and
+            means that are not whole, have no alignment.
     """
     m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
     best = np.zeros(np.broadcast(m, n, k, batch).shape)
@@ -199,10 +220,11 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: An
     # Outputs of less than one wave are split along k, which recovers about half of the device.
     small = m * n * batch < _FULL_TILE / 2 * tables.sms
     best = np.where(small, np.maximum(best, 0.5), best)
-    rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + (tables.gemm_k0 if k0 is None else k0))
+    rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + tables.gemm_k0)
     flops = 2.0 * m * n * k * batch
     moved = 2.0 * batch * (m * k + k * n + m * n)
-    return np.maximum(flops / (rate * aligned(n, k)), bytes_s(tables, moved)) + tables.launch_s
+    share = aligned(*((n, k) if widths is None else widths))
+    return np.maximum(flops / (rate * share), bytes_s(tables, moved)) + tables.launch_s
 
 
 def aligned(n: Any, k: Any) -> Array:
@@ -211,7 +233,7 @@ def aligned(n: Any, k: Any) -> Array:
 
 
 def _line_share(width: NDArray[Any]) -> Array:
-    whole, eighth = width % _LINE == 0, width % 8 == 0
+    whole, eighth = (width % _LINE == 0) | (width % 1 != 0), width % 8 == 0
     return np.where(whole, 1.0, np.where(eighth, _UNLINED, _MISALIGNED))
 
 

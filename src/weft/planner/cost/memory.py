@@ -67,7 +67,7 @@ def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, 
     if held is None:
         return np.zeros(len(columns))
     group = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
-    inside = np.maximum(1.0, group * np.where(job.stack.fold_experts, columns.tp, 1) / columns.ep)
+    inside = np.maximum(1.0, group * columns.tp / columns.ep)
     kept = (held.dense + held.ends) / group + held.experts / np.where(columns.zero == 3, inside, 1.0)
     return kept * np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
 
@@ -122,13 +122,13 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
         place: (layers of the rank, its position, True if it has the embedding, True if it has the head).
     """
     layers, _, embedding, head = place
-    stack, zero = job.stack, columns.zero
+    zero = columns.zero
     shares = rank_shares(job, columns, layers, embedding, head)
     trained = trained_shares(job, columns, shares, layers, (embedding, head))
     gathered, reduced = _buffers(job, columns, shares, trained, layers)
     parameters, optimizer, gradients, growing = _states(job, columns, shares, trained, layers)
     learnt = trained.dense + trained.experts + trained.ends
-    loose = (stays_unbucketed(columns) | awaits_pass(columns)) & stack.travel_once
+    loose = stays_unbucketed(columns) | awaits_pass(columns)
     counted = learnt if job.shape.moe_layers else trained.dense + trained.ends
     return WeightBytes(
         layers=layers,
@@ -166,17 +166,18 @@ def _states(
     stack, zero = job.stack, columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
-    expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
+    expert_group = np.maximum(1.0, group * t / e)
     parameters, optimizer, gradients, growing = (np.zeros(len(columns)) for _ in range(4))
     full32 = columns.in_fp32
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
-    master = np.minimum(4.0, main)
-    kept = np.where((zero == 3) & ~full32, main - master, main)
+    master = np.minimum(4.0, main) if stack.master else weight
+    kept = np.where((zero == 3) & ~full32 & stack.master, main - master, main)
     kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.separate_bytes(columns), 0.0)
-    is_loose = stack.travel_once & (stays_unbucketed(columns) | awaits_pass(columns))
+    is_loose = stays_unbucketed(columns) | awaits_pass(columns)
     each = np.where(is_loose, unbucketed_width(job, columns), stack.grad_bytes)  # of those that grow
     shares = shares_in_format(job, columns, shares, layers, weight)
+    parameters += shares.ends * (stack.residual_bytes - 2.0) / np.where(zero == 3, group, 1.0)
     parts = (
         (shares.dense + shares.ends, trained.dense + trained.ends, group),
         (shares.experts, trained.experts, expert_group),
@@ -187,7 +188,7 @@ def _states(
         elif job.trained is not None:
             parameters += (held - count) * weight / np.where(zero == 3, size, 1.0)
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
-        share, grows = _gradient_share(job, columns, size)
+        share, grows = _gradient_share(columns, size)
         gradients += count * stack.grad_bytes * share
         growing += count * each * grows
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
@@ -213,7 +214,7 @@ def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
     return columns.graphs & (columns.num_micro == 1) & (ranks > 1) & (columns.pp == 1) & (columns.zero < 3)
 
 
-def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
+def _gradient_share(columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
     """Return the share of its gradients that a rank stores, and a mask of rows with growing gradients in addition.
 
     Gradients of several passes are accumulated before communication if they are communicated once a step. This holds
@@ -224,11 +225,8 @@ def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDA
     addition: for the rank's part, and without ZeRO for all of them.
     """
     zero, several = columns.zero, columns.num_micro > 1
-    once = np.where(zero == 3, columns.reduces_once, job.stack.travel_once)
-    is_whole = (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
-    found = np.where(is_whole, 1.0, 1 / size)
-    if not job.stack.travel_once:
-        return found, np.zeros(len(columns), dtype=np.bool_)
+    once = (zero < 3) | columns.reduces_once
+    found = np.where((zero == 0) | (once & several), 1.0, 1 / size)
     piped = columns.pp > 1
     several = several & (zero < 3) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     own = np.where(zero == 0, np.where(piped, 1.0, 0.0), np.where(piped | (zero == 2), 1 / size, 0.0))
@@ -251,14 +249,12 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
     codes = np.where(columns.gather > 0, wire_columns.weight_bytes(columns, largest, 0.0), 0.0)  # of one unit at a time
     held = held + np.where(columns.reshard_within > 0, every / np.maximum(1, columns.reshard_within), 0.0)
-    gathered = np.where(zero == 3, stack.gather_bytes * held + codes, np.where(zero > 0, stack.bucket_bytes, 0.0))
+    gathered = np.where(zero == 3, stack.gather_bytes * held + codes, 0.0)
     travels = stack.reduce_bytes + wire_columns.copy_bytes(columns, stack.reduce_bytes)
-    flat = np.where(zero == 2, travels * moving, 0.0)
-    if stack.travel_once:
-        learnt = trained.dense + trained.experts + trained.ends
-        leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + trained.ends, learnt) * travels
-        travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
-        flat = np.where(travels_at_once, leaving, 0.0)
+    learnt = trained.dense + trained.experts + trained.ends
+    leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + trained.ends, learnt) * travels
+    single = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
+    flat = np.where(single, leaving, 0.0)
     reduced = np.where(zero == 3, (2 + travels) * moving, flat)
     return gathered, reduced
 
@@ -292,19 +288,15 @@ class _Rows:
     flights: RowDeduplicator
 
     @classmethod
-    def of(cls, job: Job, columns: Columns, stages: Stages | None) -> tuple[_Rows, Stages]:
+    def of(cls, job: Job, columns: Columns) -> tuple[_Rows, Stages]:
         """Return the plans, and the layers of their ranks by the kind of model state."""
         is_alone = len(columns) > 0 and columns.pp[0] == 1
         offloads = columns.offload_optimizer > 0 if is_alone else np.broadcast_to(np.False_, len(columns))
         chunks = chunks_per_rank(columns)
-        apart = [chunks] if stages is None else [stages.first, stages.middle, stages.last]
-        layers = [each.astype(np.int64) for each in apart]
-        several = np.minimum(2, columns.num_micro)
-        states = RowDeduplicator.of(columns, OF_STATES, layers, num_micro=several, offload_optimizer=offloads)
+        several, parts = np.minimum(2, columns.num_micro), [chunks.astype(np.int64)]
+        states = RowDeduplicator.of(columns, OF_STATES, parts, num_micro=several, offload_optimizer=offloads)
         rows = cls(columns, RowDeduplicator.of(columns, OF_LAYER), states, RowDeduplicator.of(columns, OF_FLIGHT))
-        if stages is None:
-            return rows, even_layers(job.shape.layers, states.rows.pp, chunks[states.first])
-        return rows, stages.rows(states.first)
+        return rows, even_layers(job.shape.layers, states.rows.pp, chunks[states.first])
 
     def __getitem__(self, part: slice) -> _Rows:
         return _Rows(self.columns[part], self.layers[part], self.states[part], self.flights[part])
@@ -356,9 +348,7 @@ class _Pass:
     begun: Array
 
 
-def memory_bytes(
-    job: Job, columns: Columns, tables: Tables, stages: Stages | None, device_bytes: int
-) -> dict[str, Array]:
+def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> dict[str, Array]:
     """Return the bytes by class on the fullest of the first, second and last rank of the pipeline.
 
     "host" is the host memory of the first rank.
@@ -367,28 +357,27 @@ def memory_bytes(
         job: model, sequence and batch.
         columns: the plans.
         tables: constants of the device.
-        stages: layers of the ranks; None divides them as evenly as possible.
         device_bytes: memory of a GPU; 0 for a CPU.
     """
     piped = columns.pp > 1
     found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
     if piped.all() or not piped.any():
-        _fill(found, slice(0, len(columns)), job, columns, tables, stages, device_bytes)
+        _fill(found, slice(0, len(columns)), job, columns, tables, device_bytes)
         return found
     for rows in (np.flatnonzero(piped), np.flatnonzero(~piped)):
-        _fill(found, rows, job, columns[rows], tables, None if stages is None else stages.rows(rows), device_bytes)
+        _fill(found, rows, job, columns[rows], tables, device_bytes)
     return found
 
 
 def _fill(
     found: dict[str, Array], where: NDArray[np.intp] | slice, job: Job, columns: Columns, tables: Tables,
-    stages: Stages | None, device_bytes: int,
+    device_bytes: int,
 ) -> None:  # fmt: skip
     """Fill in `memory_bytes` for rows that either all have a pipeline or all lack one.
 
     `where` is the index of the rows in `found`.
     """
-    (rows, layers), p = _Rows.of(job, columns, stages), columns.pp
+    (rows, layers), p = _Rows.of(job, columns), columns.pp
     places: list[Place] = [(layers.middle, 0, True, True)]
     if len(columns) and p[0] > 1:
         last = rows.flights.rows.pp - 1
@@ -396,6 +385,7 @@ def _fill(
     ranks = [_Rank.of(job, rows, each, device_bytes) for each in places]
     layer = layer_bytes(job, rows.layers.rows)
     on_host = host_shares(job, rows.states.rows, places[0][0]) if is_offloaded(columns) else None
+    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(columns))
     for start in range(0, len(columns), _AT_ONCE):
         some = slice(start, min(start + _AT_ONCE, len(columns)))
         part = rows[some]
@@ -406,7 +396,7 @@ def _fill(
             shares = on_host.rows(part.states.index)
             kept = host_bytes(job, part.columns, shares, layer.kept[part.layers.index], flight)
         there = some if isinstance(where, slice) else where[some]
-        for name, values in (bytes_of | _lasting(job, tables, part) | {"host": kept}).items():
+        for name, values in (bytes_of | {"context": context[some], "host": kept}).items():
             found[name][there] = values
 
 
@@ -437,40 +427,21 @@ def rank_bytes(
     """
     every = RowDeduplicator(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
-    return _at_stage(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | _lasting(job, tables, rows)
+    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(columns))
+    return _at_stage(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | {"context": context}
 
 
 def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
     """Return the bytes of the classes that differ between ranks. `layer` has one entry per kind of layer."""
     columns, kinds = rows.columns, rows.layers
     held, layer = of.held.rows(rows.states.index), layer.rows(kinds.index)
-    if job.stack.travel_once:
-        one_pass = held.layers * layer.kept * (1 - columns.offload_activations)
-        flights, made = rows.flights, held.learnt * job.stack.grad_bytes
-        flight, begun = fullest_moment(flights.rows, of.rank, one_pass, made, flights.index)
-    else:  # gradients have a place of their own from the start
-        flight, begun = in_flight(rows.flights.rows, of.rank)[rows.flights.index], np.ones(())
+    one_pass = held.layers * layer.kept * (1 - columns.offload_activations)
+    flights, made = rows.flights, held.learnt * job.stack.grad_bytes
+    flight, begun = fullest_moment(flights.rows, of.rank, one_pass, made, flights.index)
     passing = _Pass(layer, of.logits[kinds.index], of.ends[kinds.index], flight, begun)
     found = _classes(job, columns, tables, held, passing)
-    if job.stack.own_groups:
-        count = of.groups[rows.states.index] + of.lanes[rows.flights.index]
-        found["communicators"] = count.astype(np.float64) * (tables.communicator_gib * 2**30)
-    return found
-
-
-def _lasting(job: Job, tables: Tables, rows: _Rows) -> dict[str, Array]:
-    """Return the bytes of the classes that are equal on all ranks.
-
-    These are the context, and communicators if the stack has one for each axis.
-    """
-    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(rows.columns))
-    if job.stack.own_groups:
-        return {"context": context}
-    columns = rows.states.rows
-    groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
-    groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
-    communicators = np.where(columns.world_size > 1, groups, 0) * tables.communicator_gib * 2**30
-    return {"communicators": communicators[rows.states.index], "context": context}
+    count = of.groups[rows.states.index] + of.lanes[rows.flights.index]
+    return found | {"communicators": count.astype(np.float64) * (tables.communicator_gib * 2**30)}
 
 
 def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, passing: _Pass) -> dict[str, Array]:
@@ -494,6 +465,9 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     made = begun * held.growing
     gradients = held.gradients + made
     gone = np.where(held.goes & ~late, np.where(held.loose, made, gradients), 0.0)
+    if job.stack.step_bytes:  # a third moment: the update, with all gradients and no activations
+        copies = held.optimizer * (job.stack.step_bytes / job.stack.main_bytes)
+        buffers = np.maximum(buffers, gone + copies - activations - logits)
     return {
         "parameters": held.parameters * (1 - columns.offload_params) + held.second,
         "gradients": gradients - gone + held.carried,

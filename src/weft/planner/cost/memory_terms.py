@@ -123,12 +123,12 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     h = float(shape.hidden)
     q, kv = shape.sharded_widths(t)
     between = np.where(columns.sp, t, 1.0)
-    gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
+    gathered = np.where(columns.sp, t, 1.0)  # what the matmuls read
     # Eager RMSNorm saves two fp32 values in addition to a half-precision input, and one in addition to an fp32 input.
     norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
     if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
         norms = np.maximum(0.0, norms - np.where(fp32, 2.0, 4.0))
-    masks = 2.0 if stack.dropout else 0.0
+    masks = 0.0 if stack.flash else 2.0
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + _normed_bytes(job, columns, fp32, gathered)
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
@@ -145,7 +145,12 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
         selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + product_up + routed
     else:  # all products but the last one, whose output is the layer's own; that of attention before ranks add it up
         selective = 2.0 * h / between + core + product + 2.0 * h + _selective_ffn_bytes(job, columns, t)
-    left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
+    left = {
+        "none": whole,
+        "full": stack.residual_bytes * h / between,
+        "attention": whole - scores,
+        "selective": selective,
+    }
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
@@ -193,8 +198,7 @@ def _score_bytes(job: Job, t: Array) -> Array:
     """Return the bytes per token of saved attention scores, with dropout's mask and product; 0 with flash attention."""
     if job.stack.flash:
         return np.zeros_like(t)
-    each = (2.0 if job.stack.fused_softmax else 8.0) + (3.0 if job.stack.dropout else 0.0)
-    return each * np.ceil(job.shape.heads / t) * job.seq_len
+    return 5.0 * np.ceil(job.shape.heads / t) * job.seq_len
 
 
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
@@ -203,9 +207,9 @@ def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered:
     They are saved for the matmuls that read them. `gathered` is the number of ranks over which the input of such a
     matmul is divided.
     """
-    shape, stack = job.shape, job.stack
-    h, moe, compiled = float(shape.hidden), shape.moe_share, columns.compile & stack.lean_graphs
-    if not moe or not stack.wide_router:
+    shape = job.shape
+    h, moe, compiled = float(shape.hidden), shape.moe_share, columns.compile
+    if not moe:
         return np.where(compiled, 0.0, 2 * 2.0 * h / gathered)
     # Experts read separate copies. The router reads an fp32 copy, which in fp32 training is the tensor itself. Shared
     # experts in a compiled block keep their gathered input.
@@ -218,10 +222,10 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Arr
     """Return the bytes per token of the feed-forward part of a mean layer: all, and one up projection."""
     shape, stack = job.shape, job.stack
     dense, experts = shape.ffn_widths(t)
-    per = np.where(stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
+    per = np.where(stack.fused | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     per = per - narrow  # what the down product reads
-    lean = np.where(columns.compile & stack.lean_graphs, 4.0 if shape.gated else 2.0, per)
-    apart = (8.0 if shape.gated else 4.0) - narrow if stack.opaque_experts and not stack.fused_mlp else per
+    lean = np.where(columns.compile, 4.0 if shape.gated else 2.0, per)
+    apart = (8.0 if shape.gated else 4.0) - narrow if not stack.fused else per
     routed = shape.moe_share * shape.top_k * 4.0 * shape.hidden / t
     return lean * dense + apart * experts + routed, 2.0 * (dense + experts)
 
@@ -233,7 +237,7 @@ def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
     ups = 2.0 if shape.gated else 1.0
     given = shape.moe_share * 2.0 * shape.hidden * (shape.top_k + 1) / t  # by each expert, and all of them together
     seen = ups * 2.0 * experts + given
-    return ups * 2.0 * dense + np.where(columns.compile & job.stack.opaque_experts, 0.0, seen)
+    return ups * 2.0 * dense + np.where(columns.compile, 0.0, seen)
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
@@ -246,11 +250,7 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
     """
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     t = columns.tp.astype(np.float64)
-    each = np.where(
-        job.stack.fused_loss,
-        6.0,
-        np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes),
-    )
+    each = np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes)
     vocab, h = padded_vocab(job, t) / t, float(job.shape.hidden)
     if job.frozen is not None and job.frozen.whole_logits:
         return tokens * (vocab * t * TWO_LOGITS + 4.0 * h)
@@ -306,8 +306,7 @@ def host_shares(job: Job, columns: Columns, layers: Array) -> HostShares:
     held = rank_shares(job, columns, layers, True, False)
     trained = trained_shares(job, columns, held, layers, (True, False))
     group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
-    spread = columns.tp if job.stack.fold_experts else 1
-    experts = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
+    experts = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * columns.tp // columns.ep), 1)
     return HostShares(
         own=(trained.dense + trained.ends) / group + trained.experts / experts,
         every=(held.dense + held.ends) / group + held.experts / experts,

@@ -295,30 +295,6 @@ def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stag
     )
 
 
-def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_cost: Array) -> Stages:
-    """Return the number of layers per rank if embedding and head count as layers.
-
-    Args:
-        num_layers: layers of the full model.
-        columns: the plans.
-        first_cost: cost of the embedding, in layers.
-        last_cost: cost of the head, in layers.
-    """
-    p = columns.pp.astype(np.float64)
-    even = split_layers(num_layers, columns)
-    mean = (num_layers + first_cost + last_cost) / p
-    last = np.clip(np.floor(mean - last_cost + 0.5), 0, even.middle)
-    first = np.clip(np.floor(mean - first_cost + 0.5), 0, num_layers - last)
-    first = np.where(p == 2, num_layers - last, first)
-    middle = np.ceil((num_layers - first - last) / np.maximum(1, p - 2))
-    own = (p > 1) & (chunks_per_rank(columns) == 1)
-    return Stages(
-        first=np.where(own, first, even.first),
-        middle=np.where(own & (p > 2), middle, even.middle),
-        last=np.where(own, last, even.last),
-    )
-
-
 def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: Any) -> Array:
     """Return the seconds that the fullest rank waits for the others.
 

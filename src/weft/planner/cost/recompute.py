@@ -57,16 +57,14 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
         columns: the plans.
         costs: costs of a layer, one entry per plan.
     """
-    summed = _summed_again(job, columns, costs)
+    summed = _summed_again(columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
     half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
-    if job.stack.replay_stops:
-        return {
-            "full": whole - costs.last_f + summed,
-            "attention": costs.attn_f,
-            "selective": costs.memory_f + half + summed + _experts_again(job, columns, costs),
-        }
-    return {"full": whole + costs.tp_f, "attention": costs.attn_f, "selective": costs.memory_f + half}
+    return {
+        "full": whole - costs.last_f + summed if job.stack.replay_stops else whole + costs.tp_f,
+        "attention": costs.attn_f,
+        "selective": costs.memory_f + half + summed + _experts_again(job, columns, costs),
+    }
 
 
 def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
@@ -74,18 +72,18 @@ def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
     Tokens are sent again. In compiled blocks experts are opaque to the replay, so that their matmuls are recomputed.
     """
-    if not job.stack.opaque_experts or not job.shape.moe_share or isinstance(job.shape, TracedShape):
+    if not job.shape.moe_share or isinstance(job.shape, TracedShape):
         return np.zeros(len(columns))
     return costs.ep_f + np.where(columns.compile, _work(job, columns).of_experts * costs.gemm_f, 0.0)
 
 
-def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+def _summed_again(columns: Columns, costs: LayerCosts) -> Array:
     """Return the seconds of tensor-parallel communication in a replay that stops before a layer's last matmul.
 
     The reduction after that matmul is skipped: one of two all-reduces remains, or three of two gathers and two
     reduce-scatters. The input of a sharded matmul is gathered again even if the matmul's output was saved.
     """
-    return costs.tp_f * np.where(columns.sp, 0.75, 0.5) if job.stack.replay_stops else np.zeros(len(columns))
+    return costs.tp_f * np.where(columns.sp, 0.75, 0.5)
 
 
 def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
@@ -127,7 +125,7 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     kept, seconds = _by_worth(_heavy(job, columns), costs)
-    beside = costs.memory_f + _summed_again(job, columns, costs) + _experts_again(job, columns, costs)
+    beside = costs.memory_f + _summed_again(columns, costs) + _experts_again(job, columns, costs)
     for dropped in range(len(kept)):
         again = sum(seconds[:dropped], beside)
         found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
@@ -163,7 +161,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
     # In compiled blocks experts are opaque. Otherwise the output of each expert is saved too, since their sum is
     # weighted.
-    unseen = columns.compile & job.stack.opaque_experts
+    unseen = columns.compile
     width_up = work.dense + np.where(unseen, 0.0, work.experts)
     given = np.where(unseen, 0.0, shape.moe_share * shape.top_k * h / cut.t)
     heavy = [

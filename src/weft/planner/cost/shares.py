@@ -40,8 +40,7 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
     dense = (1 - moe) * shape.dense_layer_params
     if shape.moe_layers:
         dense = dense + moe * shape.moe_shared_params
-    split = e if job.stack.fold_experts else e * t
-    experts = layers * moe * shape.num_experts * shape.expert_params / split
+    experts = layers * moe * shape.num_experts * shape.expert_params / e
     if isinstance(shape, TracedShape):
         dense = layer_params(shape, t) * t
     table = padded_vocab(job, t) * shape.hidden

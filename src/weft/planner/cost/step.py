@@ -16,7 +16,6 @@ from weft.planner.cost.memory import memory_bytes
 from weft.planner.cost.memory_terms import is_offloaded, layer_bytes
 from weft.planner.cost.pipeline import (
     Stages,
-    balanced_layers,
     bubble_s,
     chunks_per_rank,
     even_layers,
@@ -28,12 +27,12 @@ from weft.planner.cost.recompute import budget_s, replay_s
 from weft.planner.cost.row_dedupe import RowDeduplicator
 from weft.planner.cost.shares import Shares, rank_shares, second_job, shares_in_format, trained_shares
 from weft.planner.cost.traffic import (
+    OF_TRAFFIC,
     LayerWork,
     RankTraffic,
     Window,
     exposed_s,
     gathered_s,
-    of_traffic,
     offload_s,
     traffic_of,
 )
@@ -62,6 +61,8 @@ TERMS = (
     "offload",
     "straggler",
 )
+#: Bytes that an AdamW step moves per parameter.
+ADAM_BYTES = 30.0
 #: Host time of a layer's backward relative to its forward.
 _HOST_BACKWARD = 1.3
 #: Rows per chunk of computation: their columns stay in the processor's cache.
@@ -148,14 +149,13 @@ class _Rank:
         trained = trained_shares(job, columns, shares, layers, (True, alone))
         moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
         group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
-        spread = columns.tp if job.stack.fold_experts else 1
-        inside = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
+        inside = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * columns.tp // columns.ep), 1)
         own = (trained.dense + trained.ends) / group + trained.experts / inside
         nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
         domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
         around = tables.step_s + tables.barrier_s * np.log2(domains)
         one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one mean is read and written less
-        optimizer = own * (job.stack.adam_bytes - one_mean) / (tables.memory_rate * tables.adam_eff) + around
+        optimizer = own * (ADAM_BYTES - one_mean) / (tables.memory_rate * tables.adam_eff) + around
         return cls(
             stages=stages,
             traffic=traffic_of(job, columns, fabric, moved, layers / chunks),
@@ -181,14 +181,8 @@ class _Rows:
     def of(cls, job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric) -> _Rows:
         layers = RowDeduplicator.of(columns, (*of_costs(columns), *_OF_TERMS))
         layer, chunks = _Layer.of(job, layers.rows, tables, fabric), chunks_per_rank(columns)
-        if job.stack.balanced_stages:  # by the seconds of the ends
-            every = np.arange(len(columns))
-            ranks = RowDeduplicator(columns, every, every)
-            bottom, top = ((each / layer.lay)[layers.index] for each in (layer.bottom, layer.top))
-            stages = balanced_layers(job.shape.layers, columns, bottom, top)
-        else:
-            ranks = RowDeduplicator.of(columns, of_traffic(job), [chunks.astype(np.int64)])
-            stages = even_layers(job.shape.layers, ranks.rows.pp, chunks[ranks.first])
+        ranks = RowDeduplicator.of(columns, OF_TRAFFIC, [chunks.astype(np.int64)])
+        stages = even_layers(job.shape.layers, ranks.rows.pp, chunks[ranks.first])
         rank = _Rank.of(job, cluster, ranks.rows, tables, fabric, stages, chunks[ranks.first])
         return cls(columns, layers, ranks, layer, rank)
 
@@ -218,13 +212,12 @@ def device_parts(
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     on_device = cluster.device.memory_bytes
     if not timed:
-        yield {}, memory_bytes(job, columns, tables, None, on_device)
+        yield {}, memory_bytes(job, columns, tables, on_device)
         return
     for start in range(0, max(1, len(columns)), _AT_ONCE):
         rows = _Rows.of(job, cluster, columns[slice(start, start + _AT_ONCE)], tables, fabric)
         for part in rows.parts():
-            stages = part.rank.stages.rows(part.ranks.index) if job.stack.balanced_stages else None
-            memory = memory_bytes(job, part.columns, tables, stages, on_device) if weighed else {}
+            memory = memory_bytes(job, part.columns, tables, on_device) if weighed else {}
             yield _terms(job, cluster, part, tables, fabric), memory
 
 
@@ -294,7 +287,7 @@ def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array
     put_off = np.where(columns.compile, 0.0, layers * each.costs.wgrad[index])
     bubble = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
-    slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
+    slices = np.where(columns.sp, columns.tp, 1)
     sent = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
     many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
     return bubble, many * sent

@@ -49,7 +49,7 @@ def products_s(
         for each in one.matmuls:
             m, n, k, count = each.sizes(cut.batch, cut.seq, cut.t)
             rows, columns, inner = np.broadcast_arrays([m, m, n], [n, k, k], [k, n, m])
-            times = gemm_s(tables, rows, columns, inner, count, cut.rate)
+            times = gemm_s(tables, rows, columns, inner, count, cut.rate, widths=(n, k))
             forward = forward + share * times[0]
             dgrad = dgrad + share * times[1] * each.input_grad
             wgrad = wgrad + share * times[2] * each.weight_grad

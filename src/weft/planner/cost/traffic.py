@@ -44,7 +44,8 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     """Return the seconds that offloading adds to a step: exposed transfers, and the optimizer step on the host.
 
     Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
-    waits only for the part of its transfer that is longer than its compute.
+    waits for the part of its transfer that is longer than its compute, and runs slower beside the rest. The devices of
+    a node share the bandwidth of the host's memory, of which the optimizer's step there is one user.
 
     Args:
         job: model, sequence and batch.
@@ -67,9 +68,9 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
     moved = params * (gathers * work.every * job.stack.gather_bytes + sums * work.own * job.stack.grad_bytes) / rate
     late = np.maximum(0.0, out + moved - whole_s * (2 / 3))
-    each = activations * work.kept / rate
-    waits = np.maximum(0.0, each - work.forward) + np.maximum(0.0, each - work.backward)
-    return step + back + late + passes * work.layers * waits
+    each = activations * work.kept / min(rate, tables.host_step_rate / devices_per_node)
+    hidden = np.minimum(each, work.forward) + np.minimum(each, work.backward)
+    return step + back + late + passes * work.layers * (2 * each - hidden + (tables.overlap_compute - 1) * hidden)
 
 
 # Exposed seconds of data-parallel communication: the part that forward and backward do not hide.
@@ -85,7 +86,7 @@ class Window:
 
 
 #: The columns that decide a rank's communication of gradients and parameters, in addition to its layers.
-_OF_TRAFFIC = (
+OF_TRAFFIC = (
     "pp",
     "dp_replicate",
     "dp_shard",
@@ -102,11 +103,6 @@ _OF_TRAFFIC = (
     "sync_every",
     "sync_fragments",
 )
-
-
-def of_traffic(job: Job) -> tuple[str, ...]:
-    """Return the columns that decide a rank's traffic."""
-    return (*_OF_TRAFFIC, "precision") if job.stack.fp8_gather else _OF_TRAFFIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +131,7 @@ class RankTraffic:
 
 
 def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
-    """Return a rank's communication, one entry per plan. Reads only the columns of `of_traffic`.
+    """Return a rank's communication, one entry per plan. Reads only OF_TRAFFIC.
 
     Args:
         job: model, sequence and batch.
@@ -173,9 +169,9 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
     gathers_b = np.where(sharded & (columns.reshard == 0), traffic.again, 0.0)
     # A graph contains no collective: weights are gathered before it begins, and gradients are reduced after it ends.
     beside = ~columns.graphs
-    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params & beside)
+    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_data & beside)
     # In a pipeline, ZeRO 3 reduces at the end of the schedule, with nothing to overlap.
-    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1)) & beside
+    hides_b = stack.overlap_data & ~(sharded & once & (columns.pp > 1)) & beside
     reduces = np.where(_is_short(columns), traffic.short, traffic.reduces)
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
@@ -214,7 +210,7 @@ def gathered_s(
     units = np.maximum(1.0, window.layers)
     none = Shares(dense=0 * held.dense, experts=0 * held.experts, ends=0 * held.ends)
     gathers, *_ = _traffic(job, columns, fabric, (held, none), units)
-    exposed, busy = _hide(gathers, window.forward, units, tables, job.stack.overlap_params)
+    exposed, busy = _hide(gathers, window.forward, units, tables, job.stack.overlap_data)
     return np.where(columns.zero == 3, exposed + (tables.overlap_compute - 1) * busy, 0.0)
 
 
@@ -224,7 +220,7 @@ def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Arra
     if not columns.sync.any():
         return total
     group = (columns.dp_shard * columns.cp).astype(np.float64)
-    inside = np.maximum(1.0, group * (columns.tp if job.stack.fold_experts else 1.0) / columns.ep)
+    inside = np.maximum(1.0, group * columns.tp / columns.ep)
     parts = ((trained.dense + trained.ends, group), (trained.experts, inside))
     replicas, apart = columns.dp_replicate.astype(np.float64), columns.stride("dp_replicate")
     for learnt, size in parts[: 2 if job.shape.moe_layers else 1]:
@@ -254,26 +250,19 @@ def _traffic(
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
     replicas, shard = columns.dp_replicate.astype(np.float64), columns.dp_shard.astype(np.float64)
-    folded = stack.fold_experts
-    spread = t if folded else np.ones_like(t)
     parts = (
         (held.dense, trained.dense, shard * c, _stride(columns, fabric), units, True),
         (held.ends, trained.ends, shard * c, _stride(columns, fabric), np.ones_like(t), False),
-        (held.experts, trained.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units, False),
+        (held.experts, trained.experts, np.maximum(1.0, shard * c * t / e), e, units, False),
     )
     gathers, reduces, shorter = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns))
     apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
-    if stack.fp8_gather:
-        gather_bytes = np.where(columns.precision == PRECISIONS.index("fp8"), 1.0, gather_bytes)
     for params, learnt, group, stride, most, in_layers in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3. Otherwise in buckets if they overlap with compute, and in one
         # collective if not.
-        buckets = (
-            np.ceil(params / np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group))
-            if stack.overlap_grads
-            else np.ones_like(t)
-        )
+        bucket = np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group)
+        buckets = np.ceil(params / bucket) if stack.overlap_data else np.ones_like(t)
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
 
         def sent(own_bytes: float, numel: Array = learnt / pieces) -> Array:
@@ -285,13 +274,11 @@ def _traffic(
         beside = wire_columns.wire_bytes(columns, part, stack.reduce_bytes, "replicas")
         across = np.where(columns.sync > 0, 0.0, fabric.ring_s("all_reduce", beside, replicas, apart))
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
-        if stack.short_summands:
-            # Within a node, in the gradients' format. Under ZeRO 1 and 2 the head's gradients, part of `ends`, are in
-            # fp32.
-            near = (columns.zero > 0) & (group <= np.minimum(_NODE_RANKS, fabric.inside(group, stride)))
-            halved = pieces * fabric.ring_s("reduce_scatter", sent(_HALF_BYTES), group, stride)
-            less = np.where(near & ((params is not held.ends) | (columns.zero == 3)), halved - reduced, 0.0)
-            shorter += np.where(learnt > 0, less, 0.0)
+        # Within a node, in the gradients' format. Under ZeRO 1 and 2 the head's gradients, part of `ends`, are in fp32.
+        near = (columns.zero > 0) & (group <= np.minimum(_NODE_RANKS, fabric.inside(group, stride)))
+        halved = pieces * fabric.ring_s("reduce_scatter", sent(_HALF_BYTES), group, stride)
+        less = np.where(near & ((params is not held.ends) | (columns.zero == 3)), halved - reduced, 0.0)
+        shorter += np.where(learnt > 0, less, 0.0)
         # Under ZeRO 1 and 2 updated parameters are gathered, under ZeRO 3 all parameters that are used.
         brought = np.where(columns.zero == 3, params, learnt)
         weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes, in_layers=in_layers)

@@ -98,9 +98,8 @@ def band_words(one: Candidate) -> list[str]:
         known = shipped()
         low, high = (format_seconds(one.step_s * factor) for factor in (band.low, band.high))
         lines = [
-            f"trust   {low} to {high} a step in {band.level:.0%} of cases "
-            f"({band.low - 1:+.0%} to {band.high - 1:+.0%}), by the errors on {known.runs} published runs of "
-            f"{known.sources} sources, each predicted without its source",
+            f"trust   {low} to {high} a step: {band.level:.0%} of runs like this were within {band.low - 1:+.0%} to "
+            f"{band.high - 1:+.0%} on publishers the model had not seen ({known.runs} runs of {known.sources} sources)",
             f"        basis: {basis}",
         ]
     if "here" not in shares:

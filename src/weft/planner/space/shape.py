@@ -132,113 +132,82 @@ class Stack:
     """Features of a training stack. The defaults describe Weft's runtime.
 
     Attributes:
-        flash: fused attention without scores in memory.
-        flash_version: 3 for kernels made for the device, 2 for FlashAttention 2 (made for Ampere), 1 for the first.
-        attn_gain: speed of the attention kernels relative to this version.
+        attention: kernel of attention: "best" (made for the device), "flash2" (FlashAttention 2, made for Ampere),
+            "flash1", or "unfused", with scores in memory and dropout.
         eager_pieces: blocks of context parallelism use FlashAttention 2, even if full sequences do not, and are merged
             by several kernels. If False, blocks use the same attention, and each is merged by one kernel.
-        cp_sum_bytes: bytes of a key's gradient as communicated between context-parallel ranks.
-        fused_softmax: without flash, one kernel scales, masks and normalises the scores. If False, several in fp32.
-        fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
-        fused_loss: the loss works in place on the logits. If False, it makes fp32 copies.
+        fused_norm: one kernel for a norm.
+        fused: one kernel for activation and gate, for rotary positions, and for the loss.
         fused_sums: weight gradients are accumulated inside their matmuls.
+        residual_bytes: bytes of a value between layers and of embedding and head, which PEFT widens on a packed base.
         cut_loss: for large logits, and under tensor parallelism, the head computes the loss in chunks of tokens.
-        loss_bytes: peak bytes per logit of an unchunked loss. Compiled code needs 10, a fused loss 6.
-        adam_bytes: memory traffic of the update per parameter.
-        overlap_grads: gradient communication overlaps with backward.
-        overlap_params: parameter gathering overlaps with compute.
+        loss_bytes: peak bytes per logit of an unchunked loss. Compiled code needs 10.
+        overlap_data: gradients are reduced during backward, and parameters gathered during compute.
         overlap_tp: tensor-parallel communication overlaps with matmuls.
-        overlap_tp_backward: it does so only in backward, during weight gradients that do not need it.
         overlap_p2p: pipeline sends overlap with compute.
+        overlap_ep: share of expert traffic that overlaps with other work.
         grad_bytes: bytes of a stored gradient.
         reduce_bytes: bytes of a gradient as communicated.
-        short_summands: gradients in half formats that are not accumulated are sent in that format to other ranks of the
-            node, as in Weft.
-        travel_once: under ZeRO 1 and 2 gradients are communicated bucket by bucket, after the last pass of a step. If
-            False, full gradients are stored under ZeRO 1, and reduced after every pass under ZeRO 2.
         main_bytes: bytes of master weight and states of one parameter (Adam in fp32: 12).
+        master: there is a master weight. If False, `main_bytes` counts states alone, and the update changes the weights
+            of a pass (pure bf16).
+        step_bytes: temporary bytes per parameter of the update. Weft's kernel needs none. torch's foreach update copies
+            a moment.
         weight_bytes: bytes of one parameter as forward reads it.
         gather_bytes: bytes of one parameter as zero=3 gathers it.
-        regather_sp: sequence-parallel inputs are gathered again in backward. If False, the gathered copy is saved.
-        lean_graphs: compiled blocks do not save a matmul input that element-wise operations compute from saved tensors,
-            such as a norm's output or the product of a gated layer. Backward recomputes it. If False, it is saved.
-        wide_router: the router reads its input in fp32, and saves it.
-        opaque_experts: compiled blocks contain experts as one operator that is not compiled, and that selective
-            recompute does not look into. If False, experts are like other layers.
+        dispatch_bytes: bytes of a value that is sent to an expert. Results come back in 2 bytes.
+        dispatch: kernels that send tokens to experts: "each" sends one copy to each expert, "once" one to each node,
+            "deepep" too, at a limited rate inside a node.
+        balanced_experts: experts receive equal numbers of tokens.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
         replay_stops: full recompute ends before a layer's last matmul and its reduction, whose result backward does not
             need. If False, it recomputes all of forward.
-        own_groups: communicators as Weft's ranks create them, including pairs of stages. If False, one for all ranks
-            and one for each axis in use.
-        dropout: masks are computed and saved.
-        cuda_graphs: no launch gaps.
-        host_gain: speed of its host code relative to the table.
-        scatter_p2p: tensor-parallel ranks each send one slice between stages.
-        fold_experts: experts are distributed over the tensor-parallel ranks too. If False, each expert is sharded over
-            them.
-        once_per_node: a token is sent to a node once, however many of its experts are on it.
+        host_ops: host operations per kernel call, relative to Weft's.
         fp8_inputs: with fp8, matmuls save their inputs for backward in fp8.
-        fp8_gather: with fp8, gathered weights are communicated in fp8 too.
         half_wgrad: with fp8, weight gradients are computed in the half format, as in Weft.
         half_experts: with fp8, matmuls of stacked experts and of the router use the half format, as in Weft.
         row_scales: with fp8, each token and each output feature has its scale, as in Weft by default. If False, one
             scale per tensor.
         vocab_multiple: the vocabulary is padded to a multiple of this, times tp.
-        balanced_stages: layers are divided over a pipeline with embedding and head counted as the layers that they
-            cost.
         bucket_params: parameters whose gradients are communicated together.
         bucket_params_per_rank: the same for each rank that shares them, if this gives more.
-        bucket_bytes: communication buffers for gradients and parameters under ZeRO 1 and 2, in addition to the
-            gradients.
     """
 
     name: str = "weft"
-    flash: bool = True
-    flash_version: int = 3
-    attn_gain: float = 1.0
+    attention: str = "best"
     eager_pieces: bool = True
-    cp_sum_bytes: float = 4.0
-    fused_softmax: bool = True
     fused_norm: bool = False
-    fused_mlp: bool = False
-    fused_rope: bool = False
-    fused_loss: bool = False
+    fused: bool = False
     fused_sums: bool = False
+    residual_bytes: float = 2.0
     cut_loss: bool = True
     loss_bytes: float = 12.0
-    adam_bytes: float = 30.0
-    overlap_grads: bool = True
-    overlap_params: bool = True
+    overlap_data: bool = True
     overlap_tp: bool = False
-    overlap_tp_backward: bool = False
     overlap_p2p: bool = False
+    overlap_ep: float = 0.0
     grad_bytes: float = 4.0
     reduce_bytes: float = 4.0
-    short_summands: bool = True
-    travel_once: bool = True
     main_bytes: float = 12.0
+    master: bool = True
+    step_bytes: float = 0.0
     weight_bytes: float = 2.0
     gather_bytes: float = 2.0
-    regather_sp: bool = True
-    lean_graphs: bool = True
-    wide_router: bool = True
-    opaque_experts: bool = True
+    dispatch_bytes: float = 2.0
+    dispatch: str = "each"
+    balanced_experts: bool = True
     selective_half: bool = False
     replay_stops: bool = True
-    own_groups: bool = True
-    dropout: bool = False
-    cuda_graphs: bool = False
-    host_gain: float = 1.0
-    scatter_p2p: bool = False
-    fold_experts: bool = True
-    once_per_node: bool = False
+    host_ops: float = 1.0
     fp8_inputs: bool = False
-    fp8_gather: bool = False
     half_wgrad: bool = False
     half_experts: bool = False
     row_scales: bool = False
     vocab_multiple: int = 1
-    balanced_stages: bool = False
     bucket_params: float = bucket_bytes("cuda") // 4
     bucket_params_per_rank: float = 0.0
-    bucket_bytes: float = 0.0
+
+    @property
+    def flash(self) -> bool:
+        """True if attention keeps no scores in memory."""
+        return self.attention != "unfused"

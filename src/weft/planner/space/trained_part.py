@@ -50,6 +50,7 @@ class AdapterSize:
         packed_bytes: bytes of the packed weights.
         packed_products: number of linear layers with packed weights.
         largest: weights of the largest packed matrix.
+        fused: one kernel unpacks a weight matrix, as in bitsandbytes and AutoGPTQ. If False, Weft's eager kernels do.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class AdapterSize:
     packed_bytes: float = 0.0
     packed_products: float = 0.0
     largest: float = 0.0
+    fused: bool = False
 
     @property
     def params(self) -> float:
@@ -84,12 +86,12 @@ class AdapterSize:
     @property
     def unpacked_bytes(self) -> float:
         """Bytes moved to unpack the base of a mean layer."""
-        return self.packed * UNPACKED.get(self.base, 0.0)
+        return self.packed_bytes + 2.0 * self.packed if self.fused else self.packed * UNPACKED.get(self.base, 0.0)
 
     @property
     def unpack_calls(self) -> float:
         """Kernel calls to unpack the base of a mean layer."""
-        return self.packed_products * UNPACKS.get(self.base, 0)
+        return self.packed_products * (1 if self.fused else UNPACKS.get(self.base, 0))
 
     @classmethod
     def of(cls, spec: DecoderSpec, section: AdapterSection) -> AdapterSize | None:
