@@ -1,4 +1,4 @@
-"""What comm refuses, in which words; what it says when ranks disagree, hang or end."""
+"""Errors of collectives: invalid arguments, and ranks that disagree, hang or exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.verify.rank_pool import RankPool
 SHARED, EXCHANGE = "shared memory", "gloo exchange"
 
 
-def test_bad_arguments_are_refused_before_anything_is_sent():
+def test_invalid_arguments_are_rejected_before_sending():
     axis = Axis("dp_shard", 2, 1, (0, 1))
     flat = torch.zeros(8)
     cases = {
@@ -82,7 +82,7 @@ def disagree() -> str:
     return "no error"
 
 
-def test_ranks_that_call_different_operations_are_told_so(ranks2):
+def test_mismatched_operations_are_reported_on_all_ranks(ranks2):
     what = (
         "the ranks do not call the same operation here (rank 0: all_reduce (sum) of 12 float64; "
         "rank 1: reduce_scatter (max) of 10 float32). Let every rank take the same path through the model and the "
@@ -94,8 +94,8 @@ def test_ranks_that_call_different_operations_are_told_so(ranks2):
     ]
 
 
-def impatient_axis(transport: str, timeout_s: float) -> Axis:
-    """All ranks, in a group of little patience."""
+def axis_with_timeout(transport: str, timeout_s: float) -> Axis:
+    """Return an axis of all ranks whose group has a short timeout."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     ranks = tuple(range(dist.get_world_size()))
     axis = Axis("dp_shard", len(ranks), dist.get_rank(), ranks, group)
@@ -105,8 +105,8 @@ def impatient_axis(transport: str, timeout_s: float) -> Axis:
 
 
 def one_hangs(transport: str) -> tuple[str, float, float]:
-    """The last rank comes too late. Returns what the others hear, after how long, with how much of a core."""
-    axis = impatient_axis(transport, 1.5)
+    """Delay the last rank past the timeout. Return the others' error text, wall seconds and CPU seconds."""
+    axis = axis_with_timeout(transport, 1.5)
     start, cpu = time.perf_counter(), time.process_time()
     if axis.rank == axis.size - 1:
         time.sleep(4)
@@ -117,11 +117,11 @@ def one_hangs(transport: str) -> tuple[str, float, float]:
     except CommError as error:
         text = str(error)
     waited, used = time.perf_counter() - start, time.process_time() - cpu
-    time.sleep(max(0, 4 - waited))  # nobody ends before the late rank is through
+    time.sleep(max(0, 4 - waited))  # no rank exits before the late rank has finished
     return text, waited, used
 
 
-def test_a_rank_that_hangs_is_named_within_the_timeout():
+def test_hanging_rank_is_named_within_the_timeout():
     with RankPool(3) as pool:
         for transport in (SHARED, EXCHANGE):
             for text, waited, used in pool.run(one_hangs, transport)[:2]:
@@ -129,12 +129,12 @@ def test_a_rank_that_hangs_is_named_within_the_timeout():
                 assert 1.0 < waited < 3.8
                 if transport == SHARED:
                     assert "no message from rank 2 in 1.5 s, the timeout of the group" in text
-                    # Waiting is sleeping: others need the core.
+                    # A waiting rank sleeps, since other processes need the core.
                     assert used < 0.25 * waited
 
 
 def one_dies(transport: str, folder: str) -> None:
-    axis = impatient_axis(transport, 60)
+    axis = axis_with_timeout(transport, 60)
     pending = start_all_reduce(torch.ones(1 << 22), axis)
     if axis.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -145,14 +145,14 @@ def one_dies(transport: str, folder: str) -> None:
     except CommError as error:
         text = str(error)
     (Path(folder) / f"{axis.rank}").write_text(f"{time.perf_counter() - start} {text}")
-    # What failed once stays failed, in words.
+    # After a failure, every later call fails with a message.
     with pytest.raises(CommError, match="dp_shard"):
         all_reduce(torch.ones(1), axis)
     (Path(folder) / f"{axis.rank} again").touch()
 
 
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
-def test_a_rank_that_is_killed_is_named_long_before_the_timeout(transport, tmp_path):
+def test_killed_rank_is_named_long_before_the_timeout(transport, tmp_path):
     with RankPool(3) as pool:
         with pytest.raises(CommError, match="rank 1 of 3 failed"):
             pool.run(one_dies, transport, str(tmp_path))

@@ -1,4 +1,4 @@
-"""The largest values of each 4096: these and no others travel, in the bytes that the plan counts."""
+"""Top-k compression: only the largest values of each block of 4,096 are sent, in the bytes that the plan counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sent(name: str, x_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_the_largest_of_each_4096_travel_and_no_others(numel, name, dtype, seed):
+def test_only_largest_values_of_each_block_are_sent(numel, name, dtype, seed):
     x_RN = torch.randn(2, numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
     codes, found = sent(name, x_RN)
     spec = find_wire(name).spec
@@ -41,16 +41,16 @@ def test_the_largest_of_each_4096_travel_and_no_others(numel, name, dtype, seed)
         assert ((y - x).abs() <= step / 2 * (1 + 1e-5))[x.abs() >= least].all()
 
 
-def test_what_is_owed_comes_in_the_end():
-    wire, owed = find_wire("top:0.05"), torch.randn(1, 5000, dtype=torch.float64)
-    before = owed.clone()
+def test_error_feedback_sends_almost_all_of_the_residual():
+    wire, residual = find_wire("top:0.05"), torch.randn(1, 5000, dtype=torch.float64)
+    before = residual.clone()
     for _ in range(80):
-        owed = owed - wire.decode(wire.encode(owed, None)[0], 5000, owed.dtype)
-    assert owed.norm() < 0.05 * before.norm()
+        residual = residual - wire.decode(wire.encode(residual, None)[0], 5000, residual.dtype)
+    assert residual.norm() < 0.05 * before.norm()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_spoils_its_4096_alone(value):
+def test_non_finite_value_affects_only_its_block(value):
     x = torch.ones(1, 10_000)
     x[0, 5000] = value
     _, found = sent("top:0.02", x)
@@ -60,7 +60,7 @@ def test_what_is_not_finite_spoils_its_4096_alone(value):
 
 
 @pytest.mark.parametrize("share", ["0", "0.0", "0.3", "1", "x", "-0.1", ".02", "0.0000001"])
-def test_no_other_share_is_one(share):
+def test_invalid_share_is_rejected(share):
     with pytest.raises(PlanError) as caught:
         Plan.parse(f"dp_replicate=2 sync=diloco:5 compress=top:{share}")
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""How ranks agree on a transport, and that nothing is left behind."""
+"""Agreement of ranks on a transport, and release of its resources."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 
 
-def meet(obstacle: str) -> tuple[str, str, float]:
-    """Meet with something in the way on one rank; transport, reason and a sum."""
+def connect_with(obstacle: str) -> tuple[str, str, float]:
+    """Connect two ranks with `obstacle` in effect. Return the transport, its reason and an all_reduce sum."""
     mesh = build_mesh(Plan(dp_replicate=2))
     with pytest.MonkeyPatch.context() as patch:
         if obstacle == "arm" and mesh.rank == 1:
@@ -29,18 +29,18 @@ def meet(obstacle: str) -> tuple[str, str, float]:
         if obstacle == "other user" and mesh.rank == 1:
             patch.setattr(os, "getuid", lambda: 12345)
         if obstacle == "no memory":
-            patch.setattr(os, "posix_fallocate", refuse(errno.ENOMEM))
+            patch.setattr(os, "posix_fallocate", raise_os_error(errno.ENOMEM))
         if obstacle == "no access" and mesh.rank == 1:
-            patch.setattr(os, "open", refuse(errno.EACCES))
+            patch.setattr(os, "open", raise_os_error(errno.EACCES))
         if obstacle == "another file" and mesh.rank == 1:
-            patch.setattr(os, "pread", lambda *place: b"something else..")
+            patch.setattr(os, "pread", lambda *args: b"something else..")
         value = float(all_reduce(torch.tensor(1.0 + mesh.rank), mesh.data))
     (choice,) = transports(mesh)
     assert (choice.ranks, choice.device) == ((0, 1), "cpu")
     return choice.transport, choice.reason, value
 
 
-def refuse(code: int):
+def raise_os_error(code: int):
     def call(*args: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -75,24 +75,24 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_ranks_agree_on_one_transport_and_say_why(ranks2, obstacle):
-    found = ranks2.run(meet, obstacle)
+def test_ranks_agree_on_one_transport_with_a_reason(ranks2, obstacle):
+    found = ranks2.run(connect_with, obstacle)
     assert tuple(row[:2] for row in found) == OBSTACLES[obstacle]
     assert [row[2] for row in found] == [3.0, 3.0]
 
 
-def axes_of_the_same_ranks_share_one_link() -> int:
+def num_links_of_equal_axes() -> int:
     mesh = build_mesh(Plan(dp_replicate=2))
     for axis in (mesh["dp_replicate"], mesh.data, mesh.world):
         all_reduce(torch.ones(3), axis)
     return len(transports(mesh))
 
 
-def test_axes_of_the_same_ranks_share_one_link(ranks2):
-    assert ranks2.run(axes_of_the_same_ranks_share_one_link) == [1, 1]
+def test_axes_with_equal_ranks_share_one_link(ranks2):
+    assert ranks2.run(num_links_of_equal_axes) == [1, 1]
 
 
-def held() -> dict[str, int]:
+def resources_in_use() -> dict[str, int]:
     gc.collect()
     return {
         "files": len(list(Path("/proc/self/fd").iterdir())),
@@ -110,18 +110,18 @@ def use_meshes(number: int) -> None:
 
 
 def use_and_count(number: int) -> tuple[int, dict[str, int], dict[str, int]]:
-    """Mappings before the first mesh, and what is held after two meshes and after all.
+    """Return the mappings before the first mesh, and the resources in use after two meshes and after all.
 
-    Mappings may stand before: a model under zero=3 that an error stopped amid backward stays alive, and its mesh too.
+    Mappings may exist before: a model under zero=3 that failed during backward stays alive, and so does its mesh.
     """
-    start = held()["mappings"]
+    start = resources_in_use()["mappings"]
     use_meshes(2)
-    before = held()
+    before = resources_in_use()
     use_meshes(number)
-    return start, before, held()
+    return start, before, resources_in_use()
 
 
-def test_a_hundred_meshes_leave_nothing_behind(ranks4):
+def test_hundred_meshes_leak_no_files_threads_or_mappings(ranks4):
     for start, before, after in ranks4.run(use_and_count, 100):
         assert after == before
         assert after["mappings"] == start

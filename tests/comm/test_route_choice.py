@@ -1,4 +1,4 @@
-"""Links that were measured: which way a call takes, that all ranks choose alike, and that no bit changes."""
+"""Route choice from measured links: the route by size, the same choice on all ranks, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 
 
 def profile_of(seconds: dict[str, tuple[float, float]], hosts: int = 2, ranks: int = 2, **changes) -> LinkProfile:
-    """Made-up links: transport -> seconds of a call and of a byte."""
+    """Return a synthetic link profile. `seconds` maps a transport to its seconds per call and per byte."""
     samples = tuple(
         LinkSample(op=op, transport=transport, hosts=hosts, ranks=ranks, size=size, seconds=start + size * each)
         for op in ("all_reduce", "all_gather", "reduce_scatter")
@@ -37,21 +37,21 @@ def profile_of(seconds: dict[str, tuple[float, float]], hosts: int = 2, ranks: i
     )
 
 
-#: Two levels cost three meetings and send less: from 10 ms / 90 ns = 111 kB on they are the better way.
+#: Two levels take three exchanges but send less: they are faster from 10 ms / 90 ns = 111 kB on.
 CROSSING = {"two levels": (0.015, 1e-8), "gloo exchange": (0.005, 1e-7)}
 
 
-def test_the_border_lies_between_the_sizes_where_the_better_way_changes():
-    ways = profile_of(CROSSING).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
-    assert ways is not None
+def test_route_changes_between_the_sizes_where_the_faster_one_changes():
+    choices = profile_of(CROSSING).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
+    assert choices is not None
     border = math.isqrt((1 << 14) * (1 << 18))
-    assert ways.best["all_reduce"] == [(0, "gloo exchange"), (border, "two levels")]
-    assert ways.transport("all_reduce", border - 1, "two levels") == "gloo exchange"
-    assert ways.transport("all_reduce", border, "two levels") == "two levels"
-    assert ways.transport("all_to_all", 5, "two levels") == "two levels"
+    assert choices.best["all_reduce"] == [(0, "gloo exchange"), (border, "two levels")]
+    assert choices.transport("all_reduce", border - 1, "two levels") == "gloo exchange"
+    assert choices.transport("all_reduce", border, "two levels") == "two levels"
+    assert choices.transport("all_to_all", 5, "two levels") == "two levels"
     for transport, (start, each) in CROSSING.items():
-        assert ways.seconds("all_gather", 1 << 20, transport) == pytest.approx(start + (1 << 20) * each, rel=1e-6)
-    # What the axis cannot take is not chosen, and what was not measured decides nothing.
+        assert choices.seconds("all_gather", 1 << 20, transport) == pytest.approx(start + (1 << 20) * each, rel=1e-6)
+    # A transport that the axis does not support is not chosen. A layout that was not measured gives no choice.
     assert profile_of(CROSSING).route_choices(2, 2, "two levels", ("two levels",)).best["all_reduce"] == [
         (0, "two levels")
     ]
@@ -59,39 +59,42 @@ def test_the_border_lies_between_the_sizes_where_the_better_way_changes():
     assert profile_of(CROSSING).route_choices(1, 2, "shared memory", ("shared memory",)) is None
 
 
-def test_less_than_a_tenth_is_chance_and_a_choice_does_not_reach_far():
+def test_small_gains_are_ignored_and_choices_end_above_measured_sizes():
     near = {"two levels": (0.010, 1e-8), "gloo exchange": (0.0095, 1e-8)}
-    ways = profile_of(near).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
-    assert ways is not None
-    assert ways.best["all_reduce"] == [(0, "two levels")]
-    assert not ways.gains
+    choices = profile_of(near).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
+    assert choices is not None
+    assert choices.best["all_reduce"] == [(0, "two levels")]
+    assert not choices.gains
     faster = {"two levels": (0.010, 1e-8), "gloo exchange": (0.001, 1e-9)}
-    ways = profile_of(faster).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
-    assert ways is not None
-    assert ways.best["all_reduce"] == [(0, "gloo exchange"), (4 * SIZES[-1], "two levels")]
+    choices = profile_of(faster).route_choices(2, 2, "two levels", ("two levels", "gloo exchange"))
+    assert choices is not None
+    assert choices.best["all_reduce"] == [(0, "gloo exchange"), (4 * SIZES[-1], "two levels")]
 
 
-def test_the_file_comes_back_as_it_was_and_mistakes_are_named(tmp_path: Path):
+def test_link_profile_round_trips_and_errors_name_the_key(tmp_path: Path):
     path = tmp_path / "links.json"
     made = profile_of(CROSSING)
     made.save(path)
     read = LinkProfile.load(path)
     assert (read.samples, read.machine, read.layouts) == (made.samples, made.machine, ((2, 2),))
     table = json.loads(path.read_text())
-    for change, told in (
+    for change, message in (
         ({"weft_links": 2}, "weft_links=2: this Weft reads version 1"),
         ({"more": 1}, "unknown key 'more'"),
         ({"samples": [{**table["samples"][0], "seconds": -1.0}]}, "seconds=-1.0 is not a time"),
     ):
         path.write_text(json.dumps({**table, **change}))
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             LinkProfile.load(path)
     with pytest.raises(ConfigError, match=r"cannot be read .*weft calibrate --hosts"):
         LinkProfile.load(tmp_path / "none.json")
 
 
 def sums(path: str) -> tuple[list[torch.Tensor], int, list]:
-    """Results of little and much, waited for in another order on some ranks; bytes off host; how it was sent."""
+    """Reduce and gather small and large tensors, waiting in another order on some ranks.
+
+    Return the results, the bytes sent off host and the chosen transports.
+    """
     ledger = Ledger()
     mesh = build_mesh(Plan(dp_replicate=4), record=ledger.record, link_profile=path)
     axis = mesh.data
@@ -100,14 +103,14 @@ def sums(path: str) -> tuple[list[torch.Tensor], int, list]:
     found: list[torch.Tensor] = []
     for numel in (5, 12288, 400_000):
         mine = data(mesh.rank, numel, torch.float32)
-        large, little = start_all_reduce(mine.clone(), axis), start_all_reduce(mine[:3].clone(), axis)
-        order = (large, little) if mesh.rank in (1, 2) else (little, large)
+        large, small = start_all_reduce(mine.clone(), axis), start_all_reduce(mine[:3].clone(), axis)
+        order = (large, small) if mesh.rank in (1, 2) else (small, large)
         found += [one.wait().clone() for one in order][:: 1 if mesh.rank in (1, 2) else -1]
         found += [all_gather(mine, axis), reduce_scatter(mine[: numel // 4 * 4], axis)]
     return found, ledger.off_host_bytes(), transports(mesh)
 
 
-def test_ways_differ_and_bits_do_not(ranks4, tmp_path: Path):
+def test_measured_routes_do_not_change_bits(ranks4, tmp_path: Path):
     path = tmp_path / "links.json"
     profile_of(CROSSING).save(path)
     flat = ranks4.run(sums, "")
@@ -124,7 +127,7 @@ def test_ways_differ_and_bits_do_not(ranks4, tmp_path: Path):
         )
         assert choice.planned_s > 3 * 4 * 0.005
         assert third[2][0].planned_s is None
-    # What is little goes the flat way, and with 49 kB of 12288 values that is more bytes between hosts.
+    # Small tensors take the flat route, which sends more bytes between hosts for the 49 kB of 12,288 values.
     assert sum(one[1] for one in found) > sum(one[1] for one in fixed)
 
 
@@ -137,7 +140,7 @@ def reason_of(path: str) -> str:
     return transports(mesh)[0].reason
 
 
-def test_what_cannot_be_used_is_told_on_all_ranks(ranks4, tmp_path: Path):
+def test_unusable_profile_is_reported_on_all_ranks(ranks4, tmp_path: Path):
     path = tmp_path / "links.json"
     assert set(ranks4.run(on_hosts, 2, reason_of, str(path))) == {
         f"links={path}: the file cannot be read (No such file or directory). Measure the links again with: weft "
