@@ -57,7 +57,7 @@ def test_so_do_replicas_of_shards():
 
 
 def train(plan_text: str, folder: str = "") -> tuple[ParityResult, dict[str, int], list[float]]:
-    """With an evaluation after each step, and other weights loaded after one: second shards must not outlive them."""
+    """With an evaluation after each step, and other weights loaded after one: secondary shards must not outlive them."""
     ledger, plan, result = Ledger(), Plan.parse(plan_text), ParityResult()
     mesh = build_mesh(plan, record=ledger.record)
     model = parallelize(CASE.model(), mesh)

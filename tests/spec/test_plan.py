@@ -112,7 +112,7 @@ GOLDEN = {
         "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
     ),
     "zero=3 reshard=after_forward:1": (
-        "reshard=after_forward:1: second shards are divided over a number of neighboring ranks, from 2 to 999999. "
+        "reshard=after_forward:1: secondary shards are divided over a number of neighboring ranks, from 2 to 999999. "
         "Use reshard=after_forward:8, for 8 ranks on a host."
     ),
     "sync=diloco": (

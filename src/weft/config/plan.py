@@ -241,7 +241,7 @@ class Plan:
 
     @property
     def second_shards(self) -> int:
-        """On how many neighbouring ranks of dp_shard zero=3 keeps second shards for backward; 0: none."""
+        """On how many neighbouring ranks of dp_shard zero=3 keeps secondary shards for backward; 0: none."""
         return int(self.reshard.partition(":")[2] or 0)
 
     @property

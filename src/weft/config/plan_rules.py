@@ -319,7 +319,7 @@ LASTING: tuple[Rule, ...] = (
             and (plan.cp > 1 or plan.dp_shard % plan.second_shards > 0 or plan.dp_shard == plan.second_shards)
         ),
         finding=lambda plan, facts: (
-            "second shards with cp are not built"
+            "secondary shards with cp are not built"
             if plan.cp > 1
             else f"dp_shard={plan.dp_shard} is not 2 or more groups of {plan.second_shards} ranks"
         ),

@@ -231,7 +231,7 @@ class Compression(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPolicy(OneOf):
-    """When gathered parameters are freed; the first name may have the number of ranks that share second shards."""
+    """When gathered parameters are freed; the first name may have the number of ranks that share secondary shards."""
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
@@ -239,7 +239,7 @@ class ReshardPolicy(OneOf):
             if not _BLOCKS.fullmatch(number) or number == "1":
                 raise refused(
                     name,
-                    f"{name}={shown(value)}: second shards are divided over a number of neighboring ranks, from 2 to "
+                    f"{name}={shown(value)}: secondary shards are divided over a number of neighboring ranks, from 2 to "
                     f"999999. Use {name}={self.known[0]}:8, for 8 ranks on a host.",
                 )
             return value

@@ -34,7 +34,7 @@ class UnitGather(GatherBase):
         order: order of all ranks' operations on the axis.
         wire: wire format of the weights, or None to send them unencoded.
         parts: returns this rank's parts by gather and weight: shape, module and name.
-        near: axis over which backward gathers from second shards, if the unit keeps some.
+        near: axis over which backward gathers from secondary shards, if the unit keeps some.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class UnitGather(GatherBase):
         self._order.check(Act.GATHER, self._unit, input_tensor.numel())
         try:
             if self._near is not None and group is self._near.group:
-                all_gather(input_tensor, self._near, out=output_tensor)  # second shards, already rounded
+                all_gather(input_tensor, self._near, out=output_tensor)  # secondary shards, already rounded
             elif self._wire is None:
                 all_gather(input_tensor, self._axis, out=output_tensor)
             else:

@@ -269,7 +269,7 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Build the mesh of dp_shard and of the neighbors that keep second shards.
+    """Build the mesh of dp_shard and of the neighbors that keep secondary shards.
 
     Returns None if the plan has no such shards.
     """
