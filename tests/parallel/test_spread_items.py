@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity import spread_cases, vision_cases
+from tests.parity import encoder_cases, vision_cases
 from weft.comm.mesh import build_mesh
 from weft.config.layout import Layout
 from weft.config.plan import Plan
@@ -81,7 +81,7 @@ class Normed(nn.Module):
     (lambda: Normed(nn.Linear(3, 3)), "towers=spread", "", "layout pattern 'towers': the model has no such module"),
     (lambda: Normed(nn.Linear(3, 3)), "tower=spread", "cp=2", "tower=spread: with cp=2 each rank has a part"),
     (
-        spread_cases.whisper_model, "model.encoder=spread", "pp=2 microbatches=2",
+        encoder_cases.whisper_model, "model.encoder=spread", "pp=2 microbatches=2",
         "model.encoder=spread: with pp=2 its blocks are divided into stages",
     ),
 ])  # fmt: skip
@@ -102,7 +102,7 @@ def test_the_style_is_written_and_read():
 
 
 def test_one_process_takes_the_style_and_changes_nothing():
-    case, path = spread_cases.CASES["llava"]
+    case, path = encoder_cases.CASES["llava"]
     batch = case.collate(case.samples(0))
     model = case.model()
     expected = case.forward(model, batch)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from tests.parity.apart_cases import CASE, EVERY, KEY, STEPS, TIMEOUT_S
+from tests.parity.elastic_cases import CASE, EVERY, KEY, STEPS, TIMEOUT_S
 from tests.parity.test_sync import Alone, outer_step
 from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
@@ -59,7 +59,7 @@ def replicas(tmp_path):
     place, processes = RendezvousServer("127.0.0.1", 0, 2, TIMEOUT_S, KEY), []
 
     def start(replica: int, fault: str = "none") -> subprocess.Popen:
-        words = ["tests.parity.apart_replica", place.address, str(replica), PLAN, str(tmp_path), fault]
+        words = ["tests.parity.elastic_replica", place.address, str(replica), PLAN, str(tmp_path), fault]
         processes.append(subprocess.Popen([sys.executable, "-m", *words]))
         return processes[-1]
 

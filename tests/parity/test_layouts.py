@@ -16,7 +16,7 @@ def test_a_layout_equals_one_process(broad_cells, plain, request):
 
 
 def test_each_model_is_laid_over_each_axis_that_it_has_a_place_for():
-    cells = broad_matrix(2, is_whole=False)
+    cells = broad_matrix(2, is_complete=False)
     for name, subject in broad_subjects().items():
         plans = [cell.plan for cell in cells if cell.subject == name]
         assert {plan.zero for plan in plans} == {0, 1, 2, 3}, name

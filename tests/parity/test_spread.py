@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.parity.spread_cases import train, train_all
+from tests.parity.encoder_cases import train, train_all
 
 RTOL = 1e-10
 #: (plan, style of the encoder; "": found where the plan needs it).

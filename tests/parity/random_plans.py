@@ -1,7 +1,7 @@
-"""The whole space: models that eight ranks can divide in every way, a plan for each set of axes, random plans.
+"""Models that eight ranks can divide on every axis, plans for each set of axes, and random plans.
 
-A random plan is drawn field by field and then mended by the rules' own fixes, so that nothing is listed and every
-field of the plan is in play, uneven splits and budgets of activations too.
+A random plan is sampled field by field and then repaired with the rules' fixes. So plans need not be enumerated, and
+every field varies, uneven splits and activation budgets included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.config.rule import Facts
 from weft.verify.matrix import covering, row_of
 from weft.verify.parity import DecoderCase
 
-#: Eight of everything that an axis divides, except key-value heads, of which ranks then share some.
+#: Eight of everything that an axis divides, except key-value heads, which ranks then share.
 DENSE = DecoderSpec(
     vocab_size=61, dim=16, num_layers=8, num_heads=8, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True
 )
@@ -33,13 +33,13 @@ MOE = dataclasses.replace(
 )  # fmt: skip
 BIASED = dataclasses.replace(MOE, tied=True, balance="bias", router="sigmoid", balance_rate=0.02)
 
-#: What differs between plans of one set of axes and is covered too.
-WAYS = ("zero", "sp", "cp_mode", "schedule", "reshard")
+#: Fields that are covered in addition to the set of axes.
+COVERED_FIELDS = ("zero", "sp", "cp_mode", "schedule", "reshard")
 OFFLOADS = ((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations"), ("params:0.4",))
 
 
 def deep_subjects() -> dict[str, Subject]:
-    """Deep and wide enough for every axis of 8 ranks; with documents, padding, experts, and one of Hugging Face."""
+    """Return subjects large enough for every axis of 8 ranks: documents, padding, experts, one of Hugging Face."""
     sizes = {"num_steps": 2, "global_batch": 16, "seq_len": 16}
     return {
         "dense": Subject(DecoderCase(DENSE, **sizes, documents=True), DENSE),
@@ -50,14 +50,14 @@ def deep_subjects() -> dict[str, Subject]:
 
 
 def axes_used(plan: Plan) -> str:
-    """The mesh axes on which the plan has more than one rank."""
+    """Return the mesh axes on which the plan has more than one rank."""
     return " ".join(name for name in AXES if getattr(plan, name) > 1)
 
 
-def cell_of_each_set_of_axes(num_ranks: int) -> list[Cell]:
-    """Few cells in which every set of axes that can share the ranks occurs, every size of ep, and every way."""
+def cells_of_axis_sets(num_ranks: int) -> list[Cell]:
+    """Return cells that cover every set of axes, every size of ep with zero, and every value of `COVERED_FIELDS`."""
     usual = {"recompute": ("none",), "offload": ((),), "accumulation": (1,)}
-    only = {  # of each subject, what the other does not show
+    only = {  # for each subject, settings that the other does not cover
         "dense": {"microbatches": (1, 16), "reshard": ("after_forward", "after_step")},
         "moe": {"microbatches": (1, 4), "reshard": ("after_forward",), "cp_mode": ("auto",), "ep": (2, 8)},
     }
@@ -67,11 +67,13 @@ def cell_of_each_set_of_axes(num_ranks: int) -> list[Cell]:
         for plan in deep_subjects()[name].plans(num_ranks, **usual, **chosen)
     ]
     rows = [row_of(cell.plan, subject=cell.subject, axes=axes_used(cell.plan)) for cell in cells]
-    return [cells[index] for index in covering(rows, [("axes",), ("ep", "zero"), *((way,) for way in WAYS)])]
+    return [
+        cells[index] for index in covering(rows, [("axes",), ("ep", "zero"), *((name,) for name in COVERED_FIELDS)])
+    ]
 
 
 def random_cells(num_ranks: int) -> st.SearchStrategy[Cell]:
-    """Legal plans of the subjects, drawn from everything that a plan can say."""
+    """Return a strategy of legal plans for the subjects, sampled from all fields of a plan."""
     return st.integers(0, 2**48).map(lambda seed: _random_cell(num_ranks, random.Random(seed)))
 
 
@@ -81,12 +83,12 @@ def _random_cell(num_ranks: int, draw: random.Random) -> Cell:
         name = draw.choice(sorted(deep_subjects()))
         subject = deep_subjects()[name]
         assert subject.shape is not None
-        plan = _mended(_any_plan(num_ranks, subject.shape, draw), _facts(subject, num_ranks))
+        plan = _repaired(_random_plan(num_ranks, subject.shape, draw), _facts(subject, num_ranks))
     return Cell(name, _unevenly_split(plan, subject.shape.num_layers, draw) if draw.random() < 0.3 else plan)
 
 
-def _any_plan(num_ranks: int, shape: DecoderSpec, draw: random.Random) -> Plan:
-    """Of so many ranks; rules may be broken."""
+def _random_plan(num_ranks: int, shape: DecoderSpec, draw: random.Random) -> Plan:
+    """Return a random plan for `num_ranks` ranks, which may break rules."""
     sizes = dict.fromkeys(AXES, 1)
     for _ in range(num_ranks.bit_length() - 1):
         sizes[draw.choice(AXES)] *= 2
@@ -103,7 +105,7 @@ def _any_plan(num_ranks: int, shape: DecoderSpec, draw: random.Random) -> Plan:
         "split": (),
         "accumulation": draw.choice((1, 2, 4)),
         "precision": "fp64",
-        "reduce": "fp32",  # another format rounds
+        "reduce": "fp32",  # other formats round
         "recompute": draw.choice((*RECOMPUTES, "50%", "full:1")),
         "offload": draw.choice(OFFLOADS),
         "compile": False,
@@ -124,8 +126,8 @@ def _facts(subject: Subject, num_ranks: int) -> Facts:
     return Facts(model=subject.shape, world_size=num_ranks, global_batch=case.global_batch, seq_len=case.seq_len)
 
 
-def _mended(plan: Plan, facts: Facts) -> Plan | None:
-    """The plan after the rules' fixes, one after another; None where they lead nowhere."""
+def _repaired(plan: Plan, facts: Facts) -> Plan | None:
+    """Apply the rules' fixes one by one. Return None if no legal plan is reached."""
     for _ in range(20):
         broken = check(plan, facts)
         if not broken:
@@ -138,7 +140,7 @@ def _mended(plan: Plan, facts: Facts) -> Plan | None:
 
 
 def _unevenly_split(plan: Plan, num_layers: int, draw: random.Random) -> Plan:
-    """Stages of any sizes."""
+    """Return the plan with stages of random sizes."""
     if plan.pp == 1:
         return plan
     ends = [0, *sorted(draw.sample(range(1, num_layers), plan.pp * plan.virtual_stages - 1)), num_layers]

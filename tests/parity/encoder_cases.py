@@ -1,6 +1,6 @@
-"""Models whose pictures and clips ranks share: samples with none, one or three pictures, and a batch of text alone.
+"""Models whose encoder inputs are distributed over ranks: samples with zero to three images, and a batch of text only.
 
-B samples, T tokens, P patches of all samples together, D width.
+B samples, T tokens, P patches of all samples, D width.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from weft.config.layout import Layout
 from weft.verify.parity import ParityResult, SampleCase, train_case, train_plain
 from weft.verify.verifier import Float64Throughout
 
-#: Pictures of each sample: of five samples a step, the second step has none at all.
-PICTURES = (0, 3, 0, 0, 1) + (0,) * 5 + (2, 0, 1, 0, 0)
+#: Images of each sample. With five samples per step, the second step has no image.
+NUM_IMAGES = (0, 3, 0, 0, 1) + (0,) * 5 + (2, 0, 1, 0, 0)
 IGNORE, VOCAB, DIM, PATCH = vision.IGNORE, 29, 16, 6
 
 
 def _text(rng: torch.Generator, index: int, tokens: list[int]) -> vision.Sample:
-    """The tokens of each picture with a word behind, and two to five words; every fourth sample has no label."""
-    words = torch.randint(3, vision.VOCAB - 2, (2 + index % 4 + len(tokens),), generator=rng)
+    """Return each image's tokens followed by a text token, then two to five text tokens. Every fourth has no label."""
+    text_ids = torch.randint(3, vision.VOCAB - 2, (2 + index % 4 + len(tokens),), generator=rng)
     parts = [
         part
         for each, count in enumerate(tokens)
-        for part in (torch.full((count,), vision.IMAGE), words[each : each + 1])
+        for part in (torch.full((count,), vision.IMAGE), text_ids[each : each + 1])
     ]
-    ids = torch.cat([*parts, words[len(tokens) :]])
+    ids = torch.cat([*parts, text_ids[len(tokens) :]])
     labels = torch.where((ids == vision.IMAGE) | (index % 4 == 2), IGNORE, ids).roll(-1)
     return {"input_ids": ids, "labels": labels}
 
@@ -41,16 +41,16 @@ def _text(rng: torch.Generator, index: int, tokens: list[int]) -> vision.Sample:
 def llava_samples(count: int) -> list[vision.Sample]:
     rng, found = torch.Generator().manual_seed(7), []
     for index in range(count):
-        images = torch.randn(PICTURES[index], 3, vision.SIDE, vision.SIDE, generator=rng)
+        images = torch.randn(NUM_IMAGES[index], 3, vision.SIDE, vision.SIDE, generator=rng)
         found.append({**_text(rng, index, [4] * len(images)), "pixel_values": images})
     return found
 
 
 def qwen2_vl_samples(count: int) -> list[vision.Sample]:
-    """Pictures of 4 to 16 patches, of which four are one token."""
+    """Return samples with images of 4 to 16 patches. Four patches are one token."""
     rng, found = torch.Generator().manual_seed(7), []
     for index in range(count):
-        grids = torch.tensor([[1, 2, 2 + 2 * ((index + each) % 4)] for each in range(PICTURES[index])]).view(-1, 3)
+        grids = torch.tensor([[1, 2, 2 + 2 * ((index + each) % 4)] for each in range(NUM_IMAGES[index])]).view(-1, 3)
         patches = torch.randn(int(grids.prod(-1).sum()), 3 * vision.PATCH**2, generator=rng)
         tokens: list[int] = (grids.prod(-1) // 4).long().tolist()
         sample = {**_text(rng, index, tokens), "pixel_values": patches, "image_grid_thw": grids.long()}
@@ -59,7 +59,7 @@ def qwen2_vl_samples(count: int) -> list[vision.Sample]:
 
 
 class Tower(nn.Module):
-    """Patches that meet those of their own picture, (P, PATCH) to (P, D)."""
+    """Mixes each image's patches, (P, PATCH) to (P, D)."""
 
     def __init__(self):
         super().__init__()
@@ -75,21 +75,21 @@ class Tower(nn.Module):
         return x
 
 
-class Own(nn.Module):
-    """A user's own: a tower and blocks of text side by side."""
+class UserModel(nn.Module):
+    """A user-defined model: a vision tower and text blocks."""
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(VOCAB, DIM)
+        self.token_embed = nn.Embedding(VOCAB, DIM)
         self.tower = Tower()
         self.blocks = nn.ModuleList(Block(DIM, 4, 0.0) for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, ids: torch.Tensor, patches: torch.Tensor, grids: torch.Tensor, owner: torch.Tensor) -> Any:
-        x = self.words(ids)
+        x = self.token_embed(ids)
         features = self.tower(patches, grids)
-        seen = torch.repeat_interleave(owner, grids)
-        x = x + x.new_zeros(len(ids), DIM).index_add(0, seen, features)[:, None]
+        image_owner = torch.repeat_interleave(owner, grids)
+        x = x + x.new_zeros(len(ids), DIM).index_add(0, image_owner, features)[:, None]
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -97,13 +97,13 @@ class Own(nn.Module):
 
 def own_model() -> nn.Module:
     torch.manual_seed(5)
-    return Own()
+    return UserModel()
 
 
 def own_samples(count: int) -> list[vision.Sample]:
     rng, found = torch.Generator().manual_seed(7), []
     for index in range(count):
-        counts = torch.tensor([2 + (index + each) % 3 for each in range(PICTURES[index])], dtype=torch.long)
+        counts = torch.tensor([2 + (index + each) % 3 for each in range(NUM_IMAGES[index])], dtype=torch.long)
         ids = torch.randint(VOCAB, (8,), generator=rng)
         patches = torch.randn(int(counts.sum()), PATCH, generator=rng)
         found.append({"ids": ids, "labels": ids.roll(-1), "patches": patches, "grids": counts})
@@ -131,8 +131,8 @@ def whisper_samples(count: int) -> list[vision.Sample]:
 
 
 @dataclass(frozen=True)
-class SpreadCase(SampleCase):
-    """One of the models on three batches of which none comes out even."""
+class EncoderCase(SampleCase):
+    """One of the models on three batches that do not divide evenly."""
 
     make: Callable[[], nn.Module]
     data: Callable[[int], list[vision.Sample]]
@@ -159,7 +159,7 @@ class SpreadCase(SampleCase):
                 batch["owner"] = torch.repeat_interleave(torch.arange(len(samples)), counts)
         else:
             batch = vision.collate(samples)
-            more = -batch["input_ids"].shape[1] % 8  # sp shares tokens evenly
+            more = -batch["input_ids"].shape[1] % 8  # sp needs a multiple of its ranks
             batch = {
                 n: F.pad(x, (0, more), value=vision.PADDING[n]) if n in vision.PADDING else x for n, x in batch.items()
             }
@@ -167,7 +167,7 @@ class SpreadCase(SampleCase):
 
     def forward(self, model: nn.Module, batch: vision.Sample) -> torch.Tensor:
         given = {name: value for name, value in batch.items() if name != "labels"}
-        return model(**given) if isinstance(model, Own) else model(**given, use_cache=False).logits
+        return model(**given) if isinstance(model, UserModel) else model(**given, use_cache=False).logits
 
     def loss(self, output: torch.Tensor, batch: vision.Sample) -> tuple[torch.Tensor, torch.Tensor]:
         labels = batch["labels"]
@@ -176,26 +176,26 @@ class SpreadCase(SampleCase):
 
 
 CASES = {
-    "llava": (SpreadCase(vision.llava_model, llava_samples), "model.vision_tower"),
-    "qwen2_vl": (SpreadCase(vision.qwen2_vl_model, qwen2_vl_samples), "model.visual"),
-    "own": (SpreadCase(own_model, own_samples), "tower"),
-    "whisper": (SpreadCase(whisper_model, whisper_samples), "model.encoder"),
+    "llava": (EncoderCase(vision.llava_model, llava_samples), "model.vision_tower"),
+    "qwen2_vl": (EncoderCase(vision.qwen2_vl_model, qwen2_vl_samples), "model.visual"),
+    "own": (EncoderCase(own_model, own_samples), "tower"),
+    "whisper": (EncoderCase(whisper_model, whisper_samples), "model.encoder"),
 }
-#: What tp cuts of the user's own model.
-_OWN = "blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise blocks.*.mlp.0=colwise blocks.*.mlp.3=rowwise"
+#: The tp layout of the user-defined model.
+_USER_LAYOUT = "blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise blocks.*.mlp.0=colwise blocks.*.mlp.3=rowwise"
 
 
 def train(plan: str, name: str, style: str) -> ParityResult:
-    """One model under a plan, or with "" by PyTorch alone. style: of its encoder; "": none."""
+    """Train one model under a plan, or with "" in plain PyTorch. style: of the encoder, "" for no entry."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     case, path = CASES[name]
-    words = f"{path}={style} " if style else ""
-    words += _OWN if name == "own" and "tp=" in plan else ""
-    case = SpreadCase(case.make, case.data, Layout.parse(words) if words.strip() else None)
-    with Float64Throughout():  # around backward too, where blocks are recomputed
+    entries = f"{path}={style} " if style else ""
+    entries += _USER_LAYOUT if name == "own" and "tp=" in plan else ""
+    case = EncoderCase(case.make, case.data, Layout.parse(entries) if entries.strip() else None)
+    with Float64Throughout():  # includes backward, where blocks are recomputed
         return train_case(f"{plan} precision=fp64", case) if plan else train_plain(case)
 
 
 def train_all(runs: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], ParityResult]:
-    """Several (plan, model, style), in one call of ranks that are there already."""
+    """Train several (plan, model, style) in one call of a pool of ranks."""
     return {run: train(*run) for run in runs}

@@ -1,4 +1,4 @@
-"""One replica as a process: PLACE_ADDRESS REPLICA PLAN FOLDER FAULT. Writes what it found into the folder."""
+"""One replica as a process: SERVER_ADDRESS REPLICA PLAN FOLDER FAULT. Writes its results into the folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.parity.apart_cases import CASE, KEY, PAUSE_S, STEPS, TIMEOUT_S
+from tests.parity.elastic_cases import CASE, KEY, PAUSE_S, STEPS, TIMEOUT_S
 from weft.comm.mesh import build_mesh
 from weft.comm.replica_client import ReplicaGroup
 from weft.config import partitioning as shares
@@ -23,7 +23,7 @@ from weft.train.step.train_step import TrainStep
 
 
 class Faulty(ElasticDiLoCo):
-    """Dies in the middle of its second exchange."""
+    """Kills the process in the middle of its second exchange."""
 
     def _receive(self, call, axis):
         if call.number == 2:
@@ -36,30 +36,30 @@ def main(address: str, replica: int, text: str, folder: Path, fault: str) -> Non
     mesh = build_mesh(plan.replace(dp_replicate=1, sync="step", compress="none"))
     model = parallelize(CASE.model(), mesh)
     lines: list[str] = []
-    party = ReplicaGroup(
+    group = ReplicaGroup(
         mesh, replica, address, "127.0.0.1", TIMEOUT_S, KEY, lambda act: act(), lambda own: [own], lines.append
     )
-    sync = attach_elastic_diloco(model, data_parallel(model), mesh, plan, party)
-    meet = party.wait_for_round
+    sync = attach_elastic_diloco(model, data_parallel(model), mesh, plan, group)
+    wait_for_round = group.wait_for_round
 
-    def arrive(layout: str):
-        (folder / f"arrives-{replica}-{sync.step}").touch()
-        return meet(layout)
+    def wait_and_mark(layout: str):
+        (folder / f"waits-{replica}-{sync.step}").touch()
+        return wait_for_round(layout)
 
-    party.wait_for_round = arrive
+    group.wait_for_round = wait_and_mark
     if fault == "dies in exchange":
         sync.__class__ = Faulty
     step = TrainStep(
         model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=CASE.max_grad_norm
     )
-    party.timeout_s = 60.0
-    party.begin()  # of two that are started together, one may be there some seconds before the other
-    party.timeout_s = TIMEOUT_S
-    waited = (1,) if fault == "waits for 1" else (4,)
-    index, trained, met = 0, [], []
+    group.timeout_s = 60.0
+    group.begin()  # of two replicas that are started together, one may be ready some seconds before the other
+    group.timeout_s = TIMEOUT_S
+    awaited_steps = (1,) if fault == "waits for 1" else (4,)
+    index, trained, rounds = 0, [], []
     while index < STEPS:
-        if replica == 0 and index == 5:  # the other comes back meanwhile
-            while not any((folder / f"arrives-1-{step}").exists() for step in waited):
+        if replica == 0 and index == 5:  # the other rejoins meanwhile
+            while not any((folder / f"waits-1-{number}").exists() for number in awaited_steps):
                 time.sleep(0.02)
             time.sleep(PAUSE_S)
         before = sync.meetings
@@ -71,7 +71,7 @@ def main(address: str, replica: int, text: str, folder: Path, fault: str) -> Non
         if sync.goes_to is not None:
             index = sync.goes_to
         if sync.meetings != before:
-            met.append((sync.meetings, index))
+            rounds.append((sync.meetings, index))
         (folder / f"at-{replica}-{index}").touch()
         if fault == "stops" and index == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -79,11 +79,11 @@ def main(address: str, replica: int, text: str, folder: Path, fault: str) -> Non
         {
             "anchor": {one.name: one.flat.clone() for one in sync.anchors()},
             "momentum": {one.name: one.flat.clone() for one in sync.momenta()},
-            "trained": trained, "met": met, "lines": lines,
+            "trained": trained, "rounds": rounds, "lines": lines,
         },
         folder / f"found-{replica}",
     )  # fmt: skip
-    party.end(str(folder))
+    group.end(str(folder))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the replicas of test_apart.py train, each in a process of its own."""
+"""The case that the replicas of test_elastic_local_sgd.py train, one process per replica."""
 
 from __future__ import annotations
 
