@@ -186,7 +186,7 @@ _USER_LAYOUT = "blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise blocks.*.m
 
 
 def train(plan: str, name: str, style: str) -> ParityResult:
-    """Train one model under a plan, or with "" in plain PyTorch. style: of the encoder, "" for no entry."""
+    """Train one model under a plan, or with "" in plain PyTorch. style: the encoder's style, "" for no entry."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     case, path = CASES[name]
     entries = f"{path}={style} " if style else ""

@@ -26,7 +26,7 @@ STEPS, VOCAB, TOKENS = 7, 23, 8
 class Trained:
     """Metrics of each step, final weights, states and gradients, and numbers of recordings and replays."""
 
-    metrics_seen: list[tuple[float, float, float]] = field(default_factory=list)
+    step_metrics: list[tuple[float, float, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Trained:
 
     def same_as(self, other: Trained) -> bool:
         """Return whether metrics and tensors are bitwise equal."""
-        if self.metrics_seen != other.metrics_seen:
+        if self.step_metrics != other.step_metrics:
             return False
         mine, theirs = ([*one.weights.items(), *one.gradients.items(), *one.states.items()] for one in (self, other))
         return len(mine) == len(theirs) and all(
@@ -111,9 +111,9 @@ def train(
         batch = batch_of(index * mesh.data.size + mesh.data.rank, rows, tokens_at(index))
         batch["factor"] = torch.tensor([spoil(index)] * rows, dtype=torch.float64)
         metrics = step(batch, dropout_key=1000 + index)
-        found.metrics_seen.append((metrics.loss, metrics.grad_norm, metrics.loss_scale or 1.0))
-        found.metrics_seen[-1] = tuple(
-            0.5 if one != one else one for one in found.metrics_seen[-1]
+        found.step_metrics.append((metrics.loss, metrics.grad_norm, metrics.loss_scale or 1.0))
+        found.step_metrics[-1] = tuple(
+            0.5 if one != one else one for one in found.step_metrics[-1]
         )  # NaN does not compare equal
     step.finalize()
     engine = data_parallel(model)

@@ -1,4 +1,4 @@
-"""Ranks that share pictures and clips by cost: what one process computes, however many pictures a batch has."""
+"""Encoders whose inputs are distributed over ranks by cost match one process for any number of images per batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.parity.encoder_cases import train, train_all
 
 RTOL = 1e-10
-#: (plan, style of the encoder; "": found where the plan needs it).
+#: (plan, style of the encoder; "": chosen automatically if the plan needs it).
 TWO = [
     ("tp=2", "spread"),
     ("dp_shard=2 zero=3 accumulation=2", "spread:data"),
@@ -51,26 +51,27 @@ def differing(found):
 
 
 def runs_of(plan, style, names):
-    """Stages cut one list of blocks: Whisper's encoder is a part of it, and a model of one's own has two.
+    """Return the supported runs of a plan.
 
-    Nor can that model be called without a tower's input.
+    Stages split one chain of blocks, of which Whisper's encoder is a part, and the user model has two. The user model
+    needs inputs for its tower in every call.
     """
-    left_out = {"whisper", "own"} if "pp=" in plan else set()
-    left_out |= {"own"} if "sp=on" in plan or not style else set()
-    return [(plan, name, style) for name in names if name not in left_out]
+    excluded = {"whisper", "own"} if "pp=" in plan else set()
+    excluded |= {"own"} if "sp=on" in plan or not style else set()
+    return [(plan, name, style) for name in names if name not in excluded]
 
 
 @pytest.mark.parametrize("plan, style", TWO)
-def test_shared_pictures_of_two_ranks(plan, style, ranks2):
+def test_distributed_images_match_one_process_on_two_ranks(plan, style, ranks2):
     for found in ranks2.run(train_all, runs_of(plan, style, ("llava", "own"))):
         assert not differing(found)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan, style", MORE)
-def test_more_plans_of_two_ranks(plan, style, ranks2):
+def test_distributed_encoders_match_one_process_on_two_ranks(plan, style, ranks2):
     runs = runs_of(plan, style, ("llava", "qwen2_vl", "own", "whisper"))
-    # One model takes a minute to compile: in one call, the ranks would be silent for longer than they may.
+    # A model takes a minute to compile: all models in one call would exceed the pool's timeout.
     for part in [[run] for run in runs] if "compile=on" in plan else [runs]:
         for found in ranks2.run(train_all, part):
             assert not differing(found)
@@ -78,6 +79,6 @@ def test_more_plans_of_two_ranks(plan, style, ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan, style", FOUR)
-def test_four_ranks(plan, style, ranks4):
+def test_distributed_encoders_match_one_process_on_four_ranks(plan, style, ranks4):
     for found in ranks4.run(train_all, runs_of(plan, style, ("llava", "qwen2_vl", "own", "whisper"))):
         assert not differing(found)

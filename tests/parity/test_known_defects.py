@@ -1,8 +1,8 @@
-"""Numerical defects measured in the field's best known library, each in the form in which it was found there.
+"""Numerical defects that were measured in another library, each in the form in which it occurred.
 
-Several backwards before a step: only the last counted. The first Adam update: 0.744 of the right one, because making
-the states took a step. Ranks that take different branches: a forward through a mixture of two weights. Masters: made
-from weights that were rounded already.
+Several backwards before a step: only the last contributed. First Adam update: 0.744 of the right one, because creating
+the states took a step. Ranks with different branches: a forward with a mixture of two weights. Masters: initialized
+from rounded weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def three_backwards(plan: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_several_backwards_before_a_step_all_count(plan, ranks2):
+def test_all_backwards_before_a_step_contribute(plan, ranks2):
     model = mlp()
     for index in range(3):
         model(rows(index)).pow(2).mean().backward()
@@ -51,7 +51,7 @@ def mean_square(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor
 
 
 def train_bf16(plan: str, num_steps: int, lr: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Masters before and after. All ranks have all rows, so that the mean is that of one process."""
+    """Return masters before and after training. All ranks have all rows, so that means equal one process's."""
     model, mesh = laid_out(plan, wide())
     before = weights(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
@@ -61,8 +61,8 @@ def train_bf16(plan: str, num_steps: int, lr: float) -> tuple[dict[str, torch.Te
     return before, weights(model)
 
 
-def ideal_bf16(num_steps: int, lr: float) -> nn.Module:
-    """bf16 forward and backward, fp32 masters from the unrounded weights, plain AdamW."""
+def reference_bf16(num_steps: int, lr: float) -> nn.Module:
+    """Train with bf16 forward and backward, fp32 masters of the unrounded weights, and plain AdamW."""
     master = wide()
     optimizer = torch.optim.AdamW(master.parameters(), lr=lr, weight_decay=0.01)
     for index in range(num_steps):
@@ -84,8 +84,8 @@ def run(plan: str, request: pytest.FixtureRequest, *args: object) -> list:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_first_adam_update_is_whole(plan, request):
-    want, first = plain_weights(ideal_bf16(1, 1e-2)), plain_weights(wide())
+def test_first_adam_update_has_full_size(plan, request):
+    want, first = plain_weights(reference_bf16(1, 1e-2)), plain_weights(wide())
     for before, after in run(plan, request, 1, 1e-2):
         ours = torch.cat([(after[name] - before[name]).flatten() for name in want])
         theirs = torch.cat([(want[name] - first[name]).flatten() for name in want])
@@ -93,12 +93,12 @@ def test_the_first_adam_update_is_whole(plan, request):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_masters_start_from_the_unrounded_weights_and_stay_with_the_ideal(plan, request):
-    want, first = plain_weights(ideal_bf16(5, 1e-3)), plain_weights(wide())
+def test_masters_start_unrounded_and_stay_close_to_the_reference(plan, request):
+    want, first = plain_weights(reference_bf16(5, 1e-3)), plain_weights(wide())
     for before, after in run(plan, request, 5, 1e-3):
         for name, weight in first.items():
             assert torch.equal(before[name], weight), name
-            # Rounding first would cost 4.9e-4 at once; a sign that differs for one element of 4 steps costs less here.
+            # Rounding the initial weights would cost 4.9e-4. A different sign for one element in 4 steps costs less.
             assert float((after[name] - want[name]).abs().mean()) < 2e-5, name
 
 
@@ -116,7 +116,7 @@ def branch_by_rank(plan: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_ranks_that_take_different_branches_train_the_right_weights(plan, ranks2):
+def test_ranks_with_different_branches_train_the_right_weights(plan, ranks2):
     model, losses = fork(), []
     for index in range(3):
         loss = sum(model(rows(index, rank), left=rank == 0).square().sum() for rank in (0, 1)) / 16
@@ -149,7 +149,7 @@ def uneven_microbatches(plan: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_ranks_may_have_a_different_number_of_microbatches(plan, ranks2):
+def test_ranks_may_have_different_numbers_of_microbatches(plan, ranks2):
     model = mlp()
     for _ in range(2):
         model.zero_grad()

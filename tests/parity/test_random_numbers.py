@@ -1,4 +1,4 @@
-"""weft.randn_like and similar functions in forward: the same numbers under every plan, and after resuming."""
+"""weft.randn_like and similar functions in forward give the same numbers under every plan and after a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIM, TOKENS, SAMPLES = 8, 6, 8
 
 
 class Block(nn.Module):
-    """Draws between its layers (where tp divides features), of its output, and twice in one forward."""
+    """Draws random numbers between its layers, where tp shards features, twice in one forward."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Noisy(nn.Module):
-    """A step of diffusion: times, noise, a random mask; then blocks that draw."""
+    """A diffusion model: random times, noise and mask, then blocks that draw random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Noisy(nn.Module):
 
 
 class Images(nn.Module):
-    """Draws of images, and without a dim."""
+    """Draws random numbers of image shape and of scalar shape."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def loss_fn(output, batch):
 
 
 def trained(plan: str, kind: type[nn.Module] = Noisy, first: int = 0, model: nn.Module | None = None):
-    """Two steps from step `first` on; what torch's generator is seeded with does not matter."""
+    """Train steps `first` to 1. torch's generator is seeded differently per plan, which must not matter."""
     torch.manual_seed(hash(plan) % 1000)
     mesh = build_mesh(Plan.parse(f"{plan} precision=fp64"))
     layout = weft.Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise") if "tp" in plan else None
@@ -109,7 +109,7 @@ TWO = [
 ]  # fmt: skip
 
 
-def test_one_process():
+def test_random_numbers_match_on_one_rank():
     expected = trained("")
     assert expected[1][0] != expected[1][1]
     for plan in ONE:
@@ -117,7 +117,7 @@ def test_one_process():
     check("images", trained("accumulation=4", Images), trained("", Images))
 
 
-def test_two_ranks(ranks2):
+def test_random_numbers_match_on_two_ranks(ranks2):
     expected = trained("")
     for answer in ranks2.run(trained_all, TWO):
         for plan, got in zip(TWO, answer, strict=True):
@@ -126,7 +126,7 @@ def test_two_ranks(ranks2):
         check("images", got, trained("", Images))
 
 
-def test_a_run_that_resumes_draws_what_it_would_have_drawn():
+def test_resumed_run_continues_the_random_numbers():
     mesh = build_mesh(Plan.parse("precision=fp64"))
     model = parallelize(Noisy().double(), mesh, seed=4)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn, mesh)
@@ -136,7 +136,7 @@ def test_a_run_that_resumes_draws_what_it_would_have_drawn():
     check("resumed", trained("", first=1, model=resumed), (trained("")[0], trained("")[1][1:]))
 
 
-def test_outside_of_a_step_the_functions_are_torchs():
+def test_outside_a_step_the_functions_equal_torch():
     x = torch.full((3, 4), 0.5)
     torch.manual_seed(0)
     ours = weft.randn_like(x), weft.rand_like(x), weft.randint_like(x, 7), weft.bernoulli(x), weft.bernoulli(x, 0.1)
@@ -154,24 +154,26 @@ def test_outside_of_a_step_the_functions_are_torchs():
     assert torch.equal(first, model(batch(0)[0].float()))
 
 
-def test_distributions():
-    places = [torch.arange(400), torch.arange(500)]
-    numbers = integers_at(torch.tensor(5), places, 53).double() / 2**53
+def test_random_integers_are_uniform_and_independent():
+    positions = [torch.arange(400), torch.arange(500)]
+    numbers = integers_at(torch.tensor(5), positions, 53).double() / 2**53
     assert 0 <= numbers.min() < 1e-4 < 1 - 1e-4 < numbers.max() < 1
     counts = torch.histc(numbers, 100, 0, 1)
-    assert ((counts - 2000).square() / 2000).sum() < 160  # chi square of 99 degrees: 1 in 10,000 is above
+    assert (
+        (counts - 2000).square() / 2000
+    ).sum() < 160  # chi-square with 99 degrees of freedom exceeds 160 once in 10,000
     normal = torch.special.ndtri((numbers + 2**-54).clamp(max=1 - 2**-53))
     assert abs(normal.mean()) < 0.01
     assert abs(normal.var() - 1) < 0.02
     rows, columns = (normal - normal.mean()), (normal - normal.mean())
     assert (rows[1:] * rows[:-1]).mean().abs() < 0.01
     assert (columns[:, 1:] * columns[:, :-1]).mean().abs() < 0.01
-    assert len(integers_at(torch.tensor(5), places, 62).unique()) == 200_000
-    assert not torch.equal(numbers, integers_at(torch.tensor(6), places, 53).double() / 2**53)
+    assert len(integers_at(torch.tensor(5), positions, 62).unique()) == 200_000
+    assert not torch.equal(numbers, integers_at(torch.tensor(6), positions, 53).double() / 2**53)
 
 
 class Wrong(nn.Module):
-    """kind: what it does that cannot follow samples."""
+    """Draws random numbers that cannot follow samples. kind: how."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -184,12 +186,12 @@ class Wrong(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind, said",
+    "kind, message",
     [("rows", "a tensor of 9 rows in a microbatch of 8 samples"), ("checkpoint", "in a forward that backward replays")],
 )
-def test_refused(kind, said):
+def test_random_numbers_unrelated_to_samples_are_rejected(kind, message):
     mesh = build_mesh(Plan.parse("precision=fp64"))
     model = parallelize(Wrong(kind).double(), mesh)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn, mesh)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         step(batch(0))

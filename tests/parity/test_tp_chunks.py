@@ -1,4 +1,4 @@
-"""Products in pieces of the sequence, beside which other pieces travel over tp: the numbers of one process."""
+"""tp_chunks: matrix products by chunks of the sequence, overlapped with tp communication, match one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.parallel.tensor.linear import by_chunks, column_gradients, cuts, gathe
 from weft.parallel.tensor.sequence import ShardedTokens
 from weft.verify.parity import DecoderCase, train_cases, train_plain
 
-#: 3 pieces of 8 tokens are no even ones; more pieces than tokens are as many as tokens.
+#: 3 chunks of 8 tokens are uneven. The number of chunks is limited to the number of tokens.
 TWO = ["tp=2 sp=on tp_chunks=3 accumulation=2", "tp=2 sp=on tp_chunks=2 recompute=selective",
        "tp=2 sp=on tp_chunks=2 recompute=full", "tp=2 sp=on tp_chunks=1000"]  # fmt: skip
 FOUR = ["tp=4 sp=on tp_chunks=2", "dp_shard=2 tp=2 zero=3 sp=on tp_chunks=3", "cp=2 tp=2 sp=on tp_chunks=2",
@@ -35,12 +35,12 @@ def check(pool, plan, chosen):
 
 
 @pytest.mark.parametrize("plan", gate_runs(TWO, 2))
-def test_two_ranks(plan, ranks2):
+def test_tp_chunks_match_one_process_on_two_ranks(plan, ranks2):
     check(ranks2, plan, CHOSEN)
 
 
 @pytest.mark.parametrize("plan", gate_runs(FOUR, 1))
-def test_four_ranks(plan, ranks4):
+def test_tp_chunks_match_one_process_on_four_ranks(plan, ranks4):
     check(ranks4, plan, {name: CHOSEN[name] for name in ("decoder", "gpt2")})
 
 
@@ -53,8 +53,8 @@ def test_four_ranks(plan, ranks4):
         pytest.param("gpt2", "tp=2 sp=on tp_chunks=3", marks=pytest.mark.full),
     ],
 )
-def test_compiled_blocks(name, plan, ranks2):
-    """As many graphs as without pieces, at any depth."""
+def test_compiled_blocks_with_tp_chunks_match(name, plan, ranks2):
+    """Check for as many graphs as without chunks, at any depth."""
     depth, steps = (DEEP, 2) if "recompute" in plan else (SHALLOW, 1)
     case = DeepFamily(name, depth=depth, num_steps=steps)
     want = train_plain(case)
@@ -64,39 +64,39 @@ def test_compiled_blocks(name, plan, ranks2):
         assert "selective" in plan or not found.breaks
 
 
-def pieces_of_a_product(_: int) -> None:
-    """On each rank: products in pieces, of several sequences, and their gradients against whole ones."""
+def check_chunked_products(_: int) -> None:
+    """Compare chunked products of several sequences and their gradients with unchunked ones on this rank."""
     axis = build_mesh(Plan.parse("tp=2 sp=on tp_chunks=3"))["tp"]
-    drawn = torch.Generator().manual_seed(0)
-    x_BTD = torch.randn(2, 14, 6, generator=drawn, dtype=torch.float64)
-    weights = [torch.randn(size, 6, generator=drawn, dtype=torch.float64) for size in (4, 5)]
+    generator = torch.Generator().manual_seed(0)
+    x_BTD = torch.randn(2, 14, 6, generator=generator, dtype=torch.float64)
+    weights = [torch.randn(size, 6, generator=generator, dtype=torch.float64) for size in (4, 5)]
     own = slice(7 * axis.rank, 7 * axis.rank + 7)
-    made = gather_multiply(x_BTD[:, own], weights, axis, 3)
-    for out, weight in zip(made, weights, strict=True):
+    products = gather_multiply(x_BTD[:, own], weights, axis, 3)
+    for out, weight in zip(products, weights, strict=True):
         torch.testing.assert_close(out, x_BTD @ weight.t(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         multiply_scatter(x_BTD, weights[0], axis, 3), 2 * (x_BTD @ weights[0].t())[:, own], rtol=1e-12, atol=1e-12
     )
-    grads = [torch.randn(2, 14, size, generator=drawn, dtype=torch.float64) for size in (4, 5)]
+    grads = [torch.randn(2, 14, size, generator=generator, dtype=torch.float64) for size in (4, 5)]
     of_x, *of_weights = column_gradients(x_BTD[:, own], grads, weights, axis, of_x=True, of_weights=True)
-    wanted = 2 * (grads[0] @ weights[0] + grads[1] @ weights[1])[:, own]
-    torch.testing.assert_close(of_x, wanted, rtol=1e-12, atol=1e-12)
+    expected = 2 * (grads[0] @ weights[0] + grads[1] @ weights[1])[:, own]
+    torch.testing.assert_close(of_x, expected, rtol=1e-12, atol=1e-12)
     for found, grad in zip(of_weights, grads, strict=True):
         torch.testing.assert_close(found, grad.flatten(0, 1).t() @ x_BTD.flatten(0, 1), rtol=1e-12, atol=1e-12)
-    # All tokens once, in the order in which they are gathered.
-    whole = x_BTD.new_empty(28, 6)
-    gather_multiply(x_BTD[:, own], weights, axis, 3, whole)
-    assert torch.equal(whole, by_chunks(x_BTD, axis, 3))
+    # All tokens once, in the order of the gathers.
+    gathered = x_BTD.new_empty(28, 6)
+    gather_multiply(x_BTD[:, own], weights, axis, 3, gathered)
+    assert torch.equal(gathered, by_chunks(x_BTD, axis, 3))
 
 
-def test_pieces_of_several_sequences(ranks2):
-    ranks2.run(pieces_of_a_product, 0)
+def test_chunked_products_of_several_sequences_match_unchunked(ranks2):
+    ranks2.run(check_chunked_products, 0)
     assert [one.stop - one.start for one in cuts(7, 3)] == [3, 3, 1]
     assert [one.stop - one.start for one in cuts(2, 5)] == [1, 1]
 
 
 class Reading(nn.Module):
-    """Looks at what its cut layers read, too."""
+    """A feed-forward module that reads the input of its sharded layers."""
 
     def __init__(self, inner: nn.Module, how: str):
         super().__init__()
@@ -125,7 +125,7 @@ class _Doubled(torch.autograd.Function):
 
 
 class ReadingCase(DecoderCase):
-    """A decoder whose feed-forward layers look at their input."""
+    """A decoder whose feed-forward modules read their input."""
 
     how = "read"
 
@@ -137,22 +137,22 @@ class ReadingCase(DecoderCase):
 
 
 class HiddenCase(ReadingCase):
-    """They hand it to a step of autograd of their own."""
+    """A decoder whose feed-forward modules pass their input to a custom autograd function."""
 
     how = "hidden"
 
 
-def test_a_module_may_read_what_its_layers_gather(ranks2):
+def test_module_may_read_the_input_of_its_chunked_layers(ranks2):
     check(ranks2, "tp=2 sp=on tp_chunks=2", {"read": ReadingCase(LLAMA, global_batch=16, num_steps=2)})
 
 
-def test_a_hidden_gradient_is_refused(ranks2):
+def test_custom_autograd_function_on_chunked_input_is_rejected(ranks2):
     case = {"hidden": HiddenCase(LLAMA, global_batch=16, num_steps=1)}
     with pytest.raises(CommError, match=r"passes its input to a custom autograd function.*Use tp_chunks=1"):
         ranks2.run(train_cases, "tp=2 sp=on tp_chunks=2 precision=fp64", case)
 
 
-def test_an_adapter_is_refused(ranks2):
+def test_adapter_with_tp_chunks_is_rejected(ranks2):
     adapted = {"adapter": AdapterCase(cases()["decoder"])}
     with pytest.raises(CommError, match=r"blocks\.0\.attn\.q has an adapter, and only a plain product.*tp_chunks=1"):
         ranks2.run(train_cases, "tp=2 sp=on tp_chunks=2 precision=fp64", adapted)

@@ -1,4 +1,4 @@
-"""int4, low rank: what is rounded off is owed; nothing is lost or comes twice, under any plan and resume."""
+"""Error feedback of int4 and low-rank compression: the error is added exactly once, under any plan and resume."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ FOUR = (
 
 @pytest.fixture
 def small(ranks2, ranks4) -> Iterator[None]:
-    """The matrices of a small model are worth it."""
+    """Lower the size limit of low-rank compression, so that a small model's matrices are compressed."""
     for pool in (ranks2, ranks4):
-        pool.run(set_least, 32)
+        pool.run(set_least_numel, 32)
     yield
     for pool in (ranks2, ranks4):
-        pool.run(set_least, low_rank.LEAST_NUMEL)
+        pool.run(set_least_numel, low_rank.LEAST_NUMEL)
 
 
-def set_least(numel: int) -> None:
+def set_least_numel(numel: int) -> None:
     low_rank.LEAST_NUMEL = numel
 
 
 def start(plan: Plan, mesh, load: str = "", max_grad_norm: float = 0.05):
-    """A model and its step, from a checkpoint or the start; weights stay as they are, so that gradients are known."""
+    """Return a model and its step, new or from a checkpoint. The learning rate is 0, so that weights stay the same."""
     model = CASE.model()
     with several_buckets(model):
         parallelize(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    spoil: list[float] = []  # what the next loss is multiplied by, once
+    loss_factors: list[float] = []  # factor of the next loss, used once
 
     def loss(output, batch):
         loss_sum, number = CASE.loss(output, batch)
-        return (loss_sum * spoil.pop() if spoil else loss_sum), number
+        return (loss_sum * loss_factors.pop() if loss_factors else loss_sum), number
 
     step = TrainStep(model, optimizer, loss, mesh, forward=CASE.forward, max_grad_norm=max_grad_norm)
     data_parallel(model).coders.exact_steps = 0
-    told = resume(model, step.optimizer, load_checkpoint(load)) if load else []
-    return model, step, told, spoil
+    messages = resume(model, step.optimizer, load_checkpoint(load)) if load else []
+    return model, step, messages, loss_factors
 
 
 def num_tokens(index: int) -> int:
@@ -78,8 +78,8 @@ def exact(index: int) -> dict[str, torch.Tensor]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def total_owed(folder: str) -> dict[str, torch.Tensor]:
-    """Sums of all debts in a checkpoint, by parameter."""
+def total_residuals(folder: str) -> dict[str, torch.Tensor]:
+    """Return the sums over ranks of the residuals in a checkpoint, by parameter."""
     found: dict[str, torch.Tensor] = {}
     checkpoint = load_checkpoint(Path(folder))
     for name, tensor in checkpoint.tensors("owed").items() if "owed" in checkpoint.groups else ():
@@ -88,15 +88,15 @@ def total_owed(folder: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def steps_by_hand(plan_text: str, saves: list[str]) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
-    """Save after each step, with what each applied."""
+def train_and_save(plan_text: str, saves: list[str]) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+    """Train and save after each step. Return the applied gradients and clip factors."""
     plan = Plan.parse(plan_text + " precision=fp64")
     mesh = build_mesh(plan)
-    model, step, _, spoil = start(plan, mesh)
+    model, step, _, loss_factors = start(plan, mesh)
     engine, found, clips = data_parallel(model), [], []
     for index, folder in enumerate(saves):
         if index == 1:
-            spoil.append(float("nan"))
+            loss_factors.append(float("nan"))
             assert step(local_microbatches(CASE.batch(0), plan, mesh.data.rank)).skipped
         metrics = step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
         clips.append(min(1.0, 0.05 / (metrics.grad_norm + 1e-6)))
@@ -108,48 +108,48 @@ def steps_by_hand(plan_text: str, saves: list[str]) -> tuple[list[dict[str, torc
 def check_steps(pool, plan: str, tmp_path: Path) -> None:
     folders = [str(tmp_path / str(index)) for index in range(3)]
     text = plan if "compress" in plan else plan + INT4
-    applied, clips = pool.run(steps_by_hand, text, folders)[0]
+    applied, clips = pool.run(train_and_save, text, folders)[0]
     assert max(clips) < 0.95, "nothing was clipped"
     before, rounded = {name: torch.zeros_like(grad) for name, grad in applied[0].items()}, set[str]()
     for index, folder in enumerate(folders):
-        owed, grads = total_owed(f"{folder}/step_{index + 1:08d}"), exact(index)
-        assert owed.keys() == grads.keys()
+        residuals, grads = total_residuals(f"{folder}/step_{index + 1:08d}"), exact(index)
+        assert residuals.keys() == grads.keys()
         for name, grad in grads.items():
-            due = clips[index] * (grad + before[name])
+            expected = clips[index] * (grad + before[name])
             torch.testing.assert_close(
-                applied[index][name] + owed[name], due, rtol=0, atol=1e-9 * float(due.abs().max() + 1)
+                applied[index][name] + residuals[name], expected, rtol=0, atol=1e-9 * float(expected.abs().max() + 1)
             )
-            leaves_out = owed[name].abs().max() > 1e-4 * grad.abs().max()
-            assert leaves_out or "powersgd" in text, f"{name}: nothing was rounded off"
-            rounded.add(name if leaves_out else "")
-        before = owed
-    assert len(rounded) > 3, "few matrices were left out of"
+            has_residual = residuals[name].abs().max() > 1e-4 * grad.abs().max()
+            assert has_residual or "powersgd" in text, f"{name}: nothing was rounded"
+            rounded.add(name if has_residual else "")
+        before = residuals
+    assert len(rounded) > 3, "too few parameters have a residual"
 
 
 @pytest.mark.parametrize("plan", [*STAGES, *(plan + LOW for plan in STAGES)])
-def test_what_is_applied_and_what_is_owed_are_the_gradients_and_what_was_owed(plan, ranks2, small, tmp_path):
-    """Through clipping at each step, and a skipped step, which changes nothing of it."""
+def test_applied_gradient_plus_residual_is_exact(plan, ranks2, small, tmp_path):
+    """Check that applied + new residual = clip * (gradient + old residual), with clipping and a skipped step."""
     check_steps(ranks2, plan, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", [*FOUR, *(plan + LOW for plan in FOUR)])
-def test_so_it_is_on_four_ranks(plan, ranks4, small, tmp_path):
+def test_applied_gradient_plus_residual_is_exact_on_four_ranks(plan, ranks4, small, tmp_path):
     check_steps(ranks4, plan, tmp_path)
 
 
-def go_on(plan_text: str, load: str, save: str) -> tuple[dict[str, torch.Tensor], float, list[str]]:
-    """One more step from a checkpoint: what it applied, and by how much it clipped."""
+def train_one_more(plan_text: str, load: str, save: str) -> tuple[dict[str, torch.Tensor], float, list[str]]:
+    """Train one more step from a checkpoint. Return the applied gradients, the clip factor and the messages."""
     plan = Plan.parse(plan_text + " precision=fp64")
     mesh = build_mesh(plan)
-    model, step, told, _ = start(plan, mesh, load)
+    model, step, messages, _ = start(plan, mesh, load)
     metrics = step(local_microbatches(CASE.batch(1), plan, mesh.data.rank))
     grads = {name: grad.clone() * num_tokens(1) for name, grad in data_parallel(model).gradients()}
     save_slices(Path(save), 2, state_slices(model, step.optimizer), {}, rank_group(mesh))
-    return grads, min(1.0, 0.05 / (metrics.grad_norm + 1e-6)), told
+    return grads, min(1.0, 0.05 / (metrics.grad_norm + 1e-6)), messages
 
 
-GIVEN = "the earlier compression error is added to the gradients of the first step"
+RETURNED = "the earlier compression error is added to the gradients of the first step"
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ GIVEN = "the earlier compression error is added to the gradients of the first st
             "what 4 replicas' compression error is shared by 2 now",
         ),
         ("dp_replicate=4", "dp_shard=2 tp=2 zero=1", "what 4 replicas' compression error is shared by 2 now"),
-        ("dp_shard=4 zero=1", "dp_shard=2 compress=none", GIVEN),
-        ("dp_replicate=2 dp_shard=2 zero=1", "dp_shard=2 zero=3 compress=int8", GIVEN),
+        ("dp_shard=4 zero=1", "dp_shard=2 compress=none", RETURNED),
+        ("dp_replicate=2 dp_shard=2 zero=1", "dp_shard=2 zero=3 compress=int8", RETURNED),
         ("dp_replicate=2" + LOW, "dp_replicate=2" + LOW, ""),
         ("dp_replicate=2 dp_shard=2 zero=3", "dp_replicate=2", ""),
         (
@@ -179,29 +179,31 @@ GIVEN = "the earlier compression error is added to the gradients of the first st
             "what 4 replicas' compression error is shared by 2 now",
         ),
         ("dp_replicate=2 dp_shard=2 zero=1" + LOW, "dp_replicate=2" + INT4, ""),
-        ("dp_replicate=2" + LOW, "dp_shard=2 compress=none", GIVEN),
+        ("dp_replicate=2" + LOW, "dp_shard=2 compress=none", RETURNED),
     ],
 )
-def test_another_plan_takes_over_what_is_owed(saved, loaded, line, ranks2, ranks4, small, tmp_path):
-    """Nothing is lost and nothing comes twice, under other replicas, axes, stages and wires."""
+def test_other_plan_resumes_the_residuals(saved, loaded, line, ranks2, ranks4, small, tmp_path):
+    """Check that each residual is added exactly once under other replicas, axes, stages and wire formats."""
     pools = {2: ranks2, 4: ranks4}
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     first = saved if "compress" in saved else saved + INT4
-    pools[Plan.parse(first).world_size].run(steps_by_hand, first, [one])
+    pools[Plan.parse(first).world_size].run(train_and_save, first, [one])
     text = loaded if "compress" in loaded else loaded + INT4
-    grads, clip, told = pools[Plan.parse(text).world_size].run(go_on, text, f"{one}/step_00000001", two)[0]
-    assert told == ([line] if line else [])
-    before, after, summands = total_owed(f"{one}/step_00000001"), total_owed(f"{two}/step_00000002"), exact(1)
+    grads, clip, messages = pools[Plan.parse(text).world_size].run(train_one_more, text, f"{one}/step_00000001", two)[0]
+    assert messages == ([line] if line else [])
+    before, after, summands = total_residuals(f"{one}/step_00000001"), total_residuals(f"{two}/step_00000002"), exact(1)
     for name, grad in summands.items():
-        due = clip * (grad + before[name])
-        left = after.get(name, torch.zeros_like(due))
+        expected = clip * (grad + before[name])
+        residual = after.get(name, torch.zeros_like(expected))
         slack = 0.02 if "int8" in text else 1e-9
-        torch.testing.assert_close(grads[name] + left, due, rtol=0, atol=slack * float(due.abs().max() + 1))
+        torch.testing.assert_close(
+            grads[name] + residual, expected, rtol=0, atol=slack * float(expected.abs().max() + 1)
+        )
     assert bool(after) == ("int4" in text or "powersgd" in text)
 
 
-def pay_once(plan_text: str, load: str) -> list[dict[str, torch.Tensor]]:
-    """What each of two steps from a checkpoint applied, neither clipped."""
+def train_two_more(plan_text: str, load: str) -> list[dict[str, torch.Tensor]]:
+    """Train two unclipped steps from a checkpoint. Return the applied gradients."""
     plan = Plan.parse(plan_text + " precision=fp64")
     mesh = build_mesh(plan)
     model, step, _, _ = start(plan, mesh, load, max_grad_norm=1e9)
@@ -213,35 +215,35 @@ def pay_once(plan_text: str, load: str) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2 compress=none", "dp_shard=2 zero=3 compress=none"])
-def test_what_was_owed_is_paid_in_the_first_step_alone(plan, ranks2, tmp_path):
-    """By a plan that itself rounds nothing: the second step has its own gradients and nothing else."""
-    ranks2.run(steps_by_hand, STAGES[0] + INT4, [str(tmp_path)])
+def test_resumed_residual_is_added_in_the_first_step_only(plan, ranks2, tmp_path):
+    """Resume with a lossless plan: the second step applies its own gradients only."""
+    ranks2.run(train_and_save, STAGES[0] + INT4, [str(tmp_path)])
     saved = f"{tmp_path}/step_00000001"
-    first, second = ranks2.run(pay_once, plan, saved)[0]
-    owed, one, two = total_owed(saved), exact(1), exact(2)
+    first, second = ranks2.run(train_two_more, plan, saved)[0]
+    residuals, one, two = total_residuals(saved), exact(1), exact(2)
     for name, grad in first.items():
         slack = {"rtol": 0, "atol": 1e-9 * float(grad.abs().max() + 1)}
-        torch.testing.assert_close(grad, one[name] + owed[name], **slack)
+        torch.testing.assert_close(grad, one[name] + residuals[name], **slack)
         torch.testing.assert_close(second[name], two[name], **slack)
 
 
 def own_loop(plan_text: str) -> str:
     model = parallelize(CASE.model(), build_mesh(Plan.parse(plan_text)))
     (part,) = local_microbatches(CASE.batch(0), Plan.parse(plan_text), 0)
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as caught:
         CASE.loss(CASE.forward(model, part), part)[0].backward()
-    return str(told.value)
+    return str(caught.value)
 
 
-def test_a_loop_of_ones_own_is_refused(ranks2):
+def test_backward_outside_a_train_step_is_rejected(ranks2):
     assert set(ranks2.run(own_loop, "dp_replicate=2" + INT4)) == {
         "compress=int4: backward() came outside of a train step, and only a train step computes the residual of "
         "clipped gradients. Use run.train_step, or compress=int8, which has no residual."
     }
 
 
-def stop_and_go_on(plan_text: str, folder: str) -> list[bool]:
-    """Three steps in one run, and in two runs."""
+def compare_with_resumed(plan_text: str, folder: str) -> list[bool]:
+    """Train four steps in one run and in two runs. Return whether each gradient is equal."""
     plan = Plan.parse(plan_text + " precision=fp32")
     mesh = build_mesh(plan)
     parts = [local_microbatches(CASE.batch(index), plan, mesh.data.rank) for index in range(4)]
@@ -258,22 +260,22 @@ def stop_and_go_on(plan_text: str, folder: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("codec", [INT4, LOW])
-def test_a_resumed_run_has_the_same_bits(codec, ranks2, small, tmp_path):
-    """What low rank carries besides debts, its bases, too."""
+def test_resumed_run_is_bitwise_equal(codec, ranks2, small, tmp_path):
+    """Low-rank compression also carries its bases."""
     for index, plan in enumerate(("dp_replicate=2", "dp_shard=2 zero=1")):
-        for equal in ranks2.run(stop_and_go_on, plan + codec, str(tmp_path / str(index))):
+        for equal in ranks2.run(compare_with_resumed, plan + codec, str(tmp_path / str(index))):
             assert all(equal), plan
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("codec", [INT4, LOW])
-def test_so_does_one_under_zero_3(codec, ranks4, small, tmp_path):
-    for equal in ranks4.run(stop_and_go_on, "dp_replicate=2 dp_shard=2 zero=3" + codec, str(tmp_path)):
+def test_resumed_run_is_bitwise_equal_under_zero_3(codec, ranks4, small, tmp_path):
+    for equal in ranks4.run(compare_with_resumed, "dp_replicate=2 dp_shard=2 zero=3" + codec, str(tmp_path)):
         assert all(equal)
 
 
-def count_exact(plan_text: str) -> list[float]:
-    """What is owed after each step, where the first two are exact."""
+def residual_sizes(plan_text: str) -> list[float]:
+    """Return the size of the residuals after each step, with two exact first steps."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model, step, _, _ = start(plan, mesh)
@@ -281,13 +283,11 @@ def count_exact(plan_text: str) -> list[float]:
     coders.exact_steps = 2
     for index in range(3):
         step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
-        debts = [
-            tensor for stretch in data_parallel(model).error_feedback.residual_slices() for tensor in [stretch.flat]
-        ]
-        found.append(float(sum(debt.abs().sum() for debt in debts)))
+        residuals = [one.flat for one in data_parallel(model).error_feedback.residual_slices()]
+        found.append(float(sum(one.abs().sum() for one in residuals)))
     return found
 
 
-def test_first_steps_are_exact(ranks2, small):
-    for one, two, three in ranks2.run(count_exact, "dp_replicate=2" + LOW):
+def test_first_steps_are_not_compressed(ranks2, small):
+    for one, two, three in ranks2.run(residual_sizes, "dp_replicate=2" + LOW):
         assert one == two == 0 < three

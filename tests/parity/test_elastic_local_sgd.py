@@ -1,4 +1,4 @@
-"""A replica that stands still or dies stops no other: it joins again, and all equals one process with such meetings."""
+"""Elastic local SGD: a stopped or killed replica does not block the others, rejoins, and results match one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.parity.elastic_cases import CASE, EVERY, KEY, STEPS, TIMEOUT_S
-from tests.parity.test_sync import Alone, outer_step
+from tests.parity.test_sync import ReferenceReplicas, outer_step
 from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
 from weft.optim.build import clip_factor, global_norm
@@ -19,12 +19,12 @@ from weft.optim.build import clip_factor, global_norm
 PLAN = "dp_replicate=2 sync=diloco:2 precision=fp64"
 
 
-class Oracle(Alone):
-    """Both replicas on this process; which of them trains a step, and which gives at a meeting, is said."""
+class Oracle(ReferenceReplicas):
+    """Both replicas in this process. The test chooses which replica trains a step and which contributes to a round."""
 
-    def step_of(self, place: int, index: int) -> None:
-        batch, model, optimizer = self.case.batch(index), self.models[place], self.optimizers[place]
-        own = {name: one[self.samples(place)] for name, one in batch.items()}
+    def step_of(self, replica: int, index: int) -> None:
+        batch, model, optimizer = self.case.batch(index), self.models[replica], self.optimizers[replica]
+        own = {name: one[self.samples(replica)] for name, one in batch.items()}
         loss_sum, number = self.case.loss(self.case.forward(model, own), own)
         optimizer.zero_grad()
         (loss_sum / number).backward()
@@ -35,42 +35,42 @@ class Oracle(Alone):
         optimizer.step()
 
     @torch.no_grad()
-    def meet_of(self, givers: list[int], members: list[int]) -> None:
+    def exchange_of(self, givers: list[int], members: list[int]) -> None:
         for name, anchor in self.anchor.items():
-            deltas = [anchor - self.models[place].get_parameter(name) for place in givers]
-            outer_step(self.way, anchor, self.momentum[name], sum(deltas) / len(givers))
-            for place in members:
-                self.models[place].get_parameter(name).copy_(anchor)
+            deltas = [anchor - self.models[replica].get_parameter(name) for replica in givers]
+            outer_step(self.method, anchor, self.momentum[name], sum(deltas) / len(givers))
+            for replica in members:
+                self.models[replica].get_parameter(name).copy_(anchor)
 
-    def begins_again(self, place: int) -> None:
-        self.models[place] = self.case.model()
-        self.optimizers[place] = self.case.optimizer_of(self.models[place])
+    def restart(self, replica: int) -> None:
+        self.models[replica] = self.case.model()
+        self.optimizers[replica] = self.case.optimizer_of(self.models[replica])
 
 
 def wait_for(path, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
-        assert time.monotonic() < end, f"{path.name} never came"
+        assert time.monotonic() < end, f"{path.name} was not written"
         time.sleep(0.02)
 
 
 @pytest.fixture
 def replicas(tmp_path):
-    place, processes = RendezvousServer("127.0.0.1", 0, 2, TIMEOUT_S, KEY), []
+    server, processes = RendezvousServer("127.0.0.1", 0, 2, TIMEOUT_S, KEY), []
 
     def start(replica: int, fault: str = "none") -> subprocess.Popen:
-        words = ["tests.parity.elastic_replica", place.address, str(replica), PLAN, str(tmp_path), fault]
-        processes.append(subprocess.Popen([sys.executable, "-m", *words]))
+        arguments = ["tests.parity.elastic_replica", server.address, str(replica), PLAN, str(tmp_path), fault]
+        processes.append(subprocess.Popen([sys.executable, "-m", *arguments]))
         return processes[-1]
 
     yield start
     for process in processes:
         process.kill()
         process.wait()
-    place.close()
+    server.close()
 
 
-def both_found(folder):
+def load_results(folder):
     found = [torch.load(folder / f"found-{replica}", weights_only=True) for replica in (0, 1)]
     for name, anchor in found[0]["anchor"].items():
         assert torch.equal(anchor, found[1]["anchor"][name]), name
@@ -84,38 +84,38 @@ def assert_equal(found, oracle) -> None:
 
 
 @pytest.mark.full
-def test_a_replica_that_stands_still_is_left_out_and_joins_again(replicas, tmp_path):
+def test_stopped_replica_is_skipped_and_rejoins(replicas, tmp_path):
     first, second = replicas(0), replicas(1, "stops")
     wait_for(tmp_path / "at-1-3")
-    wait_for(tmp_path / "at-0-4")  # the other went on
+    wait_for(tmp_path / "at-0-4")  # the other replica continued
     second.send_signal(signal.SIGCONT)
     assert first.wait(60) == second.wait(60) == 0
-    found = both_found(tmp_path)
-    assert found[0]["met"] == [(1, 2), (2, 4), (3, 6), (4, 8)]
-    assert found[1]["met"] == [(1, 2), (3, 6), (4, 8)]
+    found = load_results(tmp_path)
+    assert found[0]["rounds"] == [(1, 2), (2, 4), (3, 6), (4, 8)]
+    assert found[1]["rounds"] == [(1, 2), (3, 6), (4, 8)]
     assert found[1]["trained"] == [0, 1, 2, 3, 6, 7]
     oracle = Oracle(CASE, Plan.parse(PLAN))
     for index in range(STEPS):
-        for place in (0, 1):
-            if index in found[place]["trained"]:
-                oracle.step_of(place, index)
+        for replica in (0, 1):
+            if index in found[replica]["trained"]:
+                oracle.step_of(replica, index)
         if (index + 1) % EVERY == 0:
-            away = index + 1 in (4, 6)
-            oracle.meet_of([0] if away else [0, 1], [0] if index + 1 == 4 else [0, 1])
+            excluded = index + 1 in (4, 6)
+            oracle.exchange_of([0] if excluded else [0, 1], [0] if index + 1 == 4 else [0, 1])
     assert_equal(found[0], oracle)
 
 
 @pytest.mark.full
-def test_a_replica_that_dies_in_an_exchange_changes_nothing_and_its_next_start_joins(replicas, tmp_path):
+def test_replica_killed_in_exchange_changes_nothing_and_rejoins(replicas, tmp_path):
     first, second = replicas(0, "waits for 1"), replicas(1, "dies in exchange")
     assert second.wait(60) == -signal.SIGKILL
     again = replicas(1)
     assert first.wait(60) == again.wait(60) == 0
-    found = both_found(tmp_path)
+    found = load_results(tmp_path)
     assert any("failed, and nothing was changed" in line for line in found[0]["lines"])
     assert found[0]["trained"] == list(range(STEPS))
-    assert found[0]["met"] == [(1, 2), (2, 4), (3, 6), (4, 8)]
-    assert found[1]["met"] == [(3, 6), (4, 8)]
+    assert found[0]["rounds"] == [(1, 2), (2, 4), (3, 6), (4, 8)]
+    assert found[1]["rounds"] == [(3, 6), (4, 8)]
     assert found[1]["trained"] == [0, 6, 7]
     oracle = Oracle(CASE, Plan.parse(PLAN))
     for index in range(STEPS):
@@ -123,11 +123,11 @@ def test_a_replica_that_dies_in_an_exchange_changes_nothing_and_its_next_start_j
         if index < 4:
             oracle.step_of(1, index)
         if index == 3:
-            oracle.begins_again(1)
-            oracle.step_of(1, 0)  # before it knew that the others are further
+            oracle.restart(1)
+            oracle.step_of(1, 0)  # before it learned that the others are ahead
         if index >= 6:
             oracle.step_of(1, index)
         if index + 1 == 2 or (index + 1) % EVERY == 0:
-            away = index + 1 in (4, 6)
-            oracle.meet_of([0] if away else [0, 1], [0] if index + 1 == 4 else [0, 1])
+            excluded = index + 1 in (4, 6)
+            oracle.exchange_of([0] if excluded else [0, 1], [0] if index + 1 == 4 else [0, 1])
     assert_equal(found[0], oracle)

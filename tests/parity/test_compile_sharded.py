@@ -1,5 +1,7 @@
-"""Compiled blocks under tp, sp and ep compute what one process computes without compiling. The tracer is real,
-generated code is not paid for here: tests/memory/test_compile.py and tests/parallel/context have some."""
+"""Compiled blocks under tp, sp and ep match one process without compiling.
+
+Tracing is real, but no code is generated, to save time. tests/memory/test_compile.py and tests/parallel/context do so.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def chosen(kind: str) -> dict[str, Case]:
 
 
 def train_traced(plan: str, cases: dict[str, Case], backend: str) -> dict[str, ParityResult]:
-    """On each rank, with another backend in the place of the one that generates code."""
+    """Train on this rank, with a backend that generates no code."""
     return {name: train_compiled(plan, case, backend).result for name, case in cases.items()}
 
 
@@ -38,9 +40,9 @@ def train_traced(plan: str, cases: dict[str, Case], backend: str) -> dict[str, P
         ("tp=2 sp=on", "dropout"),
     ],
 )
-def test_traced_blocks(plan, kind, ranks2):
+def test_compiled_blocks_match_one_process(plan, kind, ranks2):
     cases = chosen(kind)
-    wanted = {name: train_case("precision=fp64", case) for name, case in cases.items()}
+    expected = {name: train_case("precision=fp64", case) for name, case in cases.items()}
     for found in ranks2.run(train_traced, f"{plan} compile=on precision=fp64", cases, "lean"):
         for name, result in found.items():
-            assert result.largest_difference(wanted[name]) < RTOL, name
+            assert result.largest_difference(expected[name]) < RTOL, name

@@ -1,4 +1,4 @@
-"""reshard=after_forward:N: backward gathers from shards on neighbouring ranks, and every number stays as it is."""
+"""reshard=after_forward:N: backward gathers from secondary shards on neighboring ranks, with unchanged results."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ def train_all(plans: tuple[str, ...], case: DecoderCase) -> list[ParityResult]:
     return [train_case(f"{plan} precision=fp64", case) for plan in plans]
 
 
-def test_layouts_train_as_one_process(ranks4):
-    alone = train_case("precision=fp64", CASE)
+def test_secondary_shards_match_one_process(ranks4):
+    reference = train_case("precision=fp64", CASE)
     for rank, answers in enumerate(ranks4.run(train_all, PLANS, CASE)):
         for plan, found in zip(PLANS, answers, strict=True):
-            assert found.largest_difference(alone) < 1e-10, (plan, rank)
+            assert found.largest_difference(reference) < 1e-10, (plan, rank)
 
 
 @pytest.mark.full
-def test_so_do_experts_and_replicas(ranks4):
-    alone = train_case("precision=fp64", EXPERTS)
+def test_secondary_shards_with_experts_match_one_process(ranks4):
+    reference = train_case("precision=fp64", EXPERTS)
     for found, *_ in ranks4.run(train_all, (f"{NEAR} ep=2",), EXPERTS):
-        assert found.largest_difference(alone) < 1e-10
+        assert found.largest_difference(reference) < 1e-10
 
 
 @pytest.mark.full
-def test_so_do_replicas_of_shards():
-    alone, experts = train_case("precision=fp64", CASE), train_case("precision=fp64", EXPERTS)
+def test_secondary_shards_with_replicas_match_one_process():
+    reference, experts = train_case("precision=fp64", CASE), train_case("precision=fp64", EXPERTS)
     with RankPool(8) as pool:
         for (found,) in pool.run(train_all, (f"dp_replicate=2 {NEAR}",), CASE):
-            assert found.largest_difference(alone) < 1e-10
+            assert found.largest_difference(reference) < 1e-10
         for (found,) in pool.run(train_all, (f"dp_replicate=2 {NEAR} ep=2",), EXPERTS):
             assert found.largest_difference(experts) < 1e-10
 
 
 def train(plan_text: str, folder: str = "") -> tuple[ParityResult, dict[str, int], list[float]]:
-    """With an evaluation after each step, and other weights loaded after one: secondary shards must not outlive them."""
+    """Train with an evaluation and a change of weights after each step, which must invalidate secondary shards."""
     ledger, plan, result = Ledger(), Plan.parse(plan_text), ParityResult()
     mesh = build_mesh(plan, record=ledger.record)
     model = parallelize(CASE.model(), mesh)
@@ -83,7 +83,7 @@ def train(plan_text: str, folder: str = "") -> tuple[ParityResult, dict[str, int
     return result, sent, evaluated
 
 
-def test_second_shards_do_not_outlive_the_weights_that_they_are_of(ranks4):
+def test_secondary_shards_are_invalidated_with_their_weights(ranks4):
     plain = ranks4.run(train, "dp_shard=4 zero=3 precision=fp64")
     second = ranks4.run(train, f"{NEAR} precision=fp64")
     for before, after in zip(plain, second, strict=True):
@@ -91,7 +91,7 @@ def test_second_shards_do_not_outlive_the_weights_that_they_are_of(ranks4):
         assert before[2] == after[2]
         assert all(torch.equal(one, after[0].weights[name]) for name, one in before[0].weights.items())
     assert "dp_shard/2" not in plain[0][1]
-    # Backward, and a forward after one without a backward, gather over neighbours what is let go: here the blocks.
+    # Backward, and a forward after another forward, gather the freed blocks from neighbors.
     assert second[0][1]["dp_shard/2"] > 0.2 * plain[0][1]["dp_shard"]
     assert second[0][1]["dp_shard"] < 0.8 * plain[0][1]["dp_shard"]
 
@@ -100,7 +100,7 @@ def train_coded(plan_text: str) -> ParityResult:
     return train_case(f"{plan_text} gather=int8 precision=fp64", CASE)
 
 
-def test_what_was_gathered_as_codes_is_not_rounded_again(ranks4):
+def test_int8_secondary_shards_are_not_rounded_again(ranks4):
     plain = ranks4.run(train_coded, "dp_shard=4 zero=3")
     second = ranks4.run(train_coded, f"{NEAR} recompute=full")
     for before, after in zip(plain, second, strict=True):
